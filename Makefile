@@ -1,0 +1,40 @@
+# make bench | test | train STAGE=3 NPROC=2 | diff A=2 B=3
+# The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
+
+PYTHON ?= .venv/bin/python
+STAGE ?= 4
+NPROC ?= 2
+ARGS ?=
+A ?= 1
+B ?= 2
+ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help bench test train diff clean
+
+help:
+	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
+	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip")'
+	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
+	@echo 'make diff A=2 B=3           what one stage changes in the one before'
+	@echo 'make clean                  remove the environment and caches'
+
+bench: $(ENV)
+	$(PYTHON) bench.py --json results/bench.json $(ARGS)
+
+test: $(ENV)
+	$(PYTHON) -m pytest $(ARGS)
+
+train: $(ENV)
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
+
+diff:
+	@git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
+
+.venv/.installed: pyproject.toml
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache *.egg-info $(shell find . -name __pycache__ -not -path './.venv/*')

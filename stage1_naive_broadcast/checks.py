@@ -1,0 +1,133 @@
+"""What is refused, on every rank, before anything is changed. The same file stands in every stage."""
+
+import hashlib
+import warnings
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
+for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
+
+
+def checked_groups(params, process_group, existing=(), *, one_dtype=False, contiguous=False) -> list[dict]:
+    """`params` as a list of parameter groups, or the same refusal on every rank. Collective.
+
+    Args:
+        params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
+        existing: the groups that the optimizer has already.
+        one_dtype: whether the stage needs all parameters in one dtype.
+        contiguous: whether the stage views parameters as flat.
+
+    Raises:
+        RuntimeError: there is no process group, or this rank is not in it.
+        TypeError: something is not a tensor.
+        ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, or ranks that disagree.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
+    if dist.get_rank(process_group) < 0:
+        raise RuntimeError(f"rank {dist.get_rank()} is not in this process_group: build the optimizer on its ranks only")
+    error, groups, lines = None, [], []
+    try:
+        groups = _as_groups(params)
+        named = named_params([*existing, *groups])
+        _check_params(named, one_dtype, contiguous)
+        lines = [_describe(name, param) for name, param in named]
+    except (TypeError, ValueError) as refusal:
+        error = refusal
+    _agree(error, lines, process_group)
+    return groups
+
+
+def named_params(groups) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter with a name for messages: its own where the groups have names, else its place."""
+    return [
+        (group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
+        for g, group in enumerate(groups)
+        for i, param in enumerate(group["params"])
+    ]
+
+
+def _as_groups(params) -> list[dict]:
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of tensors or dicts, such as model.parameters(), not one tensor")
+    try:
+        items = list(params)
+    except TypeError:
+        raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from None
+    if not items:
+        raise ValueError("the parameter list is empty: pass model.parameters()")
+    groups = items if isinstance(items[0], dict) else [{"params": items}]
+    return [_as_group(group, g) for g, group in enumerate(groups)]
+
+
+def _as_group(group, g) -> dict:
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
+    items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    if not items:
+        raise ValueError(f"the parameter list of group {g} is empty")
+    named = [isinstance(item, tuple) for item in items]
+    if not any(named):
+        return {**group, "params": items}
+    if not all(named):
+        raise ValueError(f"parameter group {g} names some of its parameters: name all of them or none")
+    return {**group, "params": [param for _, param in items], "param_names": [name for name, _ in items]}
+
+
+def _check_params(named, one_dtype, contiguous) -> None:
+    first_name, first = named[0]
+    name_of = {}
+    for name, param in named:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"parameter {name} is not a tensor but {type(param).__name__}")
+        if id(param) in name_of:
+            raise ValueError(f"parameter {name} is a duplicate of parameter {name_of[id(param)]}: pass each one once")
+        name_of[id(param)] = name
+        if param.layout != torch.strided:
+            raise ValueError(f"parameter {name} is sparse ({param.layout}): only dense parameters can be sharded")
+        if not (param.is_leaf or param.retains_grad):
+            raise ValueError(f"parameter {name} is not a leaf: only leaf tensors receive gradients")
+        if not param.is_floating_point():
+            raise ValueError(f"parameter {name} has dtype {param.dtype}: only floating-point parameters can be stepped")
+        if param.device != first.device:
+            raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
+        if one_dtype and param.dtype != first.dtype:
+            raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
+        if contiguous and not param.is_contiguous():
+            raise ValueError(f"parameter {name} is not contiguous (strides {param.stride()}): use the default layout")
+
+
+def _describe(name, param) -> str:
+    return f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+
+
+def _agree(error, lines, process_group) -> None:
+    """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
+    mine = error or hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    theirs = _gather(mine, process_group)
+    for rank, report in enumerate(theirs):
+        if isinstance(report, Exception):
+            raise error or type(report)(f"rank {rank}: {report}")
+    if len(set(theirs)) > 1:
+        rank = next(rank for rank, report in enumerate(theirs) if report != theirs[0])
+        both = _gather(lines, process_group)
+        pairs = zip_longest(both[0], both[rank], fillvalue="nothing")
+        a, b = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(f"the ranks disagree on the parameters: rank 0 has {a}, rank {rank} has {b}")
+
+
+def _gather(item, process_group) -> list:
+    items = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(items, item, group=process_group)
+    return items
+
+
+def check_grads(groups) -> None:
+    """Refuse sparse gradients: nn.Embedding(sparse=True) makes them, on every rank alike."""
+    for name, param in named_params(groups):
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise ValueError(f"the gradient of parameter {name} is sparse: use nn.Embedding(sparse=False)")

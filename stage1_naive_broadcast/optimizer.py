@@ -1,0 +1,184 @@
+"""Stage 1, naive broadcast: every parameter has one owner, which steps it and broadcasts the result.
+
+Unlike plain data parallelism: the optimizer's state exists once, not once a rank.
+Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054), in the form of fairscale's OSS.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import torch
+import torch.distributed as dist
+
+from .checks import check_grads, checked_groups
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
+
+    The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does.
+
+    Args:
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.
+        optimizer_cls: any torch optimizer class; its fused implementation is used where torch has one.
+        process_group: the ranks that share the work; None is all of them.
+        average_gradients: False beneath DistributedDataParallel, which has averaged the gradients already.
+        optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
+    """
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
+                 **optimizer_kwargs):
+        groups = checked_groups(params, process_group, one_dtype=True)
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.average_gradients = average_gradients
+        self.grads_synced = False
+        self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
+        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
+        self.optimizer.param_groups.clear()
+        super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
+        self.state = self.optimizer.state
+
+    @torch.no_grad()
+    def add_param_group(self, param_group):
+        """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
+        (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, one_dtype=True)
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        for param in params:
+            self._broadcast([param], src=0)
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._on_grad_ready)
+        for param in sorted(params, key=torch.Tensor.numel, reverse=True):
+            min(self.shards, key=lambda shard: sum(p.numel() for p in shard)).append(param)
+        owned = {id(param) for param in self.shards[self.rank]}
+        self._add_to_inner(self.param_groups[-1], [param for param in params if id(param) in owned])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Average the gradients, step the parameters that this rank owns, broadcast every rank's. Collective.
+
+        Returns the loss of `closure`, averaged over the ranks, or None.
+        """
+        loss = self._closure_loss(closure)
+        self.finish_grad_sync()
+        self._pass_on_hyperparameters()
+        self.optimizer.step()
+        for rank, shard in enumerate(self.shards):
+            self._broadcast(shard, src=rank)
+        self.grads_synced = False
+        return loss
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        """Average the gradients over the ranks, in place. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
+
+        A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.
+        """
+        if self.grads_synced or not self.average_gradients:
+            return
+        check_grads(self.param_groups)
+        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        used = torch.tensor([param.grad is not None for param in params])
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])])  # (numel + one flag a parameter,)
+        dist.all_reduce(flat, group=self.process_group)
+        flat, used = flat.split([flat.numel() - len(params), len(params)])
+        flat /= self.world_size
+        for param, grad, mean, n_users in zip(params, grads, split_like(flat, params), used.tolist()):
+            if n_users:
+                param.grad = grad.copy_(mean)
+        self.grads_synced = True
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
+        self.finish_grad_sync()
+        params = [param for group in self.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def no_sync(self):
+        """Accumulate gradients without communication: here nothing travels before `step` anyway."""
+        return contextlib.nullcontext()
+
+    def state_dict(self):
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
+        self._pass_on_hyperparameters()
+        return {**self.optimizer.state_dict(), "rank": self.rank, "world_size": self.world_size}
+
+    def load_state_dict(self, state_dict):
+        """Take over what `state_dict` returned on this rank, without communication.
+
+        Raises:
+            ValueError: it was made by another rank, or on another number of ranks.
+        """
+        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
+        if made_by != here:
+            raise ValueError(f"this state_dict is of rank {made_by[0]} of {made_by[1]}, not of rank {here[0]} of {here[1]}")
+        self.optimizer.load_state_dict(state_dict)
+        self.state = self.optimizer.state
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))
+
+    def _broadcast(self, params, src):
+        """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
+        if params:
+            flat = torch.cat([param.reshape(-1) for param in params])
+            dist.broadcast(flat, group=self.process_group, group_src=src)
+            for param, piece in zip(params, split_like(flat, params)):
+                param.copy_(piece)
+
+    def _on_grad_ready(self, param):
+        self.grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
+
+    def _closure_loss(self, closure):
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        if loss is None:
+            return None
+        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
+        dist.all_reduce(loss, group=self.process_group)
+        return loss / self.world_size
+
+    def _add_to_inner(self, group, params):
+        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
+        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
+        self.optimizer.param_groups += added.param_groups
+        self.optimizer.state.update(added.state)  # Adagrad makes its state in the constructor and nowhere else
+
+    def _pass_on_hyperparameters(self):
+        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            inner.update(hyperparameters(group))
+
+
+def optimizer_factory(optimizer_cls, param, kwargs):
+    """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
+    plain = functools.partial(optimizer_cls, **kwargs)
+    ways = {"fused", "foreach", "capturable", "differentiable"}
+    if "fused" not in inspect.signature(optimizer_cls).parameters or ways & kwargs.keys():
+        return plain
+    fused = functools.partial(plain, fused=True)
+    try:
+        fused([torch.empty_like(param)])
+    except RuntimeError:  # no fused kernel for this device or dtype
+        return plain
+    return fused
+
+
+def hyperparameters(group):
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def split_like(flat, params):
+    """Cut `flat`, (sum of numels,), into views shaped like `params`."""
+    pieces = flat.split([param.numel() for param in params])
+    return [piece.view(param.shape) for piece, param in zip(pieces, params)]

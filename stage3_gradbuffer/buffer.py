@@ -1,0 +1,166 @@
+"""The one buffer of stage 3. Gradients and parameters take turns in it, and every collective is in place.
+
+Source of the idea: the grad buffer of Megatron-LM's distributed optimizer.
+"""
+
+import enum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Holds(enum.Enum):
+    """What the buffer holds at the moment; a step goes through the five from top to bottom."""
+
+    GRADS = "all gradients of this rank"
+    GRAD_SHARD = "this rank's shard of the reduced gradients, and garbage"
+    PARAM_SHARD = "this rank's shard of the updated parameters, and garbage"
+    PARAMS = "all updated parameters"
+    ZEROS = "zeros"
+
+
+class Range(NamedTuple):
+    """The part of one parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
+
+    index: int  # which parameter
+    start: int
+    stop: int
+    offset: int
+
+
+def padded_numel(numel: int, world_size: int, alignment: int) -> int:
+    """The least length of at least `numel` that cuts into `world_size` equal shards, each a multiple of `alignment`."""
+    unit = world_size * alignment
+    return -(-numel // unit) * unit
+
+
+def ranges_in_shard(numels: list[int], shard_start: int, shard_stop: int) -> list[Range]:
+    """Which parts of parameters that lie end to end fall between two positions. Shards ignore parameter boundaries."""
+    ranges, param_start = [], 0
+    for index, numel in enumerate(numels):
+        start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
+        if start < stop:
+            ranges.append(Range(index, start - param_start, stop - param_start, start - shard_start))
+        param_start += numel
+    return ranges
+
+
+class GradBuffer:
+    """One flat buffer for the gradients of `params`, and then for the parameters that come out of the step.
+
+    Args:
+        params: tensors of one dtype on one device, contiguous.
+        grad_dtype: dtype of the buffer: that of the parameters, or torch.float32 to sum 16-bit gradients in fp32.
+        process_group: the d ranks that own a shard each.
+        alignment: bytes of which a shard is a multiple; 16 is the widest load of a GPU, and what NCCL is fast with.
+
+    Attributes:
+        flat: (padded_numel,) of grad_dtype: the buffer. The padding at its end is zero and stays zero.
+        grads: for each parameter its view of the buffer, of its shape.
+        main_params, main_grads: for each range in this rank's shard what the inner optimizer steps, and with which
+            gradient; (range numel,) each. Of 16-bit parameters they are fp32; of fp32 ones they are views of the
+            model's own tensors, and of the buffer.
+        ranges: where in the parameters those are.
+    """
+
+    def __init__(self, params, grad_dtype, process_group, alignment=16):
+        self.params = params
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        rank, dtype = dist.get_rank(process_group), params[0].dtype
+        numels = [param.numel() for param in params]
+        numel = padded_numel(sum(numels), self.world_size, max(1, alignment // min(dtype.itemsize, grad_dtype.itemsize)))
+        shard_numel = numel // self.world_size
+
+        self.in_main_grad = grad_dtype != dtype  # autograd insists on the dtype of the parameter for param.grad
+        self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
+        self.holds = Holds.ZEROS
+        self.grads = split_like(self.flat, params)
+        self.grad_shard = self.flat.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
+        self.flat_params = self.flat.view(dtype)[:numel]  # the same bytes, read as parameters
+        self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
+
+        self.ranges = ranges_in_shard(numels, rank * shard_numel, (rank + 1) * shard_numel)
+        self.main_params = [params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
+        self.main_grads = self._cut(self.grad_shard)
+        self.main_shard, self.main_grad_shard = None, None
+        if dtype.itemsize < 4:
+            self.main_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
+            model_params, self.main_params = self.main_params, self._cut(self.main_shard)
+            torch._foreach_copy_(self.main_params, model_params)
+        if grad_dtype.itemsize < 4:
+            self.main_grad_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
+            self.main_grads = self._cut(self.main_grad_shard)
+
+        for index, param in enumerate(params):
+            if self.in_main_grad:
+                param.main_grad = self.grads[index]
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(lambda _, index=index: self.take_grad(index))
+        self.zero()
+
+    def take_grad(self, index):
+        """Bring a gradient into the buffer, wherever autograd or the user has put it. Called when it is ready."""
+        if self.holds not in (Holds.ZEROS, Holds.GRADS):
+            raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or zero_grad() before backward()")
+        self.holds = Holds.GRADS
+        param, grad = self.params[index], self.grads[index]
+        if self.in_main_grad:
+            grad.add_(param.grad)
+            param.grad = None
+        elif param.grad is not grad:  # after model.zero_grad(), say
+            param.grad = grad.copy_(param.grad)
+
+    def collect_grads(self):
+        """To GRADS: whatever happened to `param.grad` outside of backward counts too."""
+        self.holds = Holds.GRADS
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                self.take_grad(index)
+            elif not self.in_main_grad:
+                self.grads[index].zero_()  # set to None by the user
+
+    def reduce_scatter_grads(self):
+        """To GRAD_SHARD: each rank's shard of the buffer becomes the average over the ranks. In place."""
+        self.flat /= self.world_size
+        dist.reduce_scatter_tensor(self.grad_shard, self.flat, group=self.process_group)
+        self.holds = Holds.GRAD_SHARD
+
+    def hand_out_main_grads(self):
+        """Give each main parameter its gradient; the buffer keeps holding GRAD_SHARD."""
+        if self.main_grad_shard is not None:
+            self.main_grad_shard.copy_(self.grad_shard)
+        for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
+            main_param.grad = main_grad if self.params[r.index].requires_grad else None
+
+    def take_main_params(self):
+        """To PARAM_SHARD: the stepped main parameters, in the dtype of the model's."""
+        torch._foreach_copy_(self._cut(self.param_shard), self.main_params)
+        self.holds = Holds.PARAM_SHARD
+
+    def all_gather_params(self):
+        """To PARAMS. In place."""
+        dist.all_gather_into_tensor(self.flat_params, self.param_shard, group=self.process_group)
+        self.holds = Holds.PARAMS
+
+    def copy_params_to_model(self):
+        """The buffer keeps holding PARAMS."""
+        torch._foreach_copy_(self.params, split_like(self.flat_params, self.params))
+
+    def zero(self):
+        """To ZEROS, ready for the next backward pass to add to."""
+        if self.holds != Holds.ZEROS:
+            self.flat.zero_()
+            self.holds = Holds.ZEROS
+        for param, grad in zip(self.params, self.grads):
+            param.grad = grad if param.requires_grad and not self.in_main_grad else None
+
+    def _cut(self, shard):
+        return [shard[r.offset : r.offset + r.stop - r.start] for r in self.ranges]
+
+
+def split_like(flat, params):
+    """Cut the start of `flat` into views shaped like `params`."""
+    pieces = flat[: sum(param.numel() for param in params)].split([param.numel() for param in params])
+    return [piece.view(param.shape) for piece, param in zip(pieces, params)]

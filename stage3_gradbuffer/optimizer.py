@@ -1,0 +1,231 @@
+"""Stage 3, grad buffer: gradients and parameters take turns in one flat buffer, of which every rank owns 1/d.
+
+Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and a step
+allocates nothing.
+Source of the idea: the distributed optimizer of Megatron-LM.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import torch
+import torch.distributed as dist
+
+from .buffer import GradBuffer, Holds, split_like
+from .checks import checked_groups
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
+
+    The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does.
+
+    Args:
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device.
+        optimizer_cls: an element-wise torch optimizer class; its fused implementation is used where torch has one.
+        process_group: the ranks that share the work; None is all of them.
+        grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
+            them in the dtype of their parameter, in `param.grad`. Either is a view of the buffer.
+        optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
+        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently.
+    """
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, grad_dtype=None,
+                 **optimizer_kwargs):
+        groups = checked_groups(params, process_group, contiguous=True)
+        check_elementwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.grad_dtype = grad_dtype
+        self.buffers = []  # one for each dtype of parameters
+        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
+        self.optimizer.param_groups.clear()
+        super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
+        self._shard(self.param_groups)
+        self.state = self.optimizer.state
+
+    def add_param_group(self, param_group):
+        """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
+        (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, contiguous=True)
+        super().add_param_group(param_group)
+        if self.buffers:  # not while the constructor runs: it puts all its groups into one buffer
+            self._shard(self.param_groups[-1:])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Reduce-scatter the gradients, step this rank's shard, all-gather the parameters. Collective.
+
+        Returns the loss of `closure`, averaged over the ranks, or None. Gradients are zero afterwards.
+        """
+        loss = self._closure_loss(closure)
+        self.finish_grad_sync()
+        self._pass_on_hyperparameters()
+        self.optimizer.step()
+        for buffer in self.buffers:
+            buffer.take_main_params()
+            buffer.all_gather_params()
+            buffer.copy_params_to_model()
+            buffer.zero()
+        return loss
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        """Average the gradients: each rank receives its shard. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
+
+        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`. A parameter that received
+        no gradient has a gradient of zero.
+        """
+        for buffer in self.buffers:
+            if buffer.holds in (Holds.ZEROS, Holds.GRADS):
+                buffer.collect_grads()
+                buffer.reduce_scatter_grads()
+                buffer.hand_out_main_grads()
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says."""
+        for buffer in self.buffers:
+            buffer.zero()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
+        self.finish_grad_sync()
+        main_params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        total_norm = self._total_norm([param.grad for param in main_params if param.grad is not None], norm_type)
+        torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
+        return total_norm
+
+    def no_sync(self):
+        """Accumulate gradients without communication: here nothing travels before `step` anyway."""
+        return contextlib.nullcontext()
+
+    def state_dict(self):
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
+        self._pass_on_hyperparameters()
+        return {
+            **self.optimizer.state_dict(),
+            "main_shards": [buffer.main_shard for buffer in self.buffers],  # None where the model's are in fp32
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
+
+    def load_state_dict(self, state_dict):
+        """Take over what `state_dict` returned on this rank, without communication.
+
+        Raises:
+            ValueError: it was made by another rank, or on another number of ranks.
+        """
+        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
+        if made_by != here:
+            raise ValueError(f"this state_dict is of rank {made_by[0]} of {made_by[1]}, not of rank {here[0]} of {here[1]}")
+        self.optimizer.load_state_dict(state_dict)
+        for buffer, main_shard in zip(self.buffers, state_dict["main_shards"]):
+            if main_shard is not None:
+                buffer.main_shard.copy_(main_shard)
+        self.state = self.optimizer.state
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))
+
+    def _broadcast(self, params, src):
+        """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
+        if params:
+            flat = torch.cat([param.reshape(-1) for param in params])
+            dist.broadcast(flat, group=self.process_group, group_src=src)
+            for param, piece in zip(params, split_like(flat, params)):
+                param.copy_(piece)
+
+    @torch.no_grad()
+    def _shard(self, groups):
+        """Put the parameters of `groups` into buffers, and this rank's ranges of them into the inner optimizer."""
+        params = [param for group in groups for param in group["params"]]
+        for param in params:
+            self._broadcast([param], src=0)
+        main_param = {}  # id of a parameter -> this rank's range of it
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            same = [param for param in params if param.dtype == dtype]
+            buffer = GradBuffer(same, self.grad_dtype or dtype, self.process_group)
+            main_param.update((id(same[r.index]), main) for r, main in zip(buffer.ranges, buffer.main_params))
+            self.buffers.append(buffer)
+        for group in groups:
+            self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
+
+    def _total_norm(self, grads, norm_type):
+        """The norm over the gradients of all shards, from this rank's `grads`."""
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buffers[0].flat.device)
+        if norm_type == torch.inf:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_group)
+            return norm
+        norm **= norm_type
+        dist.all_reduce(norm, group=self.process_group)
+        return norm ** (1 / norm_type)
+
+    def _closure_loss(self, closure):
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        if loss is None:
+            return None
+        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
+        dist.all_reduce(loss, group=self.process_group)
+        return loss / self.world_size
+
+    def _add_to_inner(self, group, params):
+        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
+        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
+        self.optimizer.param_groups += added.param_groups
+        self.optimizer.state.update(added.state)  # Adagrad makes its state in the constructor and nowhere else
+
+    def _pass_on_hyperparameters(self):
+        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            inner.update(hyperparameters(group))
+
+
+def optimizer_factory(optimizer_cls, param, kwargs):
+    """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
+    plain = functools.partial(optimizer_cls, **kwargs)
+    ways = {"fused", "foreach", "capturable", "differentiable"}
+    if "fused" not in inspect.signature(optimizer_cls).parameters or ways & kwargs.keys():
+        return plain
+    fused = functools.partial(plain, fused=True)
+    try:
+        fused([torch.empty_like(param)])
+    except RuntimeError:  # no fused kernel for this device or dtype
+        return plain
+    return fused
+
+
+def check_elementwise(optimizer_cls, device, kwargs):
+    """Refuse an optimizer that steps a tensor otherwise than its pieces: try it on a small one."""
+    if "lr" in inspect.signature(optimizer_cls).parameters:
+        kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
+    optimizer_cls([torch.zeros(1, device=device)], **kwargs)  # wrong arguments are reported as torch does
+    values = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
+    whole, pieces = values.view(8, 8).clone(), list(values.clone().split([13, 51]))
+    try:
+        one, two = optimizer_cls([whole], **kwargs), optimizer_cls(pieces, **kwargs)
+        for step in range(3):
+            grad = torch.sin(values * 5 + step)
+            whole.grad = grad.view(8, 8)
+            for piece, piece_grad in zip(pieces, grad.split([13, 51])):
+                piece.grad = piece_grad
+            one.step()
+            two.step()
+        alike = torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-12, atol=0)
+    except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
+        alike = False
+    if not alike:
+        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would be stepped differently; use stage 2")
+
+
+def hyperparameters(group):
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,377 @@
+"""Stage 4, overlap: buckets of gradients leave during the backward pass, parameters come back during the next forward.
+
+Unlike stage 3: there is a shard of every bucket, no gradient stays on a rank that doesn't step it, and what travels
+does so behind computation.
+Source of the idea: Megatron-LLaMA's OverlappedDistributedOptimizer and veScale's overlapped parameter gather.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from .buffer import Bucket, BucketBuffer, bucket_layout, fill_parameter_buffer, split_like
+from .checks import check_grads, checked_groups, named_params
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
+
+    The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does.
+
+    Args:
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device.
+        optimizer_cls: an element-wise torch optimizer class; its fused implementation is used where torch has one.
+        process_group: the ranks that share the work; None is all of them.
+        bucket_cap_mb: size at which a bucket is closed, in MB; None is 2 on a CPU and 25 on a GPU.
+        reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
+            in 16 bits; gloo always does.
+        find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient
+            on some rank. True counts them as zero, and skips those that received none on every rank.
+        optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
+        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently.
+    """
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
+                 reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
+        groups = checked_groups(params, process_group, contiguous=True)
+        check_elementwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.bucket_cap_mb = bucket_cap_mb
+        self.reduce_dtype = reduce_dtype
+        self.find_unused_parameters = find_unused_parameters
+        self.buckets = []  # in the order in which they leave
+        self.bucket_of = {}  # id of a parameter -> its bucket
+        self.travelling = deque()  # the bucket buffers that are under way, oldest first
+        self.next_bucket = 0  # of this round; in a round every bucket leaves once
+        self.accumulating = False  # inside no_sync
+        self.prefetching = False
+        self._start_accumulation()
+        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
+        self.optimizer.param_groups.clear()
+        super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
+        self._shard(self.param_groups)
+        self.state = self.optimizer.state
+
+    def add_param_group(self, param_group):
+        """Add a group with its own hyperparameters, not between backward() and step(). Collective.
+
+        Raises what the constructor raises.
+        """
+        (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, contiguous=True)
+        if self.next_bucket or self.n_rounds:
+            raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
+        super().add_param_group(param_group)
+        if self.buckets:  # not while the constructor runs: it puts all its groups into the same buckets
+            self._shard(self.param_groups[-1:])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Step this rank's shards as their gradients arrive, then send the parameters round. Collective.
+
+        Returns the loss of `closure`, averaged over the ranks, or None. After `prefetch_params` it returns while the
+        parameters are still on their way, otherwise when all have arrived.
+        """
+        loss = self._closure_loss(closure)
+        self._start_remaining_grad_syncs()
+        self._pass_on_hyperparameters()
+        self.finish_param_sync()  # of buckets that no forward pass has asked for
+        self._step_arrived()
+        while self.travelling:
+            self._finish_oldest_grad_sync()
+            self._step_arrived()
+        for bucket in reversed(self.buckets):  # the order of the forward pass
+            bucket.start_param_sync()
+        if not self.prefetching:
+            self.finish_param_sync()
+        self._start_accumulation()
+        return loss
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        """Average the gradients: each rank receives its shards. Idempotent; `clip_grad_norm_` calls it. Collective."""
+        self._start_remaining_grad_syncs()
+        self._finish_grad_syncs()
+
+    def prefetch_params(self, model):
+        """Let `step` return before the parameters have arrived: each module of `model` waits for its own when called."""
+        self.prefetching = True
+        for module in model.modules():
+            module.register_forward_pre_hook(self._wait_for_params, prepend=True)
+            module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync())
+
+    def finish_param_sync(self):
+        """Wait until every parameter has arrived: before reading them outside of `model.forward` and `state_dict`."""
+        for bucket in self.buckets:
+            bucket.finish_param_sync()
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        """Forget the gradients. They become None, whatever `set_to_none` says: a bucket takes them out as it leaves."""
+        if self.next_bucket:
+            self._finish_round()  # the other ranks wait for what has begun
+        self._finish_grad_syncs()
+        super().zero_grad()
+        self.optimizer.zero_grad()
+        self._start_accumulation()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
+        self.finish_grad_sync()
+        main_params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        total_norm = self._total_norm([param.grad for param in main_params if param.grad is not None], norm_type)
+        torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
+        return total_norm
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Accumulate gradients without communication: they stay in `param.grad`, whole, until a backward pass outside.
+
+        Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
+        """
+        self.accumulating = True
+        try:
+            yield
+        finally:
+            self.accumulating = False
+
+    def state_dict(self):
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
+        self._pass_on_hyperparameters()
+        return {
+            **self.optimizer.state_dict(),
+            "main_shards": [bucket.main_shard for bucket in self.buckets],
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
+
+    def load_state_dict(self, state_dict):
+        """Take over what `state_dict` returned on this rank, without communication.
+
+        Raises:
+            ValueError: it was made by another rank, or on another number of ranks.
+        """
+        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
+        if made_by != here:
+            raise ValueError(f"this state_dict is of rank {made_by[0]} of {made_by[1]}, not of rank {here[0]} of {here[1]}")
+        self.optimizer.load_state_dict(state_dict)
+        for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
+            bucket.main_shard.copy_(main_shard)
+        self.state = self.optimizer.state
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))
+
+    def _broadcast(self, params, src):
+        """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
+        if params:
+            flat = torch.cat([param.reshape(-1) for param in params])
+            dist.broadcast(flat, group=self.process_group, group_src=src)
+            for param, piece in zip(params, split_like(flat, params)):
+                param.copy_(piece)
+
+    @torch.no_grad()
+    def _shard(self, groups):
+        """Put the parameters of `groups` into buckets, and this rank's ranges of them into the inner optimizer."""
+        params = [param for group in groups for param in group["params"]]
+        for param in params:
+            self._broadcast([param], src=0)
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._on_grad_ready)
+        device = params[0].device
+        cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
+        layout = bucket_layout([param.nbytes for param in params], [param.dtype for param in params], cap_mb * 2**20)
+        buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
+        fill_parameter_buffer(buckets)
+        main_param = {}  # id of a parameter -> this rank's range of it
+        for bucket in buckets:
+            self.bucket_of.update((id(param), bucket) for param in bucket.params)
+            main_param.update((id(bucket.params[r.index]), main) for r, main in zip(bucket.ranges, bucket.main_params))
+        for group in groups:
+            self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
+        self.buckets += buckets
+        nbytes = max(bucket.flat_params.nbytes for bucket in self.buckets)
+        self.idle = deque(BucketBuffer(nbytes, device, self.process_group, self.reduce_dtype) for _ in range(2))
+
+    @property
+    def bucket_buffer_bytes(self):
+        """Bytes of the buffers that gradients travel in."""
+        return sum(buffer.nbytes for buffer in [*self.idle, *self.travelling])
+
+    def _start_accumulation(self):
+        """What holds from one step to the next."""
+        self.n_rounds = 0
+        self.used = set()  # ids of the parameters that received a gradient on this rank
+        self.grads_synced = False
+        for bucket in self.buckets:
+            bucket.has_grads = False
+
+    @torch.no_grad()
+    def _on_grad_ready(self, param):
+        """The hook of each parameter: buckets leave when they are full, in the same order on every rank."""
+        if param.grad.layout != torch.strided:
+            check_grads(self.param_groups)
+        self.grads_synced = False
+        if self.accumulating:
+            return
+        bucket = self.bucket_of[id(param)]
+        if bucket in self.buckets[: self.next_bucket]:  # a micro-batch before this one has left some gradients out
+            self._finish_round()
+        bucket.ready.add(id(param))
+        self._start_full_buckets()
+
+    def _start_full_buckets(self):
+        for bucket in self.buckets[self.next_bucket :]:
+            if not bucket.is_full():
+                return
+            if not self.idle:
+                self._finish_oldest_grad_sync()
+            self.used.update(id(param) for param in bucket.params if param.grad is not None)
+            self.travelling.append(self.idle.popleft())
+            self.travelling[-1].start_grad_sync(bucket)
+            self.next_bucket += 1
+        self.next_bucket = 0
+        self.n_rounds += 1
+
+    def _finish_round(self):
+        """Let every bucket leave that has not left in this round; what is missing counts as zero."""
+        for bucket in self.buckets[self.next_bucket :]:
+            bucket.ready.update(id(param) for param in bucket.params)
+        self._start_full_buckets()
+
+    def _start_remaining_grad_syncs(self):
+        """Let every gradient leave, and agree with the other ranks on which parameters were used."""
+        if self.grads_synced:
+            return
+        if self.next_bucket or not self.n_rounds:
+            self._finish_round()
+        named = named_params(self.param_groups)
+        left = any(param.grad is not None for _, param in named)  # from a backward pass inside no_sync
+        used = [id(param) in self.used or param.grad is not None for _, param in named]
+        report = torch.tensor([*used, *(not u for u in used), self.n_rounds + left], dtype=torch.int32)
+        report = report.to(named[0][1].device)
+        dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
+        *report, n_rounds = report.tolist()
+        while self.n_rounds < n_rounds:
+            self._finish_round()
+        used, missing = report[: len(named)], report[len(named) :]
+        self.grads_synced = True
+        if any(missing):
+            self._handle_missing(
+                [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad],
+                {id(param) for (_, param), use in zip(named, used) if not use},
+            )
+
+    def _handle_missing(self, names, unused):
+        """Refuse parameters without a gradient, or leave alone those that have none on any rank."""
+        self._finish_grad_syncs()
+        if names and not self.find_unused_parameters:
+            self.zero_grad()
+            raise RuntimeError(
+                f"no gradient on some rank for parameter {', '.join(names)}: use it in the loss, freeze it with "
+                "requires_grad_(False), or pass find_unused_parameters=True"
+            )
+        for bucket in self.buckets:
+            bucket.drop_grads(unused)
+
+    def _finish_oldest_grad_sync(self):
+        self.idle.append(self.travelling.popleft())
+        self.idle[-1].finish_grad_sync()
+
+    def _finish_grad_syncs(self):
+        while self.travelling:
+            self._finish_oldest_grad_sync()
+
+    def _step_arrived(self):
+        """Step what has a gradient, and take the gradient away: it has been used."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _wait_for_params(self, module, args):
+        """The hook of each module: before it reads its parameters, they must have arrived."""
+        for param in module.parameters(recurse=False):
+            if id(param) in self.bucket_of:
+                self.bucket_of[id(param)].finish_param_sync()
+
+    def _total_norm(self, grads, norm_type):
+        """The norm over the gradients of all shards, from this rank's `grads`."""
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buckets[0].grad_shard.device)
+        if norm_type == torch.inf:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_group)
+            return norm
+        norm **= norm_type
+        dist.all_reduce(norm, group=self.process_group)
+        return norm ** (1 / norm_type)
+
+    def _closure_loss(self, closure):
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        if loss is None:
+            return None
+        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
+        dist.all_reduce(loss, group=self.process_group)
+        return loss / self.world_size
+
+    def _add_to_inner(self, group, params):
+        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
+        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
+        self.optimizer.param_groups += added.param_groups
+        self.optimizer.state.update(added.state)  # Adagrad makes its state in the constructor and nowhere else
+
+    def _pass_on_hyperparameters(self):
+        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            inner.update(hyperparameters(group))
+
+
+def optimizer_factory(optimizer_cls, param, kwargs):
+    """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
+    plain = functools.partial(optimizer_cls, **kwargs)
+    ways = {"fused", "foreach", "capturable", "differentiable"}
+    if "fused" not in inspect.signature(optimizer_cls).parameters or ways & kwargs.keys():
+        return plain
+    fused = functools.partial(plain, fused=True)
+    try:
+        fused([torch.empty_like(param)])
+    except RuntimeError:  # no fused kernel for this device or dtype
+        return plain
+    return fused
+
+
+def check_elementwise(optimizer_cls, device, kwargs):
+    """Refuse an optimizer that steps a tensor otherwise than its pieces: try it on a small one."""
+    if "lr" in inspect.signature(optimizer_cls).parameters:
+        kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
+    optimizer_cls([torch.zeros(1, device=device)], **kwargs)  # wrong arguments are reported as torch does
+    values = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
+    whole, pieces = values.view(8, 8).clone(), list(values.clone().split([13, 51]))
+    try:
+        one, two = optimizer_cls([whole], **kwargs), optimizer_cls(pieces, **kwargs)
+        for step in range(3):
+            grad = torch.sin(values * 5 + step)
+            whole.grad = grad.view(8, 8)
+            for piece, piece_grad in zip(pieces, grad.split([13, 51])):
+                piece.grad = piece_grad
+            one.step()
+            two.step()
+        alike = torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-12, atol=0)
+    except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
+        alike = False
+    if not alike:
+        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would be stepped differently; use stage 2")
+
+
+def hyperparameters(group):
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
