@@ -66,7 +66,8 @@ class Bucket:
     Args:
         params: in the order in which their gradients are expected.
         process_group: the d ranks that own a shard each.
-        alignment: bytes of which a shard is a multiple; 16 is the widest load of a GPU, and what NCCL is fast with.
+        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused kernel
+            then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
 
     Attributes:
         flat_params: (numel,): its part of the ParameterBuffer; the model's tensors are views of it. Padded to numel.
@@ -77,7 +78,7 @@ class Bucket:
         ranges: where in the parameters those are.
     """
 
-    def __init__(self, params, process_group, alignment=16):
+    def __init__(self, params, process_group, alignment=64):
         self.params = params
         self.process_group = process_group
         self.dtype = params[0].dtype
@@ -113,14 +114,12 @@ class Bucket:
             else:
                 self.grad_shard.copy_(part)
             self.has_grads = True
-        for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
-            main_param.grad = main_grad if self.params[r.index].requires_grad else None
 
-    def drop_grads(self, unused):
-        """Take the gradients away from main parameters of those in `unused`, ids: the optimizer skips them."""
-        for r, main_param in zip(self.ranges, self.main_params):
-            if id(self.params[r.index]) in unused:
-                main_param.grad = None
+    def hand_out_grads(self, unused):
+        """Give each main parameter its gradient, or None if its parameter is frozen or in `unused`, a set of ids."""
+        for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
+            param = self.params[r.index]
+            main_param.grad = main_grad if param.requires_grad and id(param) not in unused else None
 
     def start_param_sync(self):
         """Launch the all-gather of the stepped parameters, in place."""

@@ -102,6 +102,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Average the gradients: each rank receives its shards. Idempotent; `clip_grad_norm_` calls it. Collective."""
         self._start_remaining_grad_syncs()
         self._finish_grad_syncs()
+        for bucket in self.buckets:
+            bucket.hand_out_grads(self.unused)
 
     def prefetch_params(self, model):
         """Let `step` return before the parameters have arrived: each module of `model` waits for its own when called."""
@@ -212,6 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What holds from one step to the next."""
         self.n_rounds = 0
         self.used = set()  # ids of the parameters that received a gradient on this rank
+        self.unused = set()  # and of those that received one on no rank: they are not stepped
         self.grads_synced = False
         for bucket in self.buckets:
             bucket.has_grads = False
@@ -265,24 +268,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         while self.n_rounds < n_rounds:
             self._finish_round()
         used, missing = report[: len(named)], report[len(named) :]
+        self.unused = {id(param) for (_, param), use in zip(named, used) if not use}
         self.grads_synced = True
-        if any(missing):
-            self._handle_missing(
-                [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad],
-                {id(param) for (_, param), use in zip(named, used) if not use},
-            )
-
-    def _handle_missing(self, names, unused):
-        """Refuse parameters without a gradient, or leave alone those that have none on any rank."""
-        self._finish_grad_syncs()
+        names = [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad]
         if names and not self.find_unused_parameters:
             self.zero_grad()
             raise RuntimeError(
                 f"no gradient on some rank for parameter {', '.join(names)}: use it in the loss, freeze it with "
                 "requires_grad_(False), or pass find_unused_parameters=True"
             )
-        for bucket in self.buckets:
-            bucket.drop_grads(unused)
 
     def _finish_oldest_grad_sync(self):
         self.idle.append(self.travelling.popleft())
@@ -293,9 +287,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_oldest_grad_sync()
 
     def _step_arrived(self):
-        """Step what has a gradient, and take the gradient away: it has been used."""
+        """Step the buckets of which nothing is under way any more."""
+        travelling = [buffer.bucket for buffer in self.travelling]
+        arrived = [bucket for bucket in self.buckets if bucket.has_grads and bucket not in travelling]
+        for bucket in arrived:
+            bucket.hand_out_grads(self.unused)
+            bucket.has_grads = False
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # none of them is stepped a second time
 
     def _wait_for_params(self, module, args):
         """The hook of each module: before it reads its parameters, they must have arrived."""

@@ -1,0 +1,91 @@
+"""Trains the same model in every row of harness/peers.py, on ranks that it starts, and compares time, traffic, memory.
+
+    python bench.py [--ranks 2] [--model tiny] [--rows "stage 4"] [--quick] [--json results/bench.json]
+
+Each row is checked against DistributedDataParallel first; one that computes something else gets no time.
+Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def parse(rows, models):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
+    add("--model", default="tiny", help=f"one of {', '.join(models)} (default tiny)")
+    add("--batch-size", type=int, default=4, help="sequences per rank (default 4)")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    add("--rounds", type=int, default=5, help="in each, every row is timed once (default 5)")
+    add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
+    add("--dtype", choices=["float32"], default="float32", help="of parameters and gradients")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")
+    add("--quick", action="store_true", help="2 rounds of 2 steps: a look, not a measurement")
+    add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
+    add("--json", metavar="PATH", help="write the result there as well")
+    add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
+    args = parser.parse_args()
+    for name in ("ranks", "batch_size", "sequence_length", "rounds", "steps", "timeout"):
+        if getattr(args, name) < 1:
+            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    if args.model not in models:
+        fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
+    if args.sequence_length > models[args.model].block_size:
+        fail(f"--sequence-length {args.sequence_length}: model {args.model} takes at most {models[args.model].block_size}")
+    names = [row.name for row in rows if args.rows in row.name or row.kind == "reference"]
+    if args.rows and not any(args.rows in name for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
+    return args, names
+
+
+def fail(message):
+    print(f"bench.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main():
+    import rich.console  # here, and not at the top: Ctrl-C is then one word, even while torch is being loaded
+    import rich.progress
+
+    from harness import measure, peers, report, workload
+    from harness.launch import WorkerError, Workers
+
+    args, names = parse(peers.ROWS, workload.MODELS)
+    rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
+    settings = measure.Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.dtype, args.data)
+    try:
+        train, _ = workload.split(workload.load_bytes(args.data))
+        workload.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
+        if args.json:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        fail(error)
+    try:
+        with Workers(args.ranks, args.timeout) as workers, rich.progress.Progress(
+                rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
+                rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
+                console=rich.console.Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names))
+            result = measure.measure(workers, settings, names,
+                                     lambda text: bar.update(task, advance=1, description=text))
+    except WorkerError as error:
+        sys.exit(f"bench.py: {error}")
+    console = rich.console.Console(highlight=False)
+    console.width = max(console.width, 100)
+    console.print(report.terminal(result))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        console.print(f"written to {args.json}")
+    sys.exit(any("error" in row and (row["kind"] != "peer" or row.get("wrong")) for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""What measuring and training need and no stage may know."""

@@ -1,0 +1,264 @@
+"""What is measured of a row, and in which order: is it right, what does it send, what does it hold, how long does it take.
+
+The first half runs on every rank, the second in the process that started them. Each question is a run of its own, so
+that a row that fails, dies or hangs is a row with the reason in it, and the others go on.
+"""
+
+import functools
+import gc
+import platform
+import statistics
+import time
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from harness import peers, workload
+from harness.launch import WorkerError
+from harness.ledger import Ledger
+from harness.memory import Memory
+
+WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
+CHECKED_STEPS = 3  # the second is the first that reads parameters which were exchanged, and moments which are not zero
+
+
+class Settings(NamedTuple):
+    """`batch_size`: sequences a rank; `steps`: of which one round takes the time; `data`: a path, or None."""
+    model: str = "tiny"
+    batch_size: int = 4
+    sequence_length: int = 128
+    rounds: int = 5
+    steps: int = 3
+    dtype: str = "float32"
+    data: str | None = None
+    seed: int = 0
+
+
+def adamw(settings):
+    """The optimizer's settings in every row. Why not torch's eps of 1e-8: see `tolerance`."""
+    return dict(lr=workload.MODELS[settings.model].lr, weight_decay=0.1, eps=1e-6)
+
+
+def tolerance(world_size):
+    """The largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS steps in fp32.
+
+    One or two ranks: a + b = b + a, every order of summation gives the same bits, and the difference is 0.
+    More ranks: (a + b) + c and a + (b + c) differ in the last bits, and who adds what first depends on the layout.
+    AdamW divides a gradient by its own size: one that is rounding error and nothing else (of the bias of the keys in
+    attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise, about 1e-10, is a
+    ten-thousandth of lr at most; with 1e-8 it is a hundredth. Measured at d = 3 and 4: 2e-7 (4e-6 with 1e-8).
+    The tolerance leaves room for larger models. What a stage does wrong shows as differences like lr: 1e-4 to 1e-3.
+    """
+    return 0.0 if world_size <= 2 else 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On every rank
+
+
+def _model(settings, rank, starts_apart=False):
+    """The same weights on every rank; `starts_apart`: other ones on every rank but 0."""
+    torch.manual_seed(settings.seed + starts_apart * rank.rank)
+    return workload.GPT(workload.MODELS[settings.model]).to(rank.device, getattr(torch, settings.dtype))
+
+
+@functools.lru_cache(maxsize=1)
+def _batches(settings, rank):
+    """As many batches as any measurement takes, made in advance: making them is nobody's step time."""
+    train, _ = workload.split(workload.load_bytes(settings.data))
+    batches = workload.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
+                               settings.seed, rank.device)
+    return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
+
+
+@functools.lru_cache(maxsize=1)
+def _reference_params(settings, rank):
+    """The parameters before and after CHECKED_STEPS steps of the reference; rank 0's, on every rank."""
+    before = [param.detach().clone() for param in _model(settings, rank).parameters()]
+    after = _train(settings, rank, peers.REFERENCE)
+    for param in after:
+        dist.broadcast(param, src=0)
+    return before, after
+
+
+def _train(settings, rank, name):
+    row = peers.find(name)
+    training = row.build(_model(settings, rank, row.starts_apart), adamw(settings))
+    for batch in _batches(settings, rank)[:CHECKED_STEPS]:
+        training.step(batch)
+    return [param.clone() for param in training.full_params()]
+
+
+def check(rank, settings, name):
+    """The largest difference of any parameter, on any rank, from rank 0's under ddp; and from the weights at the start.
+
+    -> (difference, movement), the same on every rank. What is not a number counts as the largest float.
+    """
+    # On CUDA some sums are made in any order, faster: not here, where two runs must agree to the bit.
+    torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
+    before, reference = _reference_params(settings, rank)
+    params = _train(settings, rank, name)
+    torch.use_deterministic_algorithms(False)
+    largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return tuple(largest.tolist())
+
+
+def _largest_difference(ones, others):
+    differences = torch.stack([(one - other).abs().max().float() for one, other in zip(ones, others, strict=True)])
+    return differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
+
+
+def count(rank, settings, name):
+    """One step after the warm-up under the ledger, and two steps under the memory counter -> dict, of this rank.
+
+    The phases of memory are those of the first step, in which the optimizer makes its state.
+    """
+    row, batches = peers.find(name), _batches(settings, rank)
+    gc.collect()
+    with Memory(rank.device) as memory:
+        model = _model(settings, rank, row.starts_apart)
+        phases = {"model": memory.live}
+        training = row.build(model, adamw(settings))
+        phases["optimizer"] = memory.live
+        training.forward_backward(batches[0])
+        phases["backward"] = memory.live
+        training.update()
+        phases["step"] = memory.live
+        training.zero_grad()
+        training.forward_backward(batches[1])
+        training.update()
+        training.finish()
+        held = memory.live
+        training.zero_grad()
+        phases["peak"] = memory.peak
+    with Ledger() as ledger:
+        training.step(batches[2])
+        training.finish()
+    numel = sum(param.numel() for param in model.parameters())
+    return {"numel": numel, "memory_bytes": phases, "bytes_per_param": held / numel,
+            "collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes,
+            "wire_bytes_theory": round(row.wire_bytes(numel, rank.world_size)),
+            "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer)}
+
+
+def time_steps(rank, settings, name):
+    """Milliseconds a step, from `steps` of them end to end, on the slowest rank.
+
+    No barrier between the steps: it would wait for what travels, and overlap would look like speed. For the same reason
+    the clock stops only when everything that the last step has started is finished.
+    """
+    row, batches = peers.find(name), _batches(settings, rank)
+    gc.collect()
+    training = row.build(_model(settings, rank), adamw(settings))
+    for batch in batches[:WARMUP_STEPS]:
+        training.step(batch)
+    training.finish()
+    dist.barrier()
+    start = time.perf_counter()
+    for batch in batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps]:
+        training.step(batch)
+    training.finish()
+    slowest = torch.tensor((time.perf_counter() - start) / settings.steps * 1000, device=rank.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def describe(rank, settings):
+    """-> the conditions under which the figures hold."""
+    numel = sum(param.numel() for param in _model(settings, rank).parameters())
+    _batches(settings, rank)
+    on_gpu = rank.device.type == "cuda"
+    machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
+    return {"machine": machine, "torch": torch.__version__, "python": platform.python_version(),
+            "backend": rank.backend, "device": rank.device.type, "ranks": rank.world_size,
+            "threads_per_rank": torch.get_num_threads(), **settings._asdict(), "parameters": numel,
+            "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "date": date.today().isoformat()}
+
+
+def _cpu_name():
+    """The processor's name, as Linux knows it, or else the little that Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process that started the ranks
+
+
+def measure(workers, settings, names, progress=lambda text: None):
+    """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}, as bench.py writes it.
+
+    `progress(text)` is called before each of `n_runs(settings, names)` runs. A row that fails has an "error", and no
+    step time. A row that differs from ddp by more than the tolerance, or whose weights never moved, is "wrong" too.
+    """
+    conditions = _on_rank_0(workers, describe, settings)
+    rows = [_examine(workers, settings, name, progress) for name in names]
+    times = {name: [] for name in names}  # row -> milliseconds a step, by round
+    for turn in range(settings.rounds):
+        for name in names[turn % len(names):] + names[:turn % len(names)]:  # nobody always comes first
+            row = rows[names.index(name)]
+            progress(f"round {turn + 1}: {name}")
+            if "error" not in row:
+                _attempt(row, lambda: times[name].append(_on_rank_0(workers, time_steps, settings, name)))
+    for row in rows:
+        if "error" not in row:
+            _add_times(row, times[row["name"]], times[peers.REFERENCE])
+    return {"conditions": conditions, "rows": rows}
+
+
+def n_runs(settings, names):
+    return len(names) * (2 + settings.rounds)
+
+
+def _examine(workers, settings, name, progress):
+    """Checks a row and counts it -> its part of the result."""
+    kind = peers.find(name).kind
+    row = {"name": name, "kind": kind, "step_ms": None, "vs_reference": None, "max_abs_diff": None}
+    progress(f"check: {name}")
+    if kind != "floor":  # which sees only its own rank's data, and can't agree with anyone
+        _attempt(row, lambda: _judge(row, *_on_rank_0(workers, check, settings, name), tolerance(workers.world_size)))
+    progress(f"count: {name}")
+    if "error" not in row or row.get("wrong"):
+        _attempt(row, lambda: row.update(_over_ranks(workers.run(count, settings, name))))
+    return row
+
+
+def _judge(row, difference, movement, allowed):
+    row["max_abs_diff"] = difference
+    if movement == 0:
+        row.update(wrong=True, error="wrong: its weights did not move")
+    elif difference > allowed:
+        row.update(wrong=True, error=f"wrong: a parameter differs from ddp's by {difference:.1e}, allowed {allowed:g}")
+
+
+def _attempt(row, run):
+    try:
+        run()
+    except WorkerError as error:
+        row.setdefault("error", str(error))
+
+
+def _on_rank_0(workers, function, *args):
+    return workers.run(function, *args)[0]
+
+
+def _over_ranks(counts):
+    """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks."""
+    row = {key: counts[0][key] for key in ("collectives", "wire_bytes_theory", "bytes_per_param_theory")}
+    row["memory_bytes"] = {phase: max(each["memory_bytes"][phase] for each in counts)
+                           for phase in counts[0]["memory_bytes"]}
+    for key in ("wire_bytes", "bytes_per_param"):
+        row[key] = statistics.mean(each[key] for each in counts)
+    return row
+
+
+def _add_times(row, times, reference):
+    row["step_ms"] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
+    if len(reference) == len(times):  # round by round: both ran within seconds of each other
+        row["vs_reference"] = statistics.median(one / other for one, other in zip(times, reference))

@@ -1,0 +1,110 @@
+"""Memory that tensors take, in bytes: counted by following storages on the CPU, asked of the allocator on CUDA.
+
+    with Memory(device) as memory:
+        model = GPT(config).to(device)
+        memory.live      # bytes of all tensors made since, and still alive
+        memory.peak      # the most that were alive at one moment since the start, or since memory.reset_peak()
+
+What is counted is what tensors hold. What a kernel needs only while it runs is seen on CUDA and not on the CPU; buffers
+that the communication library keeps for itself are seen on neither.
+"""
+
+import gc
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def Memory(device):
+    """A counter for `device` (torch.device or str), to be entered with `with`."""
+    return CudaMemory(device) if torch.device(device).type == "cuda" else StorageMemory()
+
+
+class StorageMemory(TorchDispatchMode):
+    """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
+
+    A view returns the storage of its base: it is known already, and counts nothing. The operators that C++ code calls
+    (autograd's, the buckets of DistributedDataParallel) come by here too. A tensor made before counts from the moment
+    when an operator returns it or a view of it, or from `track`. The idea is that of torch's own MemTracker.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes]
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_  # frees and brings back memory, and is no operator
+        torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*exception)
+
+    def reset_peak(self):
+        self.peak = self.live
+
+    def track(self, tensors):
+        """Counts tensors that were there before: the parameters of a model, say."""
+        for tensor in tensors:
+            self._track(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: self._track(tensor.untyped_storage()), result)
+        return result
+
+    def _track(self, storage):
+        size = self.sizes.get(storage)
+        if size is None:
+            size = self.sizes[storage] = [0]
+            weakref.finalize(storage, self._add, size, None)
+        self._add(size, storage.nbytes())
+
+    def _add(self, size, n_bytes):
+        """A storage, known by its one-element list `size`, now has `n_bytes`; None: it has been freed."""
+        self.live += (n_bytes or 0) - size[0]
+        size[0] = n_bytes or 0
+        self.peak = max(self.peak, self.live)
+
+    def _resized(self, storage, size):
+        self.resize(storage, size)
+        if storage in self.sizes:
+            self._add(self.sizes[storage], storage.nbytes())
+        return storage
+
+
+class CudaMemory:
+    """The same for CUDA, from torch's caching allocator. `reserved`: the most that it took from the device, in bytes."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self.before = torch.cuda.memory_allocated(self.device)
+        self.reserved_before = torch.cuda.memory_reserved(self.device)
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *exception):
+        return None
+
+    def reset_peak(self):
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def live(self):
+        return torch.cuda.memory_allocated(self.device) - self.before
+
+    @property
+    def peak(self):
+        return torch.cuda.max_memory_allocated(self.device) - self.before
+
+    @property
+    def reserved(self):
+        return torch.cuda.max_memory_reserved(self.device) - self.reserved_before

@@ -1,0 +1,153 @@
+"""What was measured, as tables: on the terminal, and as markdown for the README. Input: the result of measure.measure.
+
+Each column says where its figure comes from: measured (a clock), counted (the ledger, the memory counter), or a formula.
+"""
+
+from typing import NamedTuple
+
+import rich.box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+NONE = "–"
+
+
+class Sheet(NamedTuple):
+    """One table, in words. `columns`: (name, where it comes from); `rows`: a list of cells each; `notes`: lines below."""
+    title: str
+    columns: list
+    rows: list
+    notes: list
+
+
+def sheets(result):
+    """-> [time and traffic, memory and correctness], each a Sheet."""
+    rows, conditions = result["rows"], result["conditions"]
+    failures = [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
+    wire_notes, memory_notes = Notes(), Notes()
+    time = Sheet(
+        "Time and traffic of a step",
+        [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
+         ("collectives", "counted"), ("MB sent\nby a rank", "counted"), ("", "formula")],
+        [[row["name"], *_time(row), _collectives(row), *_wire(row, conditions, wire_notes)] for row in rows],
+        ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.", *wire_notes, *failures])
+    memory = Sheet(
+        "Memory of a rank, and the difference from ddp",
+        [("", ""), ("model\ninit", "counted"), ("optimizer\ninit", "counted"), ("forward\nbackward", "counted"),
+         ("step", "counted"), ("peak", "counted"), ("bytes a\nparam.", "counted"), ("", "formula"),
+         ("largest\n|Δ|", "measured")],
+        [[row["name"], *_memory(row), *_bytes_per_param(row, memory_notes), _difference(row)] for row in rows],
+        ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
+         "optimizer state after a step, mean over the ranks.",
+         "Largest |Δ|: of any parameter on any rank, from ddp, after 3 steps; "
+         f"allowed: {_number(conditions['tolerance'])}.",
+         *memory_notes])
+    return [time, memory]
+
+
+class Notes(list):
+    """Footnotes: `mark(reason)` gives the sign to put beside a figure. The same reason has the same sign."""
+
+    def mark(self, reason):
+        lines = [line.split(" ", 1)[1] for line in self]
+        if reason not in lines:
+            self.append(f"{'*' * (len(self) + 1)} {reason}")
+            lines.append(reason)
+        return "*" * (lines.index(reason) + 1)
+
+
+def _time(row):
+    if row["step_ms"] is None:
+        return [NONE, NONE, NONE]
+    times = row["step_ms"]
+    ratio = NONE if row["vs_reference"] is None else f"{row['vs_reference']:.2f}"
+    return [f"{times['median']:.0f}", f"{times['min']:.0f}–{times['max']:.0f}", ratio]
+
+
+def _collectives(row):
+    counts = row.get("collectives", {})
+    return "\n".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items()) or NONE
+
+
+def _wire(row, conditions, notes):
+    if "wire_bytes" not in row:
+        return [NONE, NONE]
+    counted, theory = row["wire_bytes"], row["wire_bytes_theory"]
+    mark = ""
+    if _differ(counted, theory):
+        is_gloo = conditions["backend"] == "gloo" and "reduce_scatter" in row["collectives"]
+        mark = notes.mark("gloo's reduce-scatter is an all-reduce underneath: it sends twice the bytes." if is_gloo else
+                          "more than the formula: padding, and flags on which the ranks agree.")
+    return [f"{counted / 1e6:.1f}{mark}", f"{theory / 1e6:.1f}"]
+
+
+def _memory(row):
+    phases = row.get("memory_bytes")
+    keys = ("model", "optimizer", "backward", "step", "peak")
+    return [f"{phases[key] / 1e6:.1f}" if phases else NONE for key in keys]
+
+
+def _bytes_per_param(row, notes):
+    if "bytes_per_param" not in row:
+        return [NONE, NONE]
+    counted, theory = row["bytes_per_param"], row["bytes_per_param_theory"]
+    reason = "not the formula's: padding, shards that are not equal, or tensors that live on after the step."
+    mark = notes.mark(reason) if _differ(counted, theory) else ""
+    return [f"{counted:.2f}{mark}", f"{theory:.2f}"]
+
+
+def _differ(counted, theory):
+    return abs(counted - theory) > 0.005 * theory
+
+
+def _difference(row):
+    return NONE if row["max_abs_diff"] is None else _number(row["max_abs_diff"])
+
+
+def _number(value):
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def conditions_line(conditions):
+    c = conditions
+    return (f"{c['machine']} · torch {c['torch']} · {c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s)"
+            f" · {c['model']}: {c['parameters'] / 1e6:.1f} M parameters, {c['dtype']}, AdamW · a rank's batch: "
+            f"{c['batch_size']} x {c['sequence_length']} bytes · {c['rounds']} rounds of {c['steps']} steps · {c['date']}")
+
+
+def terminal(result):
+    """-> what rich prints: both tables, made for 100 columns."""
+    parts = [part for sheet in sheets(result) for part in (_rich_table(sheet), "", *map(_dim, sheet.notes), "")]
+    return Group(*parts, _dim(conditions_line(result["conditions"])))
+
+
+def _rich_table(sheet):
+    table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
+                  show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for name, source in sheet.columns:
+        table.add_column(f"{name}\n[dim]{source}[/dim]", no_wrap=True,
+                         justify="left" if _is_text((name, source)) else "right")
+    for cells in sheet.rows:
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _is_text(column):
+    return column in (("", ""), ("collectives", "counted"))
+
+
+def _dim(text):
+    return f"[dim]{escape(text)}[/dim]"
+
+
+def markdown(result):
+    """-> the same tables as markdown text."""
+    blocks = []
+    for sheet in sheets(result):
+        heads = [f"{name} ({source})".replace("\n", " ") if source else "" for name, source in sheet.columns]
+        lines = [heads, ["---" if _is_text(column) else "--:" for column in sheet.columns], *sheet.rows]
+        cells = [[cell.replace("\n", ", ").replace("|", "\\|").replace("*", "\\*") for cell in line] for line in lines]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
+        blocks += [f"**{sheet.title}**", table, "\n".join(f"- {note}".replace("- *", "- \\*") for note in sheet.notes)]
+    return "\n\n".join([*blocks, conditions_line(result["conditions"])]) + "\n"

@@ -1,0 +1,456 @@
+"""What the stages are tried on: a small GPT, real text that is on every machine, and what the train.py have in common.
+
+The text is the source of Python's own standard library, byte by byte: nothing to download, no tokenizer, 256 symbols.
+"""
+
+import argparse
+import math
+import os
+import platform
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import rich.console
+import rich.progress
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from harness.launch import connect as connect
+from harness.launch import disconnect
+
+VOCABULARY = 256  # one symbol a byte
+STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order: loads in a fraction of a second
+DATA_BYTES = 256_000_000  # of --data: what is beyond is not read
+VALIDATION_PART = 0.1  # the end of the text
+VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over that part
+REPORT_EVERY = 10  # steps between two looks at the loss: each look waits for the device, and for all ranks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model: B sequences, T bytes each, C = width, H = heads, V = 256
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. `block_size` is the longest sequence it takes; `lr` a learning rate that suits AdamW and its size."""
+    n_layers: int
+    n_heads: int
+    width: int
+    block_size: int
+    lr: float
+
+
+# With 256 symbols the embedding is small: there are more layers than in a GPT-2 of the same number of parameters.
+MODELS = {
+    "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=6e-4),
+    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=4e-4),
+    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),
+    "large": GPTConfig(n_layers=24, n_heads=16, width=2048, block_size=1024, lr=2e-4),
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.to_qkv = nn.Linear(config.width, 3 * config.width)
+        self.project = nn.Linear(config.width, config.width)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        qkv = self.to_qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, C/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, C/H)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, C/H)
+        return self.project(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each on normalized input, each added to the stream that it read."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.widen = nn.Linear(config.width, 4 * config.width)
+        self.project = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))  # (B, T, C)
+        return x + self.project(F.gelu(self.widen(self.mlp_norm(x))))  # (B, T, C), inside (B, T, 4C)
+
+
+class GPT(nn.Module):
+    """A pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
+
+    The output head is a Linear module whose weight is the token embedding's very Parameter: every parameter is read in
+    the forward of a module that owns it, which is where an optimizer's forward hooks look for it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(VOCABULARY, config.width)
+        self.position_embedding = nn.Embedding(config.block_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self._initialize()
+
+    def _initialize(self):
+        for name, param in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(param)
+            elif param.dim() == 2:  # each of the two sums a block adds to the stream: smaller, the more blocks there are
+                adds_to_stream = name.endswith("project.weight")
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers) if adds_to_stream else 0.02)
+
+    def forward(self, tokens, targets=None):
+        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean cross-entropy in nats, fp32 ()."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)  # (B, T, C)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B T, V), (B T,) -> ()
+
+
+def build_model(args, rank):
+    """The model that the command line asks for, on this rank's device; the same weights on every rank and machine."""
+    torch.manual_seed(args.seed)
+    return GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The data
+
+# Not read: tests (they repeat themselves), installed packages, tables of numbers, and files made on this machine.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
+
+
+def load_bytes(path=None):
+    """The text at `path`, a file or a folder of text files; None: Python's standard library -> (n,) uint8.
+
+    Folders are read in alphabetical order, without hidden files and files that hold a zero byte. At most DATA_BYTES.
+    Raises ValueError when there is nothing to read, naming the path.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files, limit = [file for file in _files(root) if file.suffix == ".py"], STDLIB_BYTES
+        advice = "this Python comes without its source: give a text file or folder with --data"
+    else:
+        root = Path(path).expanduser()
+        files, limit = _files(root) if root.is_dir() else [root], DATA_BYTES
+        advice = "give a text file, or a folder with text files"
+        if not path or not root.exists():
+            raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
+    data = _read(files, limit, skip_binary=root.is_dir())
+    if not data:
+        raise ValueError(f"{root}: no text in it; {advice}")
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _files(root):
+    """The files below `root`, sorted by relative path, without hidden ones and those that STDLIB_SKIPPED names."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        # Assigned in place: os.walk then doesn't enter the others (site-packages alone may hold 100 000 files).
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED and _is_wanted(name)]
+        found += [Path(folder, name) for name in names if _is_wanted(name)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _is_wanted(name):
+    return not name.startswith((".", "__pycache__", "_sysconfigdata"))
+
+
+def _read(files, limit, skip_binary):
+    """The contents of `files`, one after the other, as bytes; stops at `limit` bytes."""
+    text = bytearray()
+    for file in files:
+        try:
+            with open(file, "rb") as opened:
+                content = opened.read(limit - len(text))
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+        if not (skip_binary and b"\0" in content):
+            text += content
+        if len(text) == limit:
+            break
+    return bytes(text)
+
+
+def split(data):
+    """-> (train, validation): the first 90 % and the last 10 % of `data`."""
+    at = len(data) - round(len(data) * VALIDATION_PART)
+    return data[:at], data[at:]
+
+
+class Batches:
+    """Training batches by number, the same ones whenever they are asked for.
+
+    The whole batch of a step, `world_size * batch_size` sequences, is drawn from (seed, step), and this rank takes its
+    part of it: 2 ranks with 8 sequences each see the same text as 4 ranks with 4.
+    """
+
+    def __init__(self, data, batch_size, sequence_length, rank, world_size, seed=0, device="cpu"):
+        if len(data) <= sequence_length:
+            raise ValueError(f"{len(data)} bytes of text are too few for one sequence of {sequence_length} + 1 bytes")
+        self.data, self.batch_size, self.sequence_length = data, batch_size, sequence_length
+        self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, torch.device(device)
+
+    def batch(self, step):
+        """-> (tokens, targets), each (B, T) int64 on the device. The target of a byte is the byte after it."""
+        generator = np.random.default_rng((self.seed, step))
+        n_starts = len(self.data) - self.sequence_length
+        starts = generator.integers(n_starts, size=(self.world_size, self.batch_size))[self.rank]
+        return _sequences(self.data, starts, self.sequence_length, self.device)
+
+
+def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
+    """This rank's part of VALIDATION_SEQUENCES fixed sequences -> list of (tokens, targets), each (up to B, T) int64."""
+    if len(data) <= sequence_length:
+        raise ValueError(f"{len(data)} bytes for validation are too few for one sequence of {sequence_length} + 1 bytes")
+    starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
+    pieces = [starts[i:i + batch_size] for i in range(0, len(starts), batch_size)]
+    return [_sequences(data, piece, sequence_length, torch.device(device)) for piece in pieces]
+
+
+def _sequences(data, starts, sequence_length, device):
+    rows = starts[:, None] + np.arange(sequence_length + 1)  # (B, T + 1)
+    text = torch.from_numpy(data[rows].astype(np.int64))  # (B, T + 1)
+    if device.type == "cuda":  # from pinned memory the copy doesn't make the CPU wait for the GPU
+        text = text.pin_memory().to(device, non_blocking=True)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()  # (B, T), (B, T)
+
+
+def load_data(args, rank):
+    """-> (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line."""
+    def load():
+        data = load_bytes(args.data)
+        train, validation = split(data)
+        if len(validation) <= args.sequence_length:
+            needed = math.ceil((args.sequence_length + 1) / VALIDATION_PART)
+            raise ValueError(f"--data {args.data}: {len(data)} bytes are too few, of which the last 10 % must hold one "
+                             f"sequence: give at least {needed} bytes, or a shorter --sequence-length")
+        sizes = args.batch_size, args.sequence_length, rank.rank, rank.world_size
+        return (Batches(train, *sizes, args.seed, rank.device),
+                validation_batches(validation, *sizes, rank.device))
+    return on_all_ranks(load)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the train.py have in common
+
+
+def on_all_ranks(function):
+    """function(), or, if it raises ValueError on any rank: one line from rank 0, and every rank exits with code 2.
+
+    The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except ValueError as mistake:
+        error = str(mistake)
+    errors = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return result
+    if is_rank_0():
+        where = "" if len(failed) == len(errors) else f"rank {failed[0]}: "
+        print(f"{Path(sys.argv[0]).name}: error: {where}{errors[failed[0]]}", file=sys.stderr, flush=True)
+    _leave(2)
+
+
+def is_rank_0():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _leave(code):
+    if dist.is_initialized():
+        disconnect()
+    sys.exit(code)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints on one rank what argparse would print on each."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message, file=None):
+        if is_rank_0():
+            super()._print_message(message, file)
+
+    def exit(self, status=0, message=None):
+        _leave(status)
+
+
+def parse_args(description):
+    """The options that all train.py take -> argparse.Namespace. A mistake is one line from rank 0, exit code 2 on all."""
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=_positive(int), default=200, help="optimizer steps (default 200)")
+    add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
+    add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
+    add("--weight-decay", type=_not_negative(float), default=0.1, help="of AdamW (default 0.1)")
+    add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
+    add("--sequence-length", type=_positive(int), default=128, help="bytes per sequence (default 128)")
+    add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
+    add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
+    add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
+    add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
+        f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
+
+    def parse():
+        args = parser.parse_args()
+        block_size = MODELS[args.model].block_size
+        if args.sequence_length > block_size:
+            parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
+                         f"most {block_size}")
+        args.lr = args.lr or MODELS[args.model].lr
+        return args
+    return on_all_ranks(parse)
+
+
+def _positive(kind):
+    return _number(kind, lambda value: value > 0, "positive")
+
+
+def _not_negative(kind):
+    return _number(kind, lambda value: value >= 0, "zero or more")
+
+
+def _number(kind, is_allowed, description):
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (is_allowed(value) and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"must be {'a whole' if kind is int else 'a'} number, {description}, "
+                                             f"and is {text!r}")
+        return value
+    return parse
+
+
+def warmup_then_cosine(steps):
+    """For LambdaLR: the factor of the learning rate at a step, up to 1 in the first tenth, then down to 0.1 at the end."""
+    warmup = max(1, steps // 10)
+
+    def factor(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+    return factor
+
+
+@torch.no_grad()
+def evaluate(model, validation):
+    """Mean loss over the validation sequences of all ranks, in nats a byte: a float, the same on every rank."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # sum of losses, sequences
+    for tokens, targets in validation:
+        total += torch.stack([model(tokens, targets).double(), total.new_ones(())]) * len(tokens)
+    dist.all_reduce(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+class Report:
+    """What a run tells its reader, on rank 0: a progress bar, or, when the output is no terminal, a line now and then.
+
+    Losses are means over the ranks, over the micro-batches, and over the steps since the last look at them.
+    """
+
+    def __init__(self, args, rank, model):
+        self.args, self.rank = args, rank
+        self.is_printing = rank.rank == 0
+        self.console = rich.console.Console(highlight=False, soft_wrap=True)
+        self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last look
+        self.steps_done = self.steps_seen = 0
+        self.line_every = max(REPORT_EVERY, args.steps // 20 // REPORT_EVERY * REPORT_EVERY)
+        self.bar = rich.progress.Progress(
+            rich.progress.TextColumn("step"), rich.progress.MofNCompleteColumn(), rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[speed]}"), rich.progress.TimeRemainingColumn(),
+            console=self.console, disable=not (self.is_printing and self.console.is_terminal))
+        self._print_conditions(model)
+
+    def __enter__(self):
+        self.bar.start()
+        self.task = self.bar.add_task("", total=self.args.steps, speed="")
+        self.started_at = self.seen_at = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception):
+        self.bar.stop()
+
+    def add_loss(self, loss):
+        """One micro-batch's part of the step's loss, a scalar tensor. Nothing waits for it here."""
+        self.loss_sum += loss.detach()
+
+    def step_done(self):
+        """Counts a step. After the first, the last and every REPORT_EVERYth, averages the loss. Collective."""
+        self.steps_done += 1
+        self.bar.advance(self.task)
+        if self.steps_done in (1, self.args.steps) or self.steps_done % REPORT_EVERY == 0:
+            self._look()
+
+    def validation(self, when, loss):
+        """Prints a validation loss in nats a byte; `when` is "before" or "after"."""
+        self._print(f"validation loss {when}: {loss:.5f}")
+
+    def _look(self):
+        dist.all_reduce(self.loss_sum)
+        steps = self.steps_done - self.steps_seen
+        loss = self.loss_sum.item() / steps / self.rank.world_size  # waits for the device: the clock is right after it
+        now = time.perf_counter()
+        seconds = (now - self.seen_at) / steps
+        self.loss_sum.zero_()
+        self.steps_seen, self.seen_at = self.steps_done, now
+        speed = f"loss {loss:.5f}  {self._tokens_per_step() / seconds:,.0f} tokens/s  {seconds * 1000:,.1f} ms/step"
+        self.bar.update(self.task, speed=speed)
+        is_last = self.steps_done == self.args.steps
+        if is_last:
+            self.bar.stop()
+        if is_last or self.bar.disable and (self.steps_done == 1 or self.steps_done % self.line_every == 0):
+            self._print(f"step {self.steps_done:>{len(str(self.args.steps))}}/{self.args.steps}  {speed}")
+        if is_last:
+            self._print(f"{self.args.steps} steps in {now - self.started_at:.1f} s")
+
+    def _tokens_per_step(self):
+        return self.rank.world_size * self.args.accumulate * self.args.batch_size * self.args.sequence_length
+
+    def _print_conditions(self, model):
+        args, (_, world_size, device, backend) = self.args, self.rank
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        n_params = sum(param.numel() for param in model.parameters())
+        data = args.data or f"source of the standard library of Python {platform.python_version()}"
+        self._print(f"{Path(sys.argv[0]).resolve().parent.name}/{Path(sys.argv[0]).name}: {world_size} ranks, {backend}, "
+                    f"{name} a rank, torch {torch.__version__}")
+        self._print(f"model {args.model}, {n_params:,} parameters, {args.dtype}; batch {world_size} ranks x "
+                    f"{args.accumulate} micro-batches x {args.batch_size} sequences x {args.sequence_length} bytes; "
+                    f"lr {args.lr}, clip {args.clip}, seed {args.seed}")
+        self._print(f"data: {data}")
+
+    def _print(self, line):
+        if self.is_printing:
+            self.console.print(line, markup=False)
+            self.console.file.flush()  # torchrun reads it through a pipe

@@ -1,0 +1,49 @@
+"""Trains a small GPT on real text: the same loop in every stage.
+
+    torchrun --standalone --nproc-per-node 2 FOLDER/train.py [--steps 200] [--model tiny] [--accumulate 1] …
+"""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: found from whatever folder this is run in
+
+from harness import workload
+from stage3_gradbuffer.optimizer import DistributedOptimizer
+
+
+def main():
+    rank = workload.connect()  # one GPU a rank and NCCL, or else the CPU and gloo
+    args = workload.parse_args(__doc__)
+    batches, validation = workload.load_data(args, rank)
+    model = workload.build_model(args, rank)
+
+    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
+
+    report = workload.Report(args, rank, model)
+    report.validation("before", workload.evaluate(model, validation))
+    with report:
+        for step in range(args.steps):
+            for micro in range(args.accumulate):
+                is_last = micro == args.accumulate - 1
+                with nullcontext() if is_last else optimizer.no_sync():  # gradients travel once a step
+                    tokens, targets = batches.batch(step * args.accumulate + micro)  # (B, T), (B, T)
+                    loss = model(tokens, targets) / args.accumulate
+                    loss.backward()
+                report.add_loss(loss)
+            if args.clip:
+                optimizer.clip_grad_norm_(args.clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            report.step_done()
+    report.validation("after", workload.evaluate(model, validation))
+    workload.disconnect()
+
+
+if __name__ == "__main__":
+    main()

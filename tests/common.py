@@ -1,0 +1,107 @@
+"""What the tests share: a model that is awkward to shard, data, and the reference that does it all in one process."""
+
+import importlib
+import inspect
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+def optimizer_of(stage):
+    """The DistributedOptimizer of the package called `stage`."""
+    package = importlib.import_module(stage)
+    if not hasattr(package, "DistributedOptimizer"):
+        package = importlib.import_module(f"{stage}.optimizer")
+    return package.DistributedOptimizer
+
+
+class Net(nn.Module):
+    """Tied, frozen, scalar and odd-sized parameters: 173 elements, 10 of them in no multiple of anything."""
+
+    def __init__(self, seed, frozen_seed=0):
+        super().__init__()
+        torch.manual_seed(frozen_seed)
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        torch.manual_seed(seed)
+        self.embed = nn.Linear(7, 5, bias=False)
+        self.up = nn.Linear(5, 11)
+        self.down = nn.Linear(11, 5)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = nn.Parameter(torch.rand(7, 5))
+        self.tied = nn.Linear(5, 11)
+        self.tied.weight = self.up.weight
+
+    def forward(self, x):  # (batch, 7) -> (batch, 7)
+        x = self.embed(x)
+        x = x + self.down(torch.tanh(self.up(x))) * self.scale
+        x = x + self.down(torch.tanh(self.tied(x)))
+        return self.head(x) + self.frozen(x).sum(dim=1, keepdim=True)
+
+
+def trainable(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def batch(step, rank, size=4, device="cpu"):
+    """-> x, y: (size, 7) each; the same for the same step and rank, another one for every other."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(size, 7, generator=generator).to(device) for _ in range(2)]
+
+
+def loss_of(model, x, y):
+    return F.mse_loss(model(x), y)
+
+
+def fused(optimizer_cls, device, kwargs):
+    """The stages use the fused implementation where torch has one and nobody chose: so must what they are compared with."""
+    if "foreach" in kwargs or "fused" not in inspect.signature(optimizer_cls).parameters:
+        return {}
+    return {} if optimizer_cls is torch.optim.Adagrad and device.type == "cuda" else {"fused": True}
+
+
+class Replicated:
+    """What one process does with the batches of all ranks: the reference. Weights are those of rank 0."""
+
+    def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, **kwargs):
+        self.world_size, self.device = rank.world_size, rank.device
+        self.model = Net(seed=0).to(rank.device)
+        self.optimizer = optimizer_cls(groups(self.model), **fused(optimizer_cls, rank.device, kwargs), **kwargs)
+
+    def backward(self, *steps, loss_of=loss_of):
+        """Gradients averaged over the ranks, in rank order, summed over `steps` as accumulation does. -> mean loss."""
+        total = 0
+        for step in steps:
+            mean = None
+            for rank in range(self.world_size):
+                loss = loss_of(self.model, *batch(step, rank, device=self.device))
+                grads = torch.autograd.grad(loss, trainable(self.model), allow_unused=True)
+                grads = [None if grad is None else grad / self.world_size for grad in grads]
+                mean = grads if mean is None else [b if a is None else a if b is None else a + b for a, b in zip(mean, grads)]
+                total += loss.detach() / self.world_size
+            for param, grad in zip(trainable(self.model), mean):
+                if grad is not None:
+                    param.grad = grad if param.grad is None else param.grad + grad
+        return total
+
+    def step(self, *steps):
+        loss = self.backward(*steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def assert_same(model, reference, exact):
+    """Every parameter equal to the reference's: to the bit, or where sums may be in another order, up to rounding."""
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        difference = (param.detach() - expected.detach()).abs().max().item()
+        assert torch.equal(param, expected) if exact else torch.allclose(param, expected, rtol=1e-4, atol=2e-6), (
+            f"parameter {name} differs by {difference:.3g} from replicated training"
+        )

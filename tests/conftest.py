@@ -1,0 +1,56 @@
+"""The contract runs over every stage and every world size; `--stage my_package` runs it on a package of your own."""
+
+import pytest
+
+from harness.launch import WorkerError, Workers
+
+STAGES = ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--stage", action="append", metavar="PACKAGE", help="a package with a DistributedOptimizer")
+    parser.addoption("--ranks", type=int, action="append", help="a world size; by default 1, 2, 3 and 4")
+
+
+def pytest_generate_tests(metafunc):
+    if "stage" in metafunc.fixturenames and not any("stage" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        metafunc.parametrize("stage", metafunc.config.getoption("--stage") or STAGES)
+    if "world_size" in metafunc.fixturenames and not any("world_size" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        metafunc.parametrize("world_size", metafunc.config.getoption("--ranks") or [1, 2, 3, 4])
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --stage only the contract is run: the other tests are about the four stages and the harness."""
+    if config.getoption("--stage"):
+        contract = [item for item in items if item.path.name == "test_contract.py"]
+        config.hook.pytest_deselected(items=[item for item in items if item not in contract])
+        items[:] = contract
+    # Ranks are started once per world size if the tests of one world size follow each other.
+    items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """Workers by world size. Only one world size is kept alive: idle ranks cost memory, and nothing else."""
+    started = {}
+    yield started
+    for workers in started.values():
+        workers.close()
+
+
+@pytest.fixture
+def run(pools, world_size):
+    """`run(function, *args)` calls `function(rank, *args)` on `world_size` ranks and returns the list of results."""
+
+    def run(function, *args, **kwargs):
+        if world_size not in pools:
+            for workers in pools.values():
+                workers.close()
+            pools.clear()
+            pools[world_size] = Workers(world_size, timeout_s=60)
+        try:
+            return pools[world_size].run(function, *args, **kwargs)
+        except WorkerError as error:
+            pytest.fail(f"{error}\n{error.details}", pytrace=False)
+
+    return run

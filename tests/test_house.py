@@ -1,0 +1,114 @@
+"""The rules that make the repository readable: what a stage may import, and what stages must have in common."""
+
+import ast
+import difflib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).glob("*.py") if path.name != "train.py")
+
+
+def imported(path):
+    """Modules that a file imports; siblings begin with a dot."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names) if module == "harness" else [module]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_stage_imports_torch_the_standard_library_and_its_siblings(path):
+    for module in imported(path):
+        top = module.split(".")[0]
+        sibling = module.startswith(".") and not module.startswith("..") and (path.parent / f"{module[1:]}.py").exists()
+        assert top == "torch" or top in sys.stdlib_module_names or sibling, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_stage_calls_collectives_through_the_module(path):
+    assert not any(
+        isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed")
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_train_imports_its_stage_and_the_workload(stage):
+    allowed = {"torch", "harness.workload", f"{stage}.optimizer"}
+    modules = set(imported(ROOT / stage / "train.py"))
+    assert {"harness.workload", f"{stage}.optimizer"} <= modules
+    assert {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names and not m.startswith("torch.")} <= allowed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_can_be_taken_home(stage, tmp_path):
+    """Copied elsewhere, under another name, it works alone."""
+    shutil.copytree(ROOT / stage, tmp_path / "mine", ignore=shutil.ignore_patterns("train.py", "__pycache__"))
+    program = """
+import torch, torch.distributed as dist
+from mine import DistributedOptimizer
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = DistributedOptimizer([weight], torch.optim.SGD, lr=0.5)
+weight.sum().backward()
+optimizer.step()
+print(weight.tolist())
+dist.destroy_process_group()
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[0.5, 0.5, 0.5]"
+
+
+def definitions(path):
+    """Source of each function and method of a file, without the class around it, by name."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, ast.get_source_segment(source, node)
+
+
+# What differs from the stage before is its idea. Everything else that has the same name must be the same to the letter.
+IDEAS = {
+    (1, 2): {"step"},
+    (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "clip_grad_norm_", "state_dict", "load_state_dict"},
+    (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync", "state_dict",
+             "load_state_dict", "_shard", "_total_norm"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before, after", IDEAS)
+def test_code_that_two_stages_share_is_equal_to_the_letter(before, after):
+    old = dict(definitions(ROOT / STAGES[before - 1] / "optimizer.py"))
+    new = dict(definitions(ROOT / STAGES[after - 1] / "optimizer.py"))
+    differing = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+    assert differing == IDEAS[before, after]
+
+
+@pytest.mark.parametrize("name", ["checks.py", "__init__.py"])
+def test_files_that_all_stages_share_are_equal(name):
+    assert len({(ROOT / stage / name).read_text() for stage in STAGES}) == 1
+
+
+def test_shared_functions_of_the_buffers_are_equal():
+    three, four = (dict(definitions(ROOT / stage / "buffer.py")) for stage in STAGES[2:])
+    for name in ("padded_numel", "ranges_in_shard", "split_like", "_cut"):
+        assert three[name] == four[name]
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_train_differs_in_the_import_and_the_prefetch_only(stage):
+    first, other = ((ROOT / s / "train.py").read_text().splitlines() for s in (STAGES[0], stage))
+    changed = [line for line in difflib.ndiff(first, other) if line[0] in "+-"]
+    assert changed.pop(0) == f"- from {STAGES[0]}.optimizer import DistributedOptimizer"
+    assert changed.pop(0) == f"+ from {stage}.optimizer import DistributedOptimizer"
+    assert [line.split("#")[0] for line in changed] == ["+     optimizer.prefetch_params(model)  "] * (stage == STAGES[3])

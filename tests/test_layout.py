@@ -1,0 +1,71 @@
+"""Which element belongs to whom: pure functions, no process group."""
+
+import pytest
+import torch
+
+from stage3_gradbuffer.buffer import Range, padded_numel, ranges_in_shard
+from stage4_overlap.buffer import bucket_layout
+
+
+@pytest.mark.parametrize(
+    "numel, world_size, alignment, expected",
+    [(16, 4, 1, 16), (17, 4, 1, 20), (16, 4, 16, 64), (1, 1, 1, 1), (0, 3, 4, 0), (100, 3, 16, 144)],
+)
+def test_padding(numel, world_size, alignment, expected):
+    assert padded_numel(numel, world_size, alignment) == expected
+
+
+def test_shards_ignore_parameter_boundaries():
+    """Parameters of 5, 2 and 9 elements, 4 ranks of 4: the second shard has the end of the first parameter."""
+    shards = [ranges_in_shard([5, 2, 9], 4 * r, 4 * r + 4) for r in range(4)]
+    assert shards[0] == [Range(index=0, start=0, stop=4, offset=0)]
+    assert shards[1] == [Range(0, 4, 5, 0), Range(1, 0, 2, 1), Range(2, 0, 1, 3)]
+    assert shards[2] == [Range(2, 1, 5, 0)]
+    assert shards[3] == [Range(2, 5, 9, 0)]
+
+
+def test_a_shard_may_be_padding_only():
+    assert ranges_in_shard([3], 4, 8) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
+def test_every_element_has_one_owner(world_size):
+    numels = [1, 35, 0, 55, 11, 128, 7]
+    numel = padded_numel(sum(numels), world_size, 4)
+    owners = [torch.zeros(n, dtype=torch.int64) for n in numels]
+    for rank in range(world_size):
+        shard = numel // world_size
+        covered = 0
+        for r in ranges_in_shard(numels, rank * shard, (rank + 1) * shard):
+            owners[r.index][r.start : r.stop] += 1
+            assert r.offset == covered  # what a shard holds lies end to end
+            covered += r.stop - r.start
+    assert all(count.eq(1).all() for count in owners)
+
+
+MB = 2**20
+
+
+def test_buckets_hold_whole_parameters_in_reverse_order_and_the_first_and_last_are_small():
+    sizes = [MB, MB] + [MB] * 12 + [MB]  # a cap of 4 MB closes the first and the last at 1 MB
+    assert bucket_layout(sizes, ["f32"] * 15, 4 * MB) == [[14], [13, 12, 11, 10], [9, 8, 7, 6], [5, 4, 3, 2], [1], [0]]
+
+
+def test_a_parameter_larger_than_the_cap_is_a_bucket():
+    assert bucket_layout([MB, 9 * MB, MB], ["f32"] * 3, 4 * MB) == [[2], [1], [0]]
+
+
+def test_one_bucket_when_all_is_small():
+    assert bucket_layout([8, 8], ["f32"] * 2, MB) == [[1, 0]]
+
+
+def test_dtypes_have_buckets_of_their_own():
+    assert bucket_layout([MB] * 6, ["bf16", "f32"] * 3, 2 * MB) == [[5], [4, 2], [3, 1], [0]]
+
+
+@pytest.mark.parametrize("cap", [1, 100, 1000, 10**9])
+def test_every_parameter_is_in_one_bucket(cap):
+    sizes = [(37 * i) % 101 * 4 for i in range(40)]
+    buckets = bucket_layout(sizes, [i % 2 for i in range(40)], cap)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(40))
+    assert all(len({i % 2 for i in bucket}) == 1 for bucket in buckets)
