@@ -48,10 +48,10 @@ class GPTConfig:
 
 # With 256 symbols the embedding is small: there are more layers than in a GPT-2 of the same number of parameters.
 MODELS = {
-    "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=6e-4),
-    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=4e-4),
-    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),
-    "large": GPTConfig(n_layers=24, n_heads=16, width=2048, block_size=1024, lr=2e-4),
+    "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=1e-3),  # 10,844,160 parameters
+    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=6e-4),  # 121,478,400
+    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),  # 354,007,040
+    "large": GPTConfig(n_layers=24, n_heads=16, width=2048, block_size=1024, lr=2e-4),  # 1,211,224,064
 }
 
 
@@ -351,8 +351,8 @@ def _number(kind, is_allowed, description):
 
 
 def warmup_then_cosine(steps):
-    """For LambdaLR: the factor of the learning rate at a step, up to 1 in the first tenth, then down to 0.1 at the end."""
-    warmup = max(1, steps // 10)
+    """For LambdaLR: the learning rate's factor at a step, up to 1 in the first fifth (100 steps at most), then to 0.1."""
+    warmup = max(1, min(steps // 5, 100))
 
     def factor(step):
         if step < warmup:
@@ -440,14 +440,13 @@ class Report:
 
     def _print_conditions(self, model):
         args, (_, world_size, device, backend) = self.args, self.rank
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
         n_params = sum(param.numel() for param in model.parameters())
         data = args.data or f"source of the standard library of Python {platform.python_version()}"
-        self._print(f"{Path(sys.argv[0]).resolve().parent.name}/{Path(sys.argv[0]).name}: {world_size} ranks, {backend}, "
-                    f"{name} a rank, torch {torch.__version__}")
-        self._print(f"model {args.model}, {n_params:,} parameters, {args.dtype}; batch {world_size} ranks x "
-                    f"{args.accumulate} micro-batches x {args.batch_size} sequences x {args.sequence_length} bytes; "
-                    f"lr {args.lr}, clip {args.clip}, seed {args.seed}")
+        self._print(f"{Path(sys.argv[0]).resolve().parent.name}/{Path(sys.argv[0]).name}: {world_size} rank(s), {backend}, "
+                    f"each on {name}, torch {torch.__version__}")
+        self._print(f"model {args.model}, {n_params:,} parameters, {args.dtype}; batch {world_size} x {args.accumulate} x "
+                    f"{args.batch_size} x {args.sequence_length} (ranks x micro-batches x sequences x bytes); lr {args.lr}, clip {args.clip}, seed {args.seed}")
         self._print(f"data: {data}")
 
     def _print(self, line):

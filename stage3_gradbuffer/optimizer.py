@@ -208,7 +208,7 @@ def check_elementwise(optimizer_cls, device, kwargs):
     """Refuse an optimizer that steps a tensor otherwise than its pieces: try it on a small one."""
     if "lr" in inspect.signature(optimizer_cls).parameters:
         kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
-    optimizer_cls([torch.zeros(1, device=device)], **kwargs)  # wrong arguments are reported as torch does
+    optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
     values = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
     whole, pieces = values.view(8, 8).clone(), list(values.clone().split([13, 51]))
     try:

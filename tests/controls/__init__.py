@@ -1,0 +1,1 @@
+"""Wrong optimizers. The contract must refuse each of them, or it proves nothing."""

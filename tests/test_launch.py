@@ -1,0 +1,94 @@
+"""Ranks end, whatever happens: a failure, a death, a wait that is too long, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import launch
+from harness.launch import WorkerError, Workers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def add(rank, a, b):
+    total = torch.tensor(float(a + b + rank.rank), device=rank.device)
+    dist.all_reduce(total)
+    return total.item(), os.getpid()
+
+
+def fails_on_rank_1(rank, how):
+    launch.event({"pid": os.getpid()})
+    if rank.rank == 1:
+        how_to_end(how)
+    dist.barrier()  # the others wait here for a rank that never comes
+
+
+def how_to_end(how):
+    if how == "raise":
+        raise ValueError("the loss is nan")
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z" if Path("/proc").exists() else False
+
+
+def test_ranks_are_started_once_and_reused():
+    with Workers(2, timeout_s=60) as workers:
+        first, second = workers.run(add, 1, b=2), workers.run(add, 3, b=4)
+    assert [total for total, pid in first] == [7.0, 7.0] and [total for total, pid in second] == [15.0, 15.0]
+    assert [pid for total, pid in first] == [pid for total, pid in second]
+    assert all(gone(pid) for total, pid in first)
+
+
+@pytest.mark.parametrize(
+    "how, message, timeout_s",
+    [("raise", "rank 1: ValueError: the loss is nan", 60), ("kill", "rank 1 .*signal 9", 60), ("hang", "rank", 5)],
+)
+def test_a_rank_that_fails_ends_the_others_and_says_so_in_one_line(how, message, timeout_s):
+    pids = set()
+    with Workers(3, timeout_s=timeout_s) as workers:
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=message) as error:
+            workers.run(fails_on_rank_1, how, on_event=lambda rank, event: pids.add(event["pid"]))
+        assert time.monotonic() - start < 30
+        assert "\n" not in str(error.value)
+        assert len(pids) == 3 and all(gone(pid) for pid in pids)
+        assert workers.run(add, 1, 1)[0][0] == 9.0  # the next run starts new ranks
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_no_ranks(world_size):
+    with pytest.raises(ValueError, match=f"ranks is {world_size}"):
+        Workers(world_size)
+
+
+def test_ctrl_c_ends_every_rank(tmp_path):
+    """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
+    program = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from harness.launch import Workers
+from tests.test_launch import fails_on_rank_1
+if __name__ == "__main__":
+    with Workers(2) as workers:
+        workers.run(fails_on_rank_1, "hang", on_event=lambda rank, event: print(event["pid"], flush=True))
+"""
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,313 @@
+"""What one stage does and others don't: use beneath DDP, dtypes of stage 3, buckets, unused parameters, prefetch."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from stage3_gradbuffer.buffer import Holds
+from tests.common import Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
+from tests.test_contract import ADAMW, Lamb, backward, exact, train
+
+FOUR = "stage4_overlap"
+
+
+# -------------------------------------------------------------------------------------- stages 1 and 2 beneath DDP
+
+
+def beneath_ddp(rank, stage):
+    model, reference = Net(seed=0).to(rank.device), Replicated(rank, **ADAMW)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = optimizer_of(stage)(trainable(model), average_gradients=False, **ADAMW)
+    for step in range(4):
+        loss_of(wrapped, *batch(step, rank.rank, device=rank.device)).backward()
+        reference.backward(step)
+        if step == 2:
+            norm = optimizer.clip_grad_norm_(1e6)
+            assert torch.allclose(norm, torch.nn.utils.clip_grad_norm_(trainable(reference.model), 1e6), rtol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.optimizer.step()
+        reference.optimizer.zero_grad()
+    assert_same(model, reference.model, exact=False)
+
+
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather"])
+def test_beneath_ddp(run, stage):
+    run(beneath_ddp, stage)
+
+
+def mixed_dtypes(rank, stage):
+    params = [torch.nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    try:
+        optimizer_of(stage)(params)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather"])
+def test_mixed_dtypes_are_refused_where_one_flat_tensor_holds_all(run, stage):
+    for message in run(mixed_dtypes, stage):
+        assert "parameter 1 of group 0 is torch.bfloat16" in message
+
+
+def unused_on_some_or_all_ranks(rank, stage, kwargs):
+    """`b` is used on rank 0 only, `c` nowhere: `b` counts as zero elsewhere, `c` is skipped, weight decay and all."""
+    a, b, c = (torch.nn.Parameter(torch.ones(6, device=rank.device)) for _ in range(3))
+    optimizer = optimizer_of(stage)([a, b, c], torch.optim.SGD, lr=1.0, weight_decay=0.5, **kwargs)
+    for _ in range(2):
+        (a.sum() + (b.sum() * 2 if rank.rank == 0 else 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return a[0].item(), b[0].item(), c[0].item()
+
+
+@pytest.mark.parametrize(
+    "stage, kwargs",
+    [("stage1_naive_broadcast", {}), ("stage2_allgather", {}), (FOUR, {"find_unused_parameters": True})],
+)
+def test_unused_parameters_as_in_ddp_with_find_unused_parameters(run, stage, kwargs, world_size):
+    def twice(value, grad):  # two steps of SGD with weight decay 0.5
+        for _ in range(2):
+            value -= grad + 0.5 * value
+        return value
+
+    for values in run(unused_on_some_or_all_ranks, stage, kwargs):
+        assert values == pytest.approx((twice(1, 1), twice(1, 2 / world_size), 1.0))
+
+
+# --------------------------------------------------------------------------------------------------- stages 3 and 4
+
+
+def refuses(rank, stage, make):
+    weight = torch.nn.Parameter(torch.ones(8, 8, device=rank.device) * rank.rank)
+    before = weight.detach().clone()
+    try:
+        optimizer_of(stage)([weight], NOT_ELEMENTWISE[make])
+    except ValueError as error:
+        assert torch.equal(weight, before)
+        return str(error)
+
+
+NOT_ELEMENTWISE = {
+    "Lamb": Lamb,
+    "LBFGS": torch.optim.LBFGS,
+    "Adafactor": torch.optim.Adafactor,
+    **({"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}),
+}
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("make", NOT_ELEMENTWISE)
+@pytest.mark.parametrize("stage", ["stage3_gradbuffer", FOUR])
+def test_optimizers_that_are_not_elementwise_are_refused(run, stage, make):
+    for message in run(refuses, stage, make):
+        assert "not element-wise" in message
+
+
+def accepts(rank, stage):
+    for name in ELEMENTWISE:
+        optimizer_of(stage)([torch.nn.Parameter(torch.ones(3, device=rank.device))], getattr(torch.optim, name))
+
+
+ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+
+
+@pytest.mark.parametrize("world_size", [1])
+@pytest.mark.parametrize("stage", ["stage3_gradbuffer", FOUR])
+def test_every_elementwise_optimizer_of_torch_is_accepted(run, stage):
+    run(accepts, stage)
+
+
+def not_contiguous(rank, stage):
+    try:
+        optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [1])
+@pytest.mark.parametrize("stage", ["stage3_gradbuffer", FOUR])
+def test_parameters_that_are_not_contiguous_are_refused(run, stage):
+    assert "conv is not contiguous" in run(not_contiguous, stage)[0]
+
+
+def model_zero_grad(rank, stage):
+    """p.grad may be dropped or replaced by the user: what it holds at `step` is what counts."""
+    model, reference = Net(seed=0).to(rank.device), Replicated(rank, **ADAMW)
+    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+    with optimizer.no_sync():
+        backward(model, rank, 5)
+    model.zero_grad()  # sets p.grad to None: these gradients are gone
+    with optimizer.no_sync():
+        backward(model, rank, 0)
+    for param in trainable(model):
+        param.grad = param.grad.clone() * 2
+    for _ in range(2):
+        reference.backward(0)
+    optimizer.step()
+    reference.optimizer.step()
+    assert_same(model, reference.model, exact(rank))
+
+
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", FOUR])
+def test_what_p_grad_holds_at_step_counts(run, stage):
+    run(model_zero_grad, stage)
+
+
+def states_of_the_buffer(rank):
+    weight = torch.nn.Parameter(torch.arange(21.0, device=rank.device))
+    optimizer = optimizer_of("stage3_gradbuffer")([weight], torch.optim.SGD, lr=1.0)
+    buffer, seen = optimizer.buffers[0], []
+    address = buffer.flat.data_ptr()
+    assert weight.grad.data_ptr() == address and buffer.holds == Holds.ZEROS
+    weight.sum().backward()
+    assert weight.grad.data_ptr() == address and buffer.holds == Holds.GRADS
+    for name in ("reduce_scatter_grads", "take_main_params", "all_gather_params", "zero"):
+        method = getattr(buffer, name)
+        setattr(buffer, name, lambda method=method: (method(), seen.append((buffer.holds, buffer.flat[21:].abs().sum().item()))))
+    optimizer.step()
+    assert buffer.flat.data_ptr() == address and weight.grad.data_ptr() == address
+    assert [holds for holds, padding in seen] == [Holds.GRAD_SHARD, Holds.PARAM_SHARD, Holds.PARAMS, Holds.ZEROS]
+    assert seen[0][1] == seen[-1][1] == 0  # padding
+
+
+def test_five_states_of_one_buffer(run):
+    run(states_of_the_buffer)
+
+
+def backward_after_clip(rank):
+    weight = torch.nn.Parameter(torch.ones(3, device=rank.device))
+    optimizer = optimizer_of("stage3_gradbuffer")([weight], torch.optim.SGD, lr=1.0)
+    weight.sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    try:
+        weight.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_backward_into_the_reduced_shard_is_refused(run):
+    assert all("call step() or zero_grad()" in message for message in run(backward_after_clip))
+
+
+# ------------------------------------------------------------------------------------------------------------ stage 4
+
+
+class Layers(torch.nn.Module):
+    """Eight layers that are called in another order than they are registered, one of them twice, and one never."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(7, 7) for _ in range(8))
+        self.never = torch.nn.Linear(7, 7)
+        self.gain = torch.nn.Parameter(torch.ones(7))  # of a module that has children
+
+    def forward(self, x):
+        for i in (3, 1, 0, 2, 1, 7, 5, 6, 4):
+            x = x + torch.tanh(self.layers[i](x))
+        return x * self.gain
+
+
+def many_buckets(rank, cap_mb, in_hooks):
+    """Every parameter arrives on every rank, in eval, in state_dict, and in the next forward pass."""
+    model, alone = Layers(seed=rank.rank).to(rank.device), Layers(seed=0).to(rank.device)
+    kwargs = {"bucket_cap_mb": cap_mb, "find_unused_parameters": True, **ADAMW}
+    optimizer = optimizer_of(FOUR)(model.parameters(), **kwargs)
+    if in_hooks:
+        optimizer.prefetch_params(model)
+    plain = torch.optim.AdamW(alone.parameters(), **ADAMW)
+    for step in range(4):
+        loss = loss_of(model, *batch(step, rank.rank, device=rank.device))
+        loss.backward()
+        optimizer.step()
+        assert not in_hooks or any(bucket.param_sync for bucket in optimizer.buckets)
+        optimizer.zero_grad()
+        total = [None] * len(list(alone.parameters()))
+        for r in range(rank.world_size):
+            loss = loss_of(alone, *batch(step, r, device=rank.device))
+            grads = torch.autograd.grad(loss, list(alone.parameters()), allow_unused=True)
+            total = [g if t is None else t + g for t, g in zip(total, (None if g is None else g / rank.world_size for g in grads))]
+        for param, grad in zip(alone.parameters(), total):
+            param.grad = grad
+        plain.step()
+        if step % 2:
+            x = batch(99, 0, device=rank.device)[0]
+            model.eval(), alone.eval()
+            assert torch.equal(model(x), alone(x))
+            model.train(), alone.train()
+        else:
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, alone.state_dict()[name]), name
+    return len(optimizer.buckets)
+
+
+@pytest.mark.parametrize("in_hooks", [True, False], ids=["prefetch", "step waits"])
+@pytest.mark.parametrize("cap_mb", [1e-6, 0.0004, None])
+def test_buckets_of_any_size_give_the_same_bits_as_one_process(run, cap_mb, in_hooks):
+    """At any world size: gradients are summed in rank order, whatever the bucket."""
+    assert run(many_buckets, cap_mb, in_hooks)[0] == {1e-6: 19, 0.0004: 6, None: 1}[cap_mb]
+
+
+def missing_gradient(rank):
+    a, b = (torch.nn.Parameter(torch.ones(6, device=rank.device)) for _ in range(2))
+    optimizer = optimizer_of(FOUR)([("first", a), ("second", b)], torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    (a.sum() if rank.rank == 0 else a.sum() + b.sum()).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert a.eq(1).all() and b.eq(1).all()
+        (a.sum() + b.sum()).backward()  # and training can go on
+        optimizer.step()
+        assert a.eq(0).all() and b.eq(0).all()
+        return str(error)
+
+
+def test_a_parameter_without_gradient_is_an_error_on_every_rank(run):
+    for message in run(missing_gradient):
+        assert "second" in message and "first" not in message and "find_unused_parameters" in message
+
+
+def hidden_module_differs_by_micro_batch(rank):
+    """Micro-batches use other layers on each rank; what was left out of one must not be lost or counted twice."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(7, 7) for _ in range(5)).to(rank.device)
+    optimizer = optimizer_of(FOUR)(layers.parameters(), torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6, find_unused_parameters=True)
+    start = copy.deepcopy(layers)
+
+    def uses(r, micro):
+        return [0, 1 + (r + micro) % 2, 3 + (micro > 0)]
+
+    for micro in range(3):
+        sum(layers[i].weight.sum() * (1 + r) for r in [rank.rank] for i in uses(r, micro)).backward()
+    optimizer.step()
+    for i, (layer, before) in enumerate(zip(layers, start)):
+        uses_of_i = sum((1 + r) * (i in uses(r, m)) for r in range(rank.world_size) for m in range(3))
+        expected = before.weight - uses_of_i / rank.world_size
+        assert torch.allclose(layer.weight, expected, atol=1e-5), i
+        assert torch.equal(layer.bias, before.bias)
+
+
+def test_micro_batches_that_use_other_parameters(run):
+    run(hidden_module_differs_by_micro_batch)
+
+
+def no_warning(rank, stage):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = Net(seed=0).to(rank.device)
+        optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        train(model, optimizer, rank, 0)
+        scheduler.step()
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", FOUR])
+def test_no_warnings_in_a_plain_loop(run, stage):
+    run(no_warning, stage)
