@@ -80,7 +80,8 @@ def main():
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {args.json}")
-    sys.exit(any("error" in row and (row["kind"] != "peer" or row.get("wrong")) for row in result["rows"]))
+    sys.exit(any("error" in row and row["kind"] != "peer" or row.get("error", "").startswith("wrong") for row in
+                 result["rows"]))
 
 
 if __name__ == "__main__":

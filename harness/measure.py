@@ -76,47 +76,27 @@ def _batches(settings, rank):
 
 @functools.lru_cache(maxsize=1)
 def _reference_params(settings, rank):
-    """The parameters before and after CHECKED_STEPS steps of the reference; rank 0's, on every rank."""
-    before = [param.detach().clone() for param in _model(settings, rank).parameters()]
-    after = _train(settings, rank, peers.REFERENCE)
+    """The parameters before and after CHECKED_STEPS plain steps of the reference; rank 0's, on every rank."""
+    model = _model(settings, rank)
+    before = [param.detach().clone() for param in model.parameters()]
+    training = peers.find(peers.REFERENCE).build(model, adamw(settings))
+    for batch in _batches(settings, rank)[:CHECKED_STEPS]:
+        training.step(batch)
+    after = training.full_params()
     for param in after:
         dist.broadcast(param, src=0)
     return before, after
 
 
-def _train(settings, rank, name):
-    row = peers.find(name)
-    training = row.build(_model(settings, rank, row.starts_apart), adamw(settings))
-    for batch in _batches(settings, rank)[:CHECKED_STEPS]:
-        training.step(batch)
-    return [param.clone() for param in training.full_params()]
+def examine(rank, settings, name):
+    """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
 
-
-def check(rank, settings, name):
-    """The largest difference of any parameter, on any rank, from rank 0's under ddp; and from the weights at the start.
-
-    -> (difference, movement), the same on every rank. What is not a number counts as the largest float.
+    -> dict, of this rank, but for "max_abs_diff", "movement": the largest difference of any parameter, on any rank, from
+    the reference's and from the start. The phases of memory are those of step 1, in which the optimizer makes its state.
     """
-    # On CUDA some sums are made in any order, faster: not here, where two runs must agree to the bit.
+    # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     before, reference = _reference_params(settings, rank)
-    params = _train(settings, rank, name)
-    torch.use_deterministic_algorithms(False)
-    largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return tuple(largest.tolist())
-
-
-def _largest_difference(ones, others):
-    differences = torch.stack([(one - other).abs().max().float() for one, other in zip(ones, others, strict=True)])
-    return differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
-
-
-def count(rank, settings, name):
-    """One step after the warm-up under the ledger, and two steps under the memory counter -> dict, of this rank.
-
-    The phases of memory are those of the first step, in which the optimizer makes its state.
-    """
     row, batches = peers.find(name), _batches(settings, rank)
     gc.collect()
     with Memory(rank.device) as memory:
@@ -138,11 +118,23 @@ def count(rank, settings, name):
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
+    params = training.full_params()
+    torch.use_deterministic_algorithms(False)
+    largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    difference, movement = largest.tolist()
     numel = sum(param.numel() for param in model.parameters())
-    return {"numel": numel, "memory_bytes": phases, "bytes_per_param": held / numel,
-            "collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes,
+    return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes,
             "wire_bytes_theory": round(row.wire_bytes(numel, rank.world_size)),
-            "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer)}
+            "memory_bytes": phases, "bytes_per_param": held / numel,
+            "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer),
+            "max_abs_diff": difference, "movement": movement}
+
+
+def _largest_difference(ones, others):
+    """As a tensor (); what is not a number counts as the largest float."""
+    differences = torch.stack([(one - other).abs().max().float() for one, other in zip(ones, others, strict=True)])
+    return differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
 
 
 def time_steps(rank, settings, name):
@@ -194,8 +186,8 @@ def _cpu_name():
 def measure(workers, settings, names, progress=lambda text: None):
     """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}, as bench.py writes it.
 
-    `progress(text)` is called before each of `n_runs(settings, names)` runs. A row that fails has an "error", and no
-    step time. A row that differs from ddp by more than the tolerance, or whose weights never moved, is "wrong" too.
+    `progress(text)` is called before each of `n_runs(settings, names)` runs. A row that fails, that differs from ddp by
+    more than the tolerance, or whose weights never moved, has an "error" that says so, and no step time.
     """
     conditions = _on_rank_0(workers, describe, settings)
     rows = [_examine(workers, settings, name, progress) for name in names]
@@ -213,49 +205,49 @@ def measure(workers, settings, names, progress=lambda text: None):
 
 
 def n_runs(settings, names):
-    return len(names) * (2 + settings.rounds)
+    return len(names) * (1 + settings.rounds)
 
 
 def _examine(workers, settings, name, progress):
-    """Checks a row and counts it -> its part of the result."""
-    kind = peers.find(name).kind
-    row = {"name": name, "kind": kind, "step_ms": None, "vs_reference": None, "max_abs_diff": None}
+    """Checks and counts a row -> its part of the result."""
+    row = {"name": name, "kind": peers.find(name).kind, "step_ms": None, "vs_reference": None, "max_abs_diff": None}
     progress(f"check: {name}")
-    if kind != "floor":  # which sees only its own rank's data, and can't agree with anyone
-        _attempt(row, lambda: _judge(row, *_on_rank_0(workers, check, settings, name), tolerance(workers.world_size)))
-    progress(f"count: {name}")
-    if "error" not in row or row.get("wrong"):
-        _attempt(row, lambda: row.update(_over_ranks(workers.run(count, settings, name))))
+    if _attempt(row, lambda: row.update(_over_ranks(workers.run(examine, settings, name)))):
+        movement, allowed = row.pop("movement"), tolerance(workers.world_size)
+        if row["kind"] == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
+            row["max_abs_diff"] = None
+        elif row["max_abs_diff"] > allowed:
+            _fail(row, f"wrong: a parameter differs from ddp's by {row['max_abs_diff']:.1e}, allowed {allowed:g}")
+        if movement == 0:
+            _fail(row, "wrong: its weights did not move")
     return row
 
 
-def _judge(row, difference, movement, allowed):
-    row["max_abs_diff"] = difference
-    if movement == 0:
-        row.update(wrong=True, error="wrong: its weights did not move")
-    elif difference > allowed:
-        row.update(wrong=True, error=f"wrong: a parameter differs from ddp's by {difference:.1e}, allowed {allowed:g}")
+def _fail(row, reason):
+    row.update(error=reason, step_ms=None)
 
 
 def _attempt(row, run):
+    """-> True, or, when a rank fails, False, with the reason in the row."""
     try:
         run()
+        return True
     except WorkerError as error:
-        row.setdefault("error", str(error))
+        _fail(row, str(error))
+        return False
 
 
 def _on_rank_0(workers, function, *args):
     return workers.run(function, *args)[0]
 
 
-def _over_ranks(counts):
+def _over_ranks(parts):
     """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks."""
-    row = {key: counts[0][key] for key in ("collectives", "wire_bytes_theory", "bytes_per_param_theory")}
-    row["memory_bytes"] = {phase: max(each["memory_bytes"][phase] for each in counts)
-                           for phase in counts[0]["memory_bytes"]}
-    for key in ("wire_bytes", "bytes_per_param"):
-        row[key] = statistics.mean(each[key] for each in counts)
-    return row
+    phases = parts[0]["memory_bytes"]
+    return {**parts[0],
+            "memory_bytes": {phase: max(part["memory_bytes"][phase] for part in parts) for phase in phases},
+            "wire_bytes": round(statistics.mean(part["wire_bytes"] for part in parts)),
+            "bytes_per_param": statistics.mean(part["bytes_per_param"] for part in parts)}
 
 
 def _add_times(row, times, reference):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: found from whatever folder this is run in
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
 from harness import workload
 

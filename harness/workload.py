@@ -38,7 +38,7 @@ REPORT_EVERY = 10  # steps between two looks at the loss: each look waits for th
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. `block_size` is the longest sequence it takes; `lr` a learning rate that suits AdamW and its size."""
+    """Sizes of a GPT. `block_size` is the longest sequence it takes, `lr` a learning rate that suits it with AdamW."""
     n_layers: int
     n_heads: int
     width: int
@@ -110,12 +110,13 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(param)
-            elif param.dim() == 2:  # each of the two sums a block adds to the stream: smaller, the more blocks there are
-                adds_to_stream = name.endswith("project.weight")
-                nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers) if adds_to_stream else 0.02)
+            elif name.endswith("project.weight"):  # the sum of all that the blocks add must not grow with their number
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers))
+            elif param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens, targets=None):
-        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean cross-entropy in nats, fp32 ()."""
+        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, fp32 ()."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
         for block in self.blocks:
@@ -206,7 +207,7 @@ class Batches:
 
     def __init__(self, data, batch_size, sequence_length, rank, world_size, seed=0, device="cpu"):
         if len(data) <= sequence_length:
-            raise ValueError(f"{len(data)} bytes of text are too few for one sequence of {sequence_length} + 1 bytes")
+            raise ValueError(f"{len(data)} bytes to train on are too few for one sequence of {sequence_length} + 1")
         self.data, self.batch_size, self.sequence_length = data, batch_size, sequence_length
         self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, torch.device(device)
 
@@ -219,9 +220,9 @@ class Batches:
 
 
 def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
-    """This rank's part of VALIDATION_SEQUENCES fixed sequences -> list of (tokens, targets), each (up to B, T) int64."""
+    """This rank's part of VALIDATION_SEQUENCES fixed sequences -> list of (tokens, targets), each (B or fewer, T)."""
     if len(data) <= sequence_length:
-        raise ValueError(f"{len(data)} bytes for validation are too few for one sequence of {sequence_length} + 1 bytes")
+        raise ValueError(f"{len(data)} bytes to validate on are too few for one sequence of {sequence_length} + 1")
     starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
     pieces = [starts[i:i + batch_size] for i in range(0, len(starts), batch_size)]
     return [_sequences(data, piece, sequence_length, torch.device(device)) for piece in pieces]
@@ -302,7 +303,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(description):
-    """The options that all train.py take -> argparse.Namespace. A mistake is one line from rank 0, exit code 2 on all."""
+    """The options of all train.py -> argparse.Namespace. A mistake is one line from rank 0, and exit code 2 on all."""
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=_positive(int), default=200, help="optimizer steps (default 200)")
@@ -351,7 +352,7 @@ def _number(kind, is_allowed, description):
 
 
 def warmup_then_cosine(steps):
-    """For LambdaLR: the learning rate's factor at a step, up to 1 in the first fifth (100 steps at most), then to 0.1."""
+    """For LambdaLR: the learning rate's factor, up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
     warmup = max(1, min(steps // 5, 100))
 
     def factor(step):
@@ -440,14 +441,17 @@ class Report:
 
     def _print_conditions(self, model):
         args, (_, world_size, device, backend) = self.args, self.rank
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
+        script = Path(sys.argv[0]).resolve()
+        cpu = f"CPU with {torch.get_num_threads()} thread(s)"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         n_params = sum(param.numel() for param in model.parameters())
-        data = args.data or f"source of the standard library of Python {platform.python_version()}"
-        self._print(f"{Path(sys.argv[0]).resolve().parent.name}/{Path(sys.argv[0]).name}: {world_size} rank(s), {backend}, "
-                    f"each on {name}, torch {torch.__version__}")
-        self._print(f"model {args.model}, {n_params:,} parameters, {args.dtype}; batch {world_size} x {args.accumulate} x "
-                    f"{args.batch_size} x {args.sequence_length} (ranks x micro-batches x sequences x bytes); lr {args.lr}, clip {args.clip}, seed {args.seed}")
-        self._print(f"data: {data}")
+        python = f"the source of the standard library of Python {platform.python_version()}"
+        self._print(f"{script.parent.name}/{script.name}: {world_size} rank(s) with {backend}, each on {name}, "
+                    f"torch {torch.__version__}")
+        self._print(f"model {args.model}, {n_params:,} parameters, {args.dtype}; lr {args.lr:g}, weight decay "
+                    f"{args.weight_decay:g}, clip {args.clip:g}, seed {args.seed}")
+        self._print(f"batch {world_size} x {args.accumulate} x {args.batch_size} x {args.sequence_length} (ranks x "
+                    f"micro-batches x sequences x bytes) of {args.data or python}")
 
     def _print(self, line):
         if self.is_printing:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: found from whatever folder this is run in
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
 from harness import workload
 from stage1_naive_broadcast.optimizer import DistributedOptimizer
