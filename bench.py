@@ -35,7 +35,7 @@ def parse(rows, models):
     if args.model not in models:
         fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
     if args.sequence_length > models[args.model].block_size:
-        fail(f"--sequence-length {args.sequence_length}: model {args.model} takes at most {models[args.model].block_size}")
+        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
     names = [row.name for row in rows if args.rows in row.name or row.kind == "reference"]
     if args.rows and not any(args.rows in name for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")

@@ -1,7 +1,7 @@
 """Ranks: how they are started, how they find each other, and how they end. Nothing here waits without a limit.
 
 Two ways in. `connect()` is for a process that torchrun started (train.py). `Workers` is for a process that wants to
-start ranks itself, many times and quickly (tests, bench.py): it keeps one process per rank alive and hands it functions.
+start ranks itself, many times and quickly (tests, bench.py): it keeps a process a rank alive, and hands it functions.
 """
 
 import multiprocessing
@@ -63,13 +63,13 @@ def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store=No
 
 
 def disconnect():
-    """Leaves the process group together with all others: gloo aborts ranks that end while another still talks to them."""
+    """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 class WorkerError(RuntimeError):
-    """One line that names the rank: "rank 1: ValueError: …". `details` holds the tracebacks of all ranks that failed."""
+    """One line that names the rank: "rank 1: ValueError: …". `details` holds the tracebacks of those that failed."""
 
     def __init__(self, line, details=""):
         super().__init__(line)
@@ -77,7 +77,7 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """`world_size` processes on this machine, started once, in one process group, each running the functions it is given.
+    """`world_size` processes on this machine, in one process group, started once, that run what they are given.
 
         with Workers(2) as workers:
             answers = workers.run(function, 3, name="x")    # [function(rank, 3, name="x") of rank 0, of rank 1]
@@ -113,7 +113,7 @@ class Workers:
             for pipe in self.pipes:
                 self._send(pipe, job)
             return self._collect(on_event)
-        except BaseException:  # a failed rank, a time-out, Ctrl-C: the others may be inside a collective, waiting for ever
+        except BaseException:  # a failed rank, a time-out, Ctrl-C: others may wait in a collective, for ever
             self._kill()
             raise
 
@@ -134,10 +134,10 @@ class Workers:
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self.store.port, self.timeout_s, theirs)
             process = context.Process(target=_worker, args=arguments, name=f"rank {rank}", daemon=True)
-            self.processes.append(process)
-            self.pipes.append(ours)
             process.start()
             theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
 
     def _send(self, pipe, message):
         try:
@@ -192,11 +192,9 @@ class Workers:
 
     def _kill(self):
         for process in self.processes:
-            if process.pid is not None:
-                process.kill()
+            process.kill()
         for process in self.processes:
-            if process.pid is not None:
-                process.join(10)
+            process.join(10)
         for pipe in self.pipes:
             pipe.close()
         self.processes, self.pipes, self.store = [], [], None
@@ -207,7 +205,8 @@ def start_forkserver():
 
     It starts while Ctrl-C is ignored, and its children inherit that: Ctrl-C reaches the parent alone, which ends them.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed"])
+    # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.forkserver.ensure_running()
     signal.signal(signal.SIGINT, before)
@@ -217,7 +216,7 @@ _to_parent = None  # in a worker: its end of the pipe
 
 
 def event(obj):
-    """Sends a small object (progress) from a rank to the `on_event` of the process that runs it; elsewhere does nothing."""
+    """Sends a small object (progress) from a worker to the `on_event` of its run; elsewhere it does nothing."""
     if _to_parent is not None:
         _to_parent.send_bytes(pickle.dumps(("event", obj)))
 

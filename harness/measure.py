@@ -1,7 +1,7 @@
-"""What is measured of a row, and in which order: is it right, what does it send, what does it hold, how long does it take.
+"""What is measured of a row, in this order: is it right, what does it send, what does it hold, how long does it take.
 
-The first half runs on every rank, the second in the process that started them. Each question is a run of its own, so
-that a row that fails, dies or hangs is a row with the reason in it, and the others go on.
+The first half runs on every rank, the second in the process that started them. Each row's check and each of its timings
+is a run of its own: a row that fails, dies or hangs becomes a row with the reason in it, and the others go on.
 """
 
 import functools
@@ -91,8 +91,8 @@ def _reference_params(settings, rank):
 def examine(rank, settings, name):
     """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
 
-    -> dict, of this rank, but for "max_abs_diff", "movement": the largest difference of any parameter, on any rank, from
-    the reference's and from the start. The phases of memory are those of step 1, in which the optimizer makes its state.
+    -> dict, of this rank; but "max_abs_diff" and "movement", the largest difference of any parameter from the
+    reference's and from the start, of all ranks. The phases of memory are those of step 1, which makes the state.
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)

@@ -77,7 +77,7 @@ class StorageMemory(TorchDispatchMode):
 
 
 class CudaMemory:
-    """The same for CUDA, from torch's caching allocator. `reserved`: the most that it took from the device, in bytes."""
+    """The same for CUDA, from torch's caching allocator. `reserved`: the most bytes that it took from the device."""
 
     def __init__(self, device):
         self.device = device

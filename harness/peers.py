@@ -41,7 +41,7 @@ class Training:
         """Waits for all that the last step has left under way: parameters that still travel, kernels on the GPU."""
         if hasattr(self.optimizer, "finish_param_sync"):
             self.optimizer.finish_param_sync()
-        if torch.cuda.is_available():
+        if next(self.model.parameters()).is_cuda:
             torch.cuda.synchronize()
 
     def full_params(self):
@@ -115,7 +115,7 @@ def sharded_moments(numel, d, optimizer):
 
 
 def sharded_gradients(numel, d, optimizer):
-    """Parameters are whole; gradients and moments are 1/d. Plus the two buffers that buckets of gradients go through."""
+    """Parameters are whole, gradients and moments 1/d; plus the two buffers that buckets of gradients go through."""
     return BYTES + 3 * BYTES / d + optimizer.bucket_buffer_bytes / numel
 
 

@@ -1,6 +1,6 @@
 """What was measured, as tables: on the terminal, and as markdown for the README. Input: the result of measure.measure.
 
-Each column says where its figure comes from: measured (a clock), counted (the ledger, the memory counter), or a formula.
+Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ NONE = "–"
 
 
 class Sheet(NamedTuple):
-    """One table, in words. `columns`: (name, where it comes from); `rows`: a list of cells each; `notes`: lines below."""
+    """One table, in words. `columns`: (name, where it comes from); `rows`: lists of cells; `notes`: lines below."""
     title: str
     columns: list
     rows: list
@@ -111,9 +111,12 @@ def _number(value):
 
 def conditions_line(conditions):
     c = conditions
-    return (f"{c['machine']} · torch {c['torch']} · {c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s)"
-            f" · {c['model']}: {c['parameters'] / 1e6:.1f} M parameters, {c['dtype']}, AdamW · a rank's batch: "
-            f"{c['batch_size']} x {c['sequence_length']} bytes · {c['rounds']} rounds of {c['steps']} steps · {c['date']}")
+    return " · ".join([
+        c["machine"], f"torch {c['torch']}",
+        f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s)",
+        f"{c['model']}: {c['parameters'] / 1e6:.1f} M parameters, {c['dtype']}, AdamW",
+        f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
+        f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
 
 
 def terminal(result):

@@ -116,7 +116,7 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens, targets=None):
-        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, fp32 ()."""
+        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, ()."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
         for block in self.blocks:
@@ -243,8 +243,8 @@ def load_data(args, rank):
         train, validation = split(data)
         if len(validation) <= args.sequence_length:
             needed = math.ceil((args.sequence_length + 1) / VALIDATION_PART)
-            raise ValueError(f"--data {args.data}: {len(data)} bytes are too few, of which the last 10 % must hold one "
-                             f"sequence: give at least {needed} bytes, or a shorter --sequence-length")
+            raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
+                             f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
         sizes = args.batch_size, args.sequence_length, rank.rank, rank.world_size
         return (Batches(train, *sizes, args.seed, rank.device),
                 validation_batches(validation, *sizes, rank.device))
@@ -335,7 +335,7 @@ def _positive(kind):
 
 
 def _not_negative(kind):
-    return _number(kind, lambda value: value >= 0, "zero or more")
+    return _number(kind, lambda value: value >= 0, "non-negative")
 
 
 def _number(kind, is_allowed, description):
@@ -345,8 +345,8 @@ def _number(kind, is_allowed, description):
         except ValueError:
             value = math.nan
         if not (is_allowed(value) and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"must be {'a whole' if kind is int else 'a'} number, {description}, "
-                                             f"and is {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
+                                             f"not {text!r}")
         return value
     return parse
 
@@ -416,7 +416,7 @@ class Report:
 
     def validation(self, when, loss):
         """Prints a validation loss in nats a byte; `when` is "before" or "after"."""
-        self._print(f"validation loss {when}: {loss:.5f}")
+        self._print(f"validation loss {when}: {loss:.4f}")
 
     def _look(self):
         dist.all_reduce(self.loss_sum)
@@ -426,7 +426,7 @@ class Report:
         seconds = (now - self.seen_at) / steps
         self.loss_sum.zero_()
         self.steps_seen, self.seen_at = self.steps_done, now
-        speed = f"loss {loss:.5f}  {self._tokens_per_step() / seconds:,.0f} tokens/s  {seconds * 1000:,.1f} ms/step"
+        speed = f"loss {loss:.4f}  {self._tokens_per_step() / seconds:,.0f} tokens/s  {seconds * 1000:,.1f} ms/step"
         self.bar.update(self.task, speed=speed)
         is_last = self.steps_done == self.args.steps
         if is_last:

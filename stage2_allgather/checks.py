@@ -29,7 +29,7 @@ def checked_groups(params, process_group, existing=(), *, one_dtype=False, conti
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
     if dist.get_rank(process_group) < 0:
-        raise RuntimeError(f"rank {dist.get_rank()} is not in this process_group: build the optimizer on its ranks only")
+        raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     error, groups, lines = None, [], []
     try:
         groups = _as_groups(params)
@@ -107,23 +107,22 @@ def _describe(name, param) -> str:
 
 def _agree(error, lines, process_group) -> None:
     """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
-    mine = error or hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    theirs = _gather(mine, process_group)
-    for rank, report in enumerate(theirs):
-        if isinstance(report, Exception):
-            raise error or type(report)(f"rank {rank}: {report}")
-    if len(set(theirs)) > 1:
-        rank = next(rank for rank, report in enumerate(theirs) if report != theirs[0])
-        both = _gather(lines, process_group)
-        pairs = zip_longest(both[0], both[rank], fillvalue="nothing")
-        a, b = next(pair for pair in pairs if pair[0] != pair[1])
-        raise ValueError(f"the ranks disagree on the parameters: rank 0 has {a}, rank {rank} has {b}")
-
-
-def _gather(item, process_group) -> list:
-    items = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(items, item, group=process_group)
-    return items
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+    report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min
+    dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
+    failed, largest, minus_smallest = report.tolist()
+    if not failed and largest == -minus_smallest:
+        return
+    reports = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(reports, (error, lines), group=process_group)
+    for rank, (theirs, _) in enumerate(reports):
+        if theirs is not None:
+            raise error or type(theirs)(f"rank {rank}: {theirs}")
+    first = reports[0][1]
+    rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
+    ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
+    raise ValueError(f"the ranks disagree on the parameters: rank 0 has {ours}, rank {rank} has {theirs}")
 
 
 def check_grads(groups) -> None:

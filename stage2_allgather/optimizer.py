@@ -119,7 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
-            raise ValueError(f"this state_dict is of rank {made_by[0]} of {made_by[1]}, not of rank {here[0]} of {here[1]}")
+            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
         self.optimizer.load_state_dict(state_dict)
         self.state = self.optimizer.state
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
@@ -164,7 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
         added = self.make_optimizer([{**hyperparameters(group), "params": params}])
         self.optimizer.param_groups += added.param_groups
-        self.optimizer.state.update(added.state)  # Adagrad makes its state in the constructor and nowhere else
+        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
 
     def _pass_on_hyperparameters(self):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""

@@ -21,7 +21,7 @@ class Holds(enum.Enum):
 
 
 class Range(NamedTuple):
-    """The part of one parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
+    """The part of a parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
 
     index: int  # which parameter
     start: int
@@ -53,8 +53,8 @@ class GradBuffer:
         params: tensors of one dtype on one device, contiguous.
         grad_dtype: dtype of the buffer: that of the parameters, or torch.float32 to sum 16-bit gradients in fp32.
         process_group: the d ranks that own a shard each.
-        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused kernel
-            then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
+        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
+            kernel then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
 
     Attributes:
         flat: (padded_numel,) of grad_dtype: the buffer. The padding at its end is zero and stays zero.
@@ -71,7 +71,8 @@ class GradBuffer:
         self.world_size = dist.get_world_size(process_group)
         rank, dtype = dist.get_rank(process_group), params[0].dtype
         numels = [param.numel() for param in params]
-        numel = padded_numel(sum(numels), self.world_size, max(1, alignment // min(dtype.itemsize, grad_dtype.itemsize)))
+        alignment //= min(dtype.itemsize, grad_dtype.itemsize)  # in elements
+        numel = padded_numel(sum(numels), self.world_size, alignment)
         shard_numel = numel // self.world_size
 
         self.in_main_grad = grad_dtype != dtype  # autograd insists on the dtype of the parameter for param.grad

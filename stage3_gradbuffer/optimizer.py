@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Average the gradients: each rank receives its shard. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
+        """Average the gradients: each rank receives its shard. Idempotent; `clip_grad_norm_` calls it. Collective.
 
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`. A parameter that received
         no gradient has a gradient of zero.
@@ -125,7 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
-            raise ValueError(f"this state_dict is of rank {made_by[0]} of {made_by[1]}, not of rank {here[0]} of {here[1]}")
+            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
         self.optimizer.load_state_dict(state_dict)
         for buffer, main_shard in zip(self.buffers, state_dict["main_shards"]):
             if main_shard is not None:
@@ -182,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
         added = self.make_optimizer([{**hyperparameters(group), "params": params}])
         self.optimizer.param_groups += added.param_groups
-        self.optimizer.state.update(added.state)  # Adagrad makes its state in the constructor and nowhere else
+        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
 
     def _pass_on_hyperparameters(self):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
@@ -224,7 +224,7 @@ def check_elementwise(optimizer_cls, device, kwargs):
     except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
         alike = False
     if not alike:
-        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would be stepped differently; use stage 2")
+        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would step differently; use stage 2")
 
 
 def hyperparameters(group):

@@ -12,7 +12,7 @@ PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
 
 
 class Range(NamedTuple):
-    """The part of one parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
+    """The part of a parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
 
     index: int  # which parameter
     start: int
@@ -66,8 +66,8 @@ class Bucket:
     Args:
         params: in the order in which their gradients are expected.
         process_group: the d ranks that own a shard each.
-        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused kernel
-            then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
+        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
+            kernel then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
 
     Attributes:
         flat_params: (numel,): its part of the ParameterBuffer; the model's tensors are views of it. Padded to numel.

@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.hand_out_grads(self.unused)
 
     def prefetch_params(self, model):
-        """Let `step` return before the parameters have arrived: each module of `model` waits for its own when called."""
+        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
         self.prefetching = True
         for module in model.modules():
             module.register_forward_pre_hook(self._wait_for_params, prepend=True)
@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
-            raise ValueError(f"this state_dict is of rank {made_by[0]} of {made_by[1]}, not of rank {here[0]} of {here[1]}")
+            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
         self.optimizer.load_state_dict(state_dict)
         for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
             bucket.main_shard.copy_(main_shard)
@@ -327,7 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
         added = self.make_optimizer([{**hyperparameters(group), "params": params}])
         self.optimizer.param_groups += added.param_groups
-        self.optimizer.state.update(added.state)  # Adagrad makes its state in the constructor and nowhere else
+        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
 
     def _pass_on_hyperparameters(self):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
@@ -369,7 +369,7 @@ def check_elementwise(optimizer_cls, device, kwargs):
     except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
         alike = False
     if not alike:
-        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would be stepped differently; use stage 2")
+        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would step differently; use stage 2")
 
 
 def hyperparameters(group):

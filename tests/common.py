@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+STAGES = ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"]
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -61,10 +62,15 @@ def loss_of(model, x, y):
 
 
 def fused(optimizer_cls, device, kwargs):
-    """The stages use the fused implementation where torch has one and nobody chose: so must what they are compared with."""
+    """The stages use the fused implementation if nobody chooses: so must what they are compared with."""
     if "foreach" in kwargs or "fused" not in inspect.signature(optimizer_cls).parameters:
         return {}
     return {} if optimizer_cls is torch.optim.Adagrad and device.type == "cuda" else {"fused": True}
+
+
+def add(a, b):
+    """Of two gradients, either of which may be None."""
+    return b if a is None else a if b is None else a + b
 
 
 class Replicated:
@@ -84,7 +90,7 @@ class Replicated:
                 loss = loss_of(self.model, *batch(step, rank, device=self.device))
                 grads = torch.autograd.grad(loss, trainable(self.model), allow_unused=True)
                 grads = [None if grad is None else grad / self.world_size for grad in grads]
-                mean = grads if mean is None else [b if a is None else a if b is None else a + b for a, b in zip(mean, grads)]
+                mean = grads if mean is None else [add(a, b) for a, b in zip(mean, grads)]
                 total += loss.detach() / self.world_size
             for param, grad in zip(trainable(self.model), mean):
                 if grad is not None:

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests.common import OPTIMIZERS, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
 
-# torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently: a parameter cut in
-# two is then not what the whole one would be, to the last bit. Unfused, every element is rounded alike.
+# torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently: a parameter cut
+# in two is then not what the whole one would be, to the last bit. Unfused, every element is rounded alike.
 UNFUSED = {"foreach": False}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, **UNFUSED}
 
@@ -384,7 +384,8 @@ def state_elements(rank, stage):
     optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
     model(torch.ones(2, 16, device=rank.device)).sum().backward()
     optimizer.step()
-    return sum(t.numel() for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim())
+    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return sum(t.numel() for t in tensors if t.dim())
 
 
 def test_state_is_sharded(run, stage, world_size):

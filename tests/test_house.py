@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import STAGES
+from tests.common import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).glob("*.py") if path.name != "train.py")
@@ -46,7 +46,8 @@ def test_train_imports_its_stage_and_the_workload(stage):
     allowed = {"torch", "harness.workload", f"{stage}.optimizer"}
     modules = set(imported(ROOT / stage / "train.py"))
     assert {"harness.workload", f"{stage}.optimizer"} <= modules
-    assert {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names and not m.startswith("torch.")} <= allowed
+    others = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names and not m.startswith("torch.")}
+    assert others <= allowed
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -80,10 +81,11 @@ def definitions(path):
 # What differs from the stage before is its idea. Everything else that has the same name must be the same to the letter.
 IDEAS = {
     (1, 2): {"step"},
-    (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "clip_grad_norm_", "state_dict", "load_state_dict"},
-    (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync", "state_dict",
-             "load_state_dict", "_shard", "_total_norm"},
-}  # fmt: skip
+    (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "clip_grad_norm_"}
+    | {"state_dict", "load_state_dict"},
+    (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
+    | {"state_dict", "load_state_dict", "_shard", "_total_norm"},
+}
 
 
 @pytest.mark.parametrize("before, after", IDEAS)
@@ -111,4 +113,5 @@ def test_train_differs_in_the_import_and_the_prefetch_only(stage):
     changed = [line for line in difflib.ndiff(first, other) if line[0] in "+-"]
     assert changed.pop(0) == f"- from {STAGES[0]}.optimizer import DistributedOptimizer"
     assert changed.pop(0) == f"+ from {stage}.optimizer import DistributedOptimizer"
-    assert [line.split("#")[0] for line in changed] == ["+     optimizer.prefetch_params(model)  "] * (stage == STAGES[3])
+    prefetch = ["+     optimizer.prefetch_params(model)  "] if stage == STAGES[3] else []
+    assert [line.split("#")[0] for line in changed] == prefetch

@@ -41,7 +41,8 @@ def gone(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z" if Path("/proc").exists() else False
+    stat = Path(f"/proc/{pid}/stat")  # of Linux: ended, and not yet waited for, is gone too
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def test_ranks_are_started_once_and_reused():

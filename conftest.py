@@ -3,8 +3,7 @@
 import pytest
 
 from harness.launch import WorkerError, Workers
-
-STAGES = ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"]
+from tests.common import STAGES
 
 
 def pytest_addoption(parser):
@@ -13,10 +12,14 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    if "stage" in metafunc.fixturenames and not any("stage" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
-        metafunc.parametrize("stage", metafunc.config.getoption("--stage") or STAGES)
-    if "world_size" in metafunc.fixturenames and not any("world_size" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
-        metafunc.parametrize("world_size", metafunc.config.getoption("--ranks") or [1, 2, 3, 4])
+    """Every test that takes a stage runs on each, and likewise for world sizes, unless it says itself on which."""
+    for name, values in {
+        "stage": metafunc.config.getoption("--stage") or STAGES,
+        "world_size": metafunc.config.getoption("--ranks") or [1, 2, 3, 4],
+    }.items():
+        chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+        if name in metafunc.fixturenames and not chosen:
+            metafunc.parametrize(name, values)
 
 
 def pytest_collection_modifyitems(config, items):
