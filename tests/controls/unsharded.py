@@ -10,6 +10,8 @@ class DistributedOptimizer(Stage1):
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
         mine = self.optimizer.param_groups[-1]
-        missing = [param for param in self.param_groups[-1]["params"] if id(param) not in {id(p) for p in mine["params"]}]
-        self._add_to_inner(self.param_groups[-1], missing)
+        owned = {id(param) for param in mine["params"]}
+        self._add_to_inner(
+            self.param_groups[-1], [param for param in self.param_groups[-1]["params"] if id(param) not in owned]
+        )
         mine["params"] += self.optimizer.param_groups.pop()["params"]

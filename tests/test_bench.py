@@ -1,0 +1,91 @@
+"""bench.py: the json that it promises, counts that equal the formulas, and no time for what is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
+
+
+def bench(*args, root=ROOT):
+    return subprocess.run([sys.executable, "bench.py", *args], cwd=root, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    path = tmp_path_factory.mktemp("results") / "bench.json"
+    run = bench(*NANO, "--json", str(path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(path.read_text())
+
+
+def test_schema(result):
+    keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
+    keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff"}
+    assert set(result) == {"conditions", "rows"}
+    for row in result["rows"]:
+        assert keys <= set(row), row["name"]
+        assert set(row["step_ms"]) == {"median", "min", "max"}
+        assert {"model", "optimizer", "backward", "step", "peak"} <= set(row["memory_bytes"])
+        assert row["kind"] in ("floor", "reference", "stage", "peer")
+    kinds = [row["kind"] for row in result["rows"]]
+    assert kinds.count("floor") == kinds.count("reference") == 1 and kinds.count("stage") == 6
+    assert {"torch", "backend", "ranks", "model", "batch_size", "dtype", "rounds"} <= set(result["conditions"])
+
+
+def test_no_stage_differs_from_ddp(result):
+    assert [row["max_abs_diff"] for row in result["rows"] if row["kind"] == "stage"] == [0.0] * 6
+
+
+def test_what_is_counted_is_what_the_formula_says(result):
+    """Up to what the formulas leave out: scalars (step counts, flags of used parameters) and padding."""
+    for row in result["rows"]:
+        theory, slack = row["wire_bytes_theory"], 8 * 32  # 30 parameters
+        if "reduce_scatter" in row["collectives"]:  # gloo's is an all-reduce underneath
+            theory *= 1.5
+        assert row["wire_bytes"] == pytest.approx(theory, rel=0.01, abs=slack), row["name"]
+        assert row["bytes_per_param"] == pytest.approx(row["bytes_per_param_theory"], rel=0.005), row["name"]
+
+
+def test_collectives(result):
+    counted = {row["name"]: row["collectives"] for row in result["rows"]}
+    assert counted["stage 1 naive broadcast"] == {"all_reduce": 1, "broadcast": 2}
+    assert counted["stage 2 all-gather"] == {"all_reduce": 1, "all_gather": 1}
+    assert counted["stage 3 grad buffer"] == {"reduce_scatter": 1, "all_gather": 1}
+    assert counted["compute only"] == {}
+
+
+def test_a_wrong_stage_gets_no_time(tmp_path):
+    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", "results", "tests")
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
+    stage = tmp_path / "copy" / "stage2_allgather" / "optimizer.py"
+    right = stage.read_text()
+    stage.write_text(right.replace("flat /= self.world_size", "flat /= self.world_size + 1"))
+    assert stage.read_text() != right
+    run = bench(*NANO, "--rows", "stage 2", "--json", "wrong.json", root=tmp_path / "copy")
+    assert run.returncode == 1
+    rows = {row["name"]: row for row in json.loads((tmp_path / "copy" / "wrong.json").read_text())["rows"]}
+    wrong = rows["stage 2 all-gather"]
+    assert not wrong.get("step_ms") and "error" in wrong
+    assert rows["ddp"]["step_ms"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--model", "huge"], "huge"),
+        (["--data", "/nowhere"], "/nowhere"),
+        (["--rows", "stage 9"], "stage 9"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(args, message):
+    run = bench(*args)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1 and message in run.stderr

@@ -1,0 +1,68 @@
+"""train.py as people run it, with torchrun: all stages print the losses of DDP, and bad input is one line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.common import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
+
+
+def torchrun(script, *args, cwd=ROOT):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / script]
+    return subprocess.run([*command, *args], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """-> function(script): what it prints about losses, after 12 steps of 2 micro-batches, clipped."""
+    cache = {}
+
+    def losses(script):
+        if script not in cache:
+            run = torchrun(script, *NANO, "--steps", "12", "--accumulate", "2", "--clip", "0.5")
+            assert run.returncode == 0, run.stderr
+            cache[script] = re.findall(r"loss(?: before:| after:)? +(\d+\.\d{4,})", run.stdout)
+        return cache[script]
+
+    return losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_prints_the_losses_of_ddp(stage, losses):
+    reference = losses("harness/train_ddp.py")
+    assert len(reference) >= 4 and float(reference[-1]) < float(reference[0])
+    assert losses(f"{stage}/train.py") == reference
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--model", "huge"], "huge"),
+        (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
+        (["--data", "empty.txt"], "empty.txt"),
+        (["--steps", "0"], "--steps"),
+        (["--sequence-length", "100000"], "--sequence-length"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(args, message, tmp_path):
+    """Started without torchrun, as one rank: what torchrun adds to the output is its own."""
+    (tmp_path / "empty.txt").touch()
+    command = [sys.executable, ROOT / STAGES[0] / "train.py", *args]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert message in run.stderr and "Traceback" not in run.stderr
+    assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
+
+
+def test_bad_input_on_two_ranks_is_said_once():
+    run = torchrun("stage2_allgather/train.py", "--data", "/nowhere")
+    assert run.returncode != 0
+    assert run.stderr.count("there is no such file") == 1
+    assert "load_bytes" not in run.stderr  # no traceback of ours
