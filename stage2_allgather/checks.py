@@ -10,6 +10,8 @@ import torch.distributed as dist
 # torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
 for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
+# GradScaler must be told of an inf that another rank has found; that it passes itself to `step` is the only way so far.
+warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
 def checked_groups(params, process_group, existing=(), *, one_dtype=False, contiguous=False) -> list[dict]:

@@ -31,6 +31,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
     """
 
+    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, one_dtype=True)
@@ -62,13 +64,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._add_to_inner(self.param_groups[-1], [param for param in params if id(param) in owned])
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients, step the parameters that this rank owns, all-gather every rank's. Collective.
 
-        Returns the loss of `closure`, averaged over the ranks, or None.
+        Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
+        `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
         """
         loss = self._closure_loss(closure)
         self.finish_grad_sync()
+        if self._found_inf(grad_scaler):
+            return loss
         self._pass_on_hyperparameters()
         self.optimizer.step()
         self._all_gather_params()
@@ -159,6 +164,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
         dist.all_reduce(loss, group=self.process_group)
         return loss / self.world_size
+
+    def _found_inf(self, grad_scaler):
+        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
+        if grad_scaler is None:
+            return False
+        self.finish_grad_sync()
+        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
+        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+        if unscaled and not state["found_inf_per_device"]:
+            raise RuntimeError("GradScaler.unscale_() finds no gradients in param.grad: call clip_grad_norm_(max_norm * "
+                               "scaler.get_scale()) instead, which needs no unscale_()")
+        grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
+        grads = [grad for grad in grads if grad is not None]
+        found_inf = torch.zeros_like(scale)
+        if grads:
+            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
+        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
+        return found_inf.item() > 0
 
     def _add_to_inner(self, group, params):
         """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""

@@ -39,6 +39,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently.
     """
 
+    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
                  reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
         groups = checked_groups(params, process_group, contiguous=True)
@@ -76,14 +78,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._shard(self.param_groups[-1:])
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None, *, grad_scaler=None):
         """Step this rank's shards as their gradients arrive, then send the parameters round. Collective.
 
-        Returns the loss of `closure`, averaged over the ranks, or None. After `prefetch_params` it returns while the
-        parameters are still on their way, otherwise when all have arrived.
+        Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
+        `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale. After
+        `prefetch_params` it returns while the parameters are still on their way, otherwise when all have arrived.
         """
         loss = self._closure_loss(closure)
         self._start_remaining_grad_syncs()
+        if self._found_inf(grad_scaler):
+            return loss
         self._pass_on_hyperparameters()
         self.finish_param_sync()  # of buckets that no forward pass has asked for
         self._step_arrived()
@@ -322,6 +327,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
         dist.all_reduce(loss, group=self.process_group)
         return loss / self.world_size
+
+    def _found_inf(self, grad_scaler):
+        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
+        if grad_scaler is None:
+            return False
+        self.finish_grad_sync()
+        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
+        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+        if unscaled and not state["found_inf_per_device"]:
+            raise RuntimeError("GradScaler.unscale_() finds no gradients in param.grad: call clip_grad_norm_(max_norm * "
+                               "scaler.get_scale()) instead, which needs no unscale_()")
+        grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
+        grads = [grad for grad in grads if grad is not None]
+        found_inf = torch.zeros_like(scale)
+        if grads:
+            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
+        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
+        return found_inf.item() > 0
 
     def _add_to_inner(self, group, params):
         """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
