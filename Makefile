@@ -1,4 +1,4 @@
-# make bench | test | train STAGE=3 NPROC=2 | diff A=2 B=3
+# make bench | test | train STAGE=3 NPROC=2 | show | diff A=2 B=3
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
@@ -10,12 +10,13 @@ B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test train diff clean
+.PHONY: help bench test train show diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip")'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
+	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 5,2,9 --dtype bfloat16")'
 	@echo 'make diff A=2 B=3           what one stage changes in the one before'
 	@echo 'make clean                  remove the environment and caches'
 
@@ -27,6 +28,9 @@ test: $(ENV)
 
 train: $(ENV)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
+
+show: $(ENV)
+	$(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
 diff:
 	@git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true

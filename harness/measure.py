@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import stage3_gradbuffer
 from harness import peers, workload
 from harness.launch import WorkerError
 from harness.ledger import Ledger
@@ -30,7 +33,7 @@ class Settings(NamedTuple):
     model: str = "tiny"
     batch_size: int = 4
     sequence_length: int = 128
-    rounds: int = 5
+    rounds: int = 4
     steps: int = 3
     dtype: str = "float32"
     data: str | None = None
@@ -183,6 +186,42 @@ def _cpu_name():
 # In the process that started the ranks
 
 
+STATE_RANKS = (1, 2, 4, 8, 64, 1024)
+STATE_ROWS = [  # parameters, gradients, bytes a parameter: parameter + gradient + (main parameter, main gradient, moments) / d
+    ("bfloat16", "bfloat16", "4 + 16/d", lambda d: 4 + 16 / d),
+    ("bfloat16", "float32", "6 + 12/d", lambda d: 6 + 12 / d),
+    ("float32", "float32", "8 + 8/d", lambda d: 8 + 8 / d),
+]
+
+
+def model_state(settings):
+    """Bytes a parameter that stage 3 holds after a step, at any number of ranks -> list of dicts, as bench.py writes it.
+
+    Counted in this process, which plays rank 0 of d: torch's fake process group lets the real code run, and sends
+    nothing. The batch is one byte long, since only what outlives a step counts.
+    """
+    rows = []
+    for dtype, grad_dtype, formula, theory in STATE_ROWS:
+        counted = {d: _state_bytes(settings, d, getattr(torch, dtype), getattr(torch, grad_dtype)) for d in STATE_RANKS}
+        rows.append({"name": f"stage 3 {dtype}/{grad_dtype}", "formula": formula, "bytes_per_param": counted,
+                     "bytes_per_param_theory": {d: theory(d) for d in STATE_RANKS}})
+    return rows
+
+
+def _state_bytes(settings, d, dtype, grad_dtype):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
+    try:
+        with Memory("cpu") as memory:
+            model = workload.GPT(workload.MODELS[settings.model]).to(dtype)
+            optimizer = stage3_gradbuffer.DistributedOptimizer(model.parameters(), grad_dtype=grad_dtype)
+            tokens = torch.zeros(1, 1, dtype=torch.int64)
+            model(tokens, tokens).backward()
+            optimizer.step()
+            return memory.live / sum(param.numel() for param in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def measure(workers, settings, names, progress=lambda text: None):
     """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}, as bench.py writes it.
 
@@ -201,11 +240,12 @@ def measure(workers, settings, names, progress=lambda text: None):
     for row in rows:
         if "error" not in row:
             _add_times(row, times[row["name"]], times[peers.REFERENCE])
-    return {"conditions": conditions, "rows": rows}
+    progress("model state at any number of ranks")
+    return {"conditions": conditions, "rows": rows, "model_state": model_state(settings)}
 
 
 def n_runs(settings, names):
-    return len(names) * (1 + settings.rounds)
+    return len(names) * (1 + settings.rounds) + 1
 
 
 def _examine(workers, settings, name, progress):

@@ -22,7 +22,7 @@ class Sheet(NamedTuple):
 
 
 def sheets(result):
-    """-> [time and traffic, memory and correctness], each a Sheet."""
+    """-> [time and traffic, memory and correctness, model state of stage 3], each a Sheet."""
     rows, conditions = result["rows"], result["conditions"]
     failures = [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
     wire_notes, memory_notes = Notes(), Notes()
@@ -43,7 +43,20 @@ def sheets(result):
          "Largest |Δ|: of any parameter on any rank, from ddp, after 3 steps; "
          f"allowed: {_number(conditions['tolerance'])}.",
          *memory_notes])
-    return [time, memory]
+    states = result["model_state"]
+    ranks = list(states[0]["bytes_per_param"])
+    state = Sheet(
+        "Model state of stage 3, bytes a parameter, by number of ranks",
+        [("parameters/gradients", ""), ("formula", ""), *((f"d = {d}", "counted") for d in ranks)],
+        [[row["name"].removeprefix("stage 3 "), row["formula"], *(_state(row, d) for d in ranks)] for row in states],
+        ["Rank 0 of d, played by one process. Below the count in brackets: the formula, where they differ by more than "
+         "1 % (padding)."])
+    return [time, memory, state]
+
+
+def _state(row, d):
+    counted, theory = row["bytes_per_param"][d], row["bytes_per_param_theory"][d]
+    return f"{counted:.2f}" if abs(counted - theory) <= 0.01 * theory else f"{counted:.2f}\n({theory:.2f})"
 
 
 class Notes(list):
@@ -137,7 +150,7 @@ def _rich_table(sheet):
 
 
 def _is_text(column):
-    return column in (("", ""), ("collectives", "counted"))
+    return column in (("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""))
 
 
 def _dim(text):
