@@ -11,7 +11,6 @@ import json
 import multiprocessing.forkserver
 import signal
 import sys
-import textwrap
 import time
 from datetime import timedelta
 from itertools import accumulate
@@ -26,12 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from .buffer import GradBuffer, Holds
+from .buffer import GradBuffer
 from .optimizer import DistributedOptimizer
 
 START, LR = 10, 0.1  # every parameter starts at 10; element e of rank r has the gradient e + 10 r: easy to check by hand
 TIMEOUT = timedelta(seconds=60)
-LIMITS = {"ranks": 8, "elements": 64}  # more than that is no picture any more
+MAX_RANKS, MAX_ELEMENTS = 8, 64  # more is no picture any more
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#f79d65", "#5fd3c6", "#d9c27e"]  # by owner
 
 
@@ -127,75 +126,60 @@ def run_ranks(args):
 
 class Cell(NamedTuple):
     text: str
-    kind: str  # "value", "garbage", "label" (padding too) or "absent"
+    kind: str  # "value" and "garbage" are filled, "plain" is not
     owner: int
     after_gap: bool  # a parameter or the padding begins here
 
 
-class Block(NamedTuple):
-    title: str
-    caption: str
-    rows: list  # of (label, cells)
-
-
 def key_steps(args):
-    """-> for each key step: method, whether all cells count and not this rank's shard only, title, caption."""
+    """-> for each: method, whether all that it leaves counts and not the rank's shard only, title, explanation."""
     d, in_16_bit, grads_in_16_bit = args.ranks, args.dtype.itemsize < 4, args.grad_dtype.itemsize < 4
     grads = [1 + 10 * rank for rank in range(d)]
     mean = sum(grads) / d
-    after = f"{START} − {LR} × {mean:g} = {START - LR * mean:.4g}"
-    half = "" if args.dtype == args.grad_dtype else " 16-bit values take the first half of the fp32 buffer's bytes."
     return [
-        ("collect_grads", True, "All gradients", "Each rank's own, as backward left them. "
-         "To check by hand: element e of rank r has the gradient e + 10 r."),
-        ("reduce_scatter_grads", False, "Reduced shard", "Each rank receives the average of what it owns, and nothing "
-         f"else: element 1 is ({' + '.join(map(str, grads))}) / {d} = {mean:g}. The grey rest is garbage."),
+        ("collect_grads", True, "All gradients",
+         "Each rank's own, as backward left them: element e of rank r has the gradient e + 10 r."),
+        ("reduce_scatter_grads", False, "Reduced shard",
+         f"The average of what a rank owns: ({' + '.join(map(str, grads))}) / {d} = {mean:g}. The grey rest is garbage."),
         ("hand_out_main_grads", False, "Main gradients", "What the inner optimizer reads: " +
-         ("the shard, copied to a tensor of its own in fp32." if grads_in_16_bit else "views of the shard, no copy.")),
-        ("optimizer.step", False, "Main parameters", "What the inner optimizer steps: " +
-         ("fp32 tensors, kept for the shard only. " if in_16_bit else "views of the model's own tensors, no copy. ") +
-         f"Plain SGD: element 1 is {after}."),
-        ("take_main_params", False, "Shard of parameters", "They move into the same buffer, where the reduced "
-         f"gradients were{', rounded to 16 bits' if in_16_bit else ''}.{half}"),
-        ("all_gather_params", True, "All parameters", "Each rank has received the others' shards, in place. "
-         "From here they are copied to the model's tensors."),
+         ("the shard, copied to fp32 tensors of its size." if grads_in_16_bit else "views of the shard, no copy.")),
+        ("optimizer.step", False, "Main parameters",
+         f"{'fp32 tensors, for the shard only' if in_16_bit else 'Views of the tensors of the model, no copy'}. "
+         f"Plain SGD: {START} − {LR} × {mean:g} = {START - LR * mean:.4g}."),
+        ("take_main_params", False, "Shard of parameters", "They take the place of the gradients" +
+         (", rounded to 16 bits" if in_16_bit else "") +
+         (", in the first half of the bytes." if in_16_bit and not grads_in_16_bit else ".")),
+        ("all_gather_params", True, "All parameters",
+         "Each rank has received the shards of the others. They are copied to the model from here."),
         ("zero", True, "Zeros", "Ready for the next backward pass to add to."),
     ]
 
 
-def blocks_of(records, args):
-    """The picture: a legend, and a block for each key step with a row for each rank."""
-    numel, gaps = sum(args.params), set(accumulate(args.params))
-    padded_numel = len(records[0]["zero"][1])
+def draw(records, args):
+    """-> the picture: a legend and the key steps, each as (title, explanation, rows); a row as (label, cells)."""
+    numel, padded_numel = sum(args.params), len(records[0]["zero"][1])
+    starts = [i in accumulate(args.params) for i in range(padded_numel)]
     owners = [i * args.ranks // padded_numel for i in range(padded_numel)]
-    names = [f"p{index}" for index, n in enumerate(args.params) for _ in range(n)]
-    names += ["pad"] * (padded_numel - numel)
+    names = [f"p{index}" for index, n in enumerate(args.params) for _ in range(n)] + ["pad"] * (padded_numel - numel)
 
-    def row(texts, kinds):
-        return [Cell(text, kind, owners[i], i in gaps) for i, (text, kind) in enumerate(zip(texts, kinds))]
+    def row(label, texts, kinds):
+        return label, [Cell(*cell) for cell in zip(texts, kinds, owners, starts)]
 
-    def kind(i, value, rank, all_count):
-        if value is None:
-            return "absent"
-        return "label" if i >= numel else "value" if all_count or owners[i] == rank else "garbage"
+    def row_of_values(rank, values, all_count):
+        texts = ["·" if i >= numel and value == 0 else short(value) for i, value in enumerate(values)]
+        kinds = ["plain" if i >= numel or value is None else "value" if all_count or owners[i] == rank else "garbage"
+                 for i, value in enumerate(values)]
+        return row(f"rank {rank}", texts, kinds)
 
-    labels = ["label"] * padded_numel
-    elements = [str(i + 1) if i < numel else "" for i in range(padded_numel)]
-    blocks = [Block(f"{numel} gradients on {args.ranks} ranks, one step", "Colour: the rank that owns an element. "
-                    f"│: a parameter begins. Parameters {name(args.dtype)}, gradients {name(args.grad_dtype)}.",
-                    [("parameter", row(names, labels)), ("element", row(elements, labels)),
-                     ("owner", row(map(str, owners), ["value"] * padded_numel))])]
-    before = None
-    for number, (method, all_count, title, caption) in enumerate(key_steps(args), 1):
+    plain = ["plain"] * padded_numel
+    legend = [row("parameter", names, plain), row("element", [*map(str, range(1, numel + 1)), *[""] * (padded_numel - numel)], plain),
+              row("owner", map(str, owners), ["value"] * padded_numel)]
+    explanation = f"Parameters in {args.dtype}, gradients in {args.grad_dtype}. Colours: the rank that owns an element."
+    blocks = [(f"One step of {numel} parameters on {args.ranks} ranks", explanation.replace("torch.", ""), legend)]
+    for number, (method, all_count, title, explanation) in enumerate(key_steps(args), 1):
         state = records[0][method][0]
-        holds = f"still {state}" if state == before else f"{state}: {Holds[state].value}"
-        rows = []
-        for rank, record in enumerate(records):
-            values = record[method][1]
-            texts = ["·" if i >= numel and value == 0 else short(value) for i, value in enumerate(values)]
-            rows.append((f"rank {rank}", row(texts, [kind(i, v, rank, all_count) for i, v in enumerate(values)])))
-        blocks.append(Block(f"{number}  {title}", f"{method}() → the buffer holds {holds}\n{caption}", rows))
-        before = state
+        rows = [row_of_values(rank, record[method][1], all_count) for rank, record in enumerate(records)]
+        blocks.append((f"{number}. {title}: {method}() → Holds.{state}", explanation, rows))
     return blocks
 
 
@@ -205,55 +189,88 @@ def short(value):
     return next((text for text in texts if len(text) <= 4), "…")
 
 
-def name(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
-def print_blocks(blocks, console):
-    for title, caption, rows in blocks:
-        console.print(f"\n[bold]{title}[/]\n{caption}")
+def print_blocks(blocks):
+    console = rich.console.Console(highlight=False)
+    for title, explanation, rows in blocks:
+        console.print(f"[bold]{title}[/]\n{explanation}", soft_wrap=True)
         for label, cells in rows:
             line = rich.text.Text(f"{label:<10}")
             for cell in cells:
-                colour = f"black on {COLOURS[cell.owner]}"
-                style = {"value": colour, "garbage": "bright_black", "label": "", "absent": ""}[cell.kind]
+                style = {"value": f"black on {COLOURS[cell.owner]}", "garbage": "bright_black", "plain": ""}[cell.kind]
                 line.append("│" if cell.after_gap else " ", "" if cell.after_gap else style)
                 line.append(f"{cell.text:>4}", style)
             console.print(line, soft_wrap=True)
+        console.print()
 
 
 def svg(blocks):
-    """The same picture. Text around the cells is of a grey that can be read on white and on black."""
+    """The same picture. Text that is not in a filled cell has a grey that can be read on white and on black."""
     width, height, left, gap = 44, 22, 84, 10  # pixels
-    right = left + max(len(cells) * width + gap * sum(c.after_gap for c in cells) for _, cells in blocks[0].rows)
     out, y = [], 0
-
-    def write(x, y, content, style):
-        out.append(f'<text x="{x}" y="{y}" class="{style}">{escape(content)}</text>')
-
-    for title, caption, rows in blocks:
-        y += 30
-        write(0, y, title, "title")
-        for line in caption.splitlines():
-            for piece in textwrap.wrap(line, right // 7):
-                y += 18
-                write(0, y, piece, "caption")
-        y += 8
+    for title, explanation, rows in blocks:
+        out.append(f'<text y="{y + 18}" class="title">{escape(title)}</text>')
+        out.append(f'<text y="{y + 38}" class="words">{escape(explanation)}</text>')
+        y += 48
         for label, cells in rows:
-            write(0, y + 15, label, "caption")
+            out.append(f'<text y="{y + 15}" class="words">{label}</text>')
             x = left
             for cell in cells:
                 if cell.after_gap:
-                    out.append(f'<path d="M{x + gap / 2} {y}v{height}" class="gap"/>')
+                    out.append(f'<path d="M{x + gap / 2 - 1} {y}v{height}" class="gap"/>')
                     x += gap
-                if cell.kind in ("value", "garbage"):
+                if cell.kind != "plain":
                     colour = COLOURS[cell.owner] if cell.kind == "value" else "#88888833"
                     out.append(f'<rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" fill="{colour}"/>')
-                write(x + width / 2 - 1, y + 15, cell.text, cell.kind)
+                out.append(f'<text x="{x + width / 2 - 1}" y="{y + 15}" class="{cell.kind}">{cell.text}</text>')
                 x += width
             y += height
+        y += 20
     style = ("text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#808080;text-anchor:middle}"
-             "text.title,text.caption{font-family:system-ui,sans-serif;font-size:13px;text-anchor:start}"
-             "text.title{font-weight:bold;font-size:15px}text.value{fill:#111}.gap{stroke:#808080;stroke-width:2}")
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {y + 4}" width="{right}" height="{y + 4}">'
-    return "\n".join([head, f"<title>{escape(blocks[0].title)}</title><style>{style}</style>", *out, "</svg>\n"])
+             "text.title,text.words{font:13px system-ui,sans-serif;text-anchor:start}text.title{font-weight:bold}"
+             "text.value{fill:#111}.gap{stroke:#808080;stroke-width:2}")
+    size = f'width="{max(x, 720)}" height="{y}" viewBox="0 0 {max(x, 720)} {y}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>{blocks[0][0]}</title><style>{style}</style>'
+    return "\n".join([head, *out, "</svg>\n"])
+
+
+def parse_args():
+    """A mistake is one line, and exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"show.py: error: {message} (--help shows all options)\n")
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="processes (default 4)")
+    add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
+    add("--grad-dtype", choices=["float32"], help="of the gradients (default: that of the parameters)")
+    add("--svg", type=Path, default="results/show.svg", help="where the picture goes (default results/show.svg)")
+    args = parser.parse_args()
+    args.dtype, args.grad_dtype = getattr(torch, args.dtype), getattr(torch, args.grad_dtype or args.dtype)
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
+    if not 1 <= args.ranks <= MAX_RANKS:
+        parser.error(f"--ranks must be from 1 to {MAX_RANKS}, not {args.ranks}")
+    if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
+        parser.error(f"--params must be such as 5,2,9, with at most {MAX_ELEMENTS} elements in all, not {args.params!r}")
+    args.params = sizes
+    try:
+        args.svg.parent.mkdir(parents=True, exist_ok=True)
+        args.svg.open("a").close()
+    except OSError as error:
+        parser.error(f"--svg: {error}")
+    return args
+
+
+def main():
+    args = parse_args()
+    blocks = draw(run_ranks(args), args)
+    print_blocks(blocks)
+    args.svg.write_text(svg(blocks))
+    print(f"saved as {args.svg}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except (RuntimeError, torch.multiprocessing.ProcessException) as error:
+        sys.exit(f"show.py: {error}")

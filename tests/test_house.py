@@ -12,7 +12,8 @@ import pytest
 from tests.common import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).glob("*.py") if path.name != "train.py")
+PROGRAMS = ("train.py", "show.py")  # to be run, not to be imported
+LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).glob("*.py") if path.name not in PROGRAMS)
 
 
 def imported(path):
@@ -53,7 +54,7 @@ def test_train_imports_its_stage_and_the_workload(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_can_be_taken_home(stage, tmp_path):
     """Copied elsewhere, under another name, it works alone."""
-    shutil.copytree(ROOT / stage, tmp_path / "mine", ignore=shutil.ignore_patterns("train.py", "__pycache__"))
+    shutil.copytree(ROOT / stage, tmp_path / "mine", ignore=shutil.ignore_patterns(*PROGRAMS, "__pycache__"))
     program = """
 import torch, torch.distributed as dist
 from mine import DistributedOptimizer
@@ -68,6 +69,11 @@ dist.destroy_process_group()
     run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[0.5, 0.5, 0.5]"
+
+
+def test_show_imports_torch_rich_the_standard_library_and_its_siblings():
+    tops = {module.split(".")[0] for module in imported(ROOT / STAGES[2] / "show.py")}
+    assert tops - sys.stdlib_module_names - {"torch", "rich", "", STAGES[2]} == set()
 
 
 def definitions(path):
