@@ -23,12 +23,12 @@ import rich.console
 import rich.text
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing as mp
 
 from .buffer import GradBuffer
 from .optimizer import DistributedOptimizer
 
-START, LR = 10, 0.1  # every parameter starts at 10; element e of rank r has the gradient e + 10 r: easy to check by hand
+START, LR = 10, 0.1  # every parameter starts at 10, and element e of rank r has the gradient e + 10 r
 TIMEOUT = timedelta(seconds=60)
 MAX_RANKS, MAX_ELEMENTS = 8, 64  # more is no picture any more
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#f79d65", "#5fd3c6", "#d9c27e"]  # by owner
@@ -111,8 +111,8 @@ def run_ranks(args):
     signal.signal(signal.SIGINT, before)
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
-    ranks = torch.multiprocessing.start_processes(run_rank, (store.port, args), args.ranks, join=False, daemon=True,
-                                                  start_method="forkserver")
+    ranks = mp.start_processes(run_rank, (store.port, args), args.ranks, join=False, daemon=True,
+                               start_method="forkserver")
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     try:
         while not ranks.join(timeout=max(0, deadline - time.monotonic())):  # raises when a rank fails
@@ -140,13 +140,13 @@ def key_steps(args):
         ("collect_grads", True, "All gradients",
          "Each rank's own, as backward left them: element e of rank r has the gradient e + 10 r."),
         ("reduce_scatter_grads", False, "Reduced shard",
-         f"The average of what a rank owns: ({' + '.join(map(str, grads))}) / {d} = {mean:g}. The grey rest is garbage."),
+         f"The average of what a rank owns: ({' + '.join(map(str, grads))}) / {d} = {mean:g}. Grey is garbage."),
         ("hand_out_main_grads", False, "Main gradients", "What the inner optimizer reads: " +
          ("the shard, copied to fp32 tensors of its size." if grads_in_16_bit else "views of the shard, no copy.")),
         ("optimizer.step", False, "Main parameters",
-         f"{'fp32 tensors, for the shard only' if in_16_bit else 'Views of the tensors of the model, no copy'}. "
+         f"What it stepped: {'fp32 tensors, kept for the shard only' if in_16_bit else 'views of the model, no copy'}. "
          f"Plain SGD: {START} − {LR} × {mean:g} = {START - LR * mean:.4g}."),
-        ("take_main_params", False, "Shard of parameters", "They take the place of the gradients" +
+        ("take_main_params", False, "Shard of parameters", "They take the place of the reduced gradients" +
          (", rounded to 16 bits" if in_16_bit else "") +
          (", in the first half of the bytes." if in_16_bit and not grads_in_16_bit else ".")),
         ("all_gather_params", True, "All parameters",
@@ -172,10 +172,12 @@ def draw(records, args):
         return row(f"rank {rank}", texts, kinds)
 
     plain = ["plain"] * padded_numel
-    legend = [row("parameter", names, plain), row("element", [*map(str, range(1, numel + 1)), *[""] * (padded_numel - numel)], plain),
+    elements = [str(i + 1) if i < numel else "" for i in range(padded_numel)]
+    legend = [row("parameter", names, plain), row("element", elements, plain),
               row("owner", map(str, owners), ["value"] * padded_numel)]
-    explanation = f"Parameters in {args.dtype}, gradients in {args.grad_dtype}. Colours: the rank that owns an element."
-    blocks = [(f"One step of {numel} parameters on {args.ranks} ranks", explanation.replace("torch.", ""), legend)]
+    dtypes = f"{args.dtype} parameters, {args.grad_dtype} gradients".replace("torch.", "")
+    explanation = f"{dtypes}. Colour: the rank that owns it. After →: what the buffer holds."
+    blocks = [(f"One step of {numel} parameters on {args.ranks} ranks", explanation, legend)]
     for number, (method, all_count, title, explanation) in enumerate(key_steps(args), 1):
         state = records[0][method][0]
         rows = [row_of_values(rank, record[method][1], all_count) for rank, record in enumerate(records)]
@@ -196,7 +198,7 @@ def print_blocks(blocks):
         for label, cells in rows:
             line = rich.text.Text(f"{label:<10}")
             for cell in cells:
-                style = {"value": f"black on {COLOURS[cell.owner]}", "garbage": "bright_black", "plain": ""}[cell.kind]
+                style = {"value": f"black on {COLOURS[cell.owner]}", "garbage": "grey50", "plain": ""}[cell.kind]
                 line.append("│" if cell.after_gap else " ", "" if cell.after_gap else style)
                 line.append(f"{cell.text:>4}", style)
             console.print(line, soft_wrap=True)
@@ -249,7 +251,7 @@ def parse_args():
     if not 1 <= args.ranks <= MAX_RANKS:
         parser.error(f"--ranks must be from 1 to {MAX_RANKS}, not {args.ranks}")
     if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
-        parser.error(f"--params must be such as 5,2,9, with at most {MAX_ELEMENTS} elements in all, not {args.params!r}")
+        parser.error(f"--params must be like 5,2,9 and at most {MAX_ELEMENTS} in all, not {args.params!r}")
     args.params = sizes
     try:
         args.svg.parent.mkdir(parents=True, exist_ok=True)
@@ -272,5 +274,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except (RuntimeError, torch.multiprocessing.ProcessException) as error:
+    except (RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         sys.exit(f"show.py: {error}")

@@ -172,6 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
+        self.finish_param_sync()
         self.optimizer.load_state_dict(state_dict)
         for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
             bucket.main_shard.copy_(main_shard)
