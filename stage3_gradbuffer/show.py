@@ -9,8 +9,10 @@ of this stage, untouched: a `WatchedBuffer` takes the place of its `GradBuffer`.
 import argparse
 import json
 import multiprocessing.forkserver
+import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from itertools import accumulate
@@ -81,7 +83,7 @@ class WatchedBuffer(GradBuffer):
 
 def run_rank(rank, port, args):
     """One step on one rank; the record goes into the store, under "record" and the rank."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, even while it waits for another rank
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     on_gpu = dist.is_nccl_available() and torch.cuda.device_count() >= args.ranks
@@ -102,9 +104,15 @@ def run_rank(rank, port, args):
     dist.destroy_process_group()
 
 
+def end_with_parent():
+    """Runs in a thread of each rank, which may be waiting for one that was never started."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def run_ranks(args):
     """-> the record of each rank. Whatever happens, no rank is left behind."""
-    # One process imports torch and forks the ranks. It starts while Ctrl-C is ignored, and so goes on ignoring it.
+    # One process imports torch, and forks the ranks. They leave Ctrl-C to this one, which ignores it as they start.
     multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo"])  # which torch.optim imports late
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.forkserver.ensure_running()

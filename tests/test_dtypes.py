@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import STAGES, Net, batch, loss_of, optimizer_of, trainable
@@ -297,6 +298,21 @@ def model_state_bytes(d, row):
             model(torch.ones(1, 1024, dtype=dtype)).sum().backward()
             optimizer.step()
         return memory.live / sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_sends_g_plus_p_bytes_a_parameter(row):
+    """One reduce-scatter of gradients and one all-gather of parameters for each buffer, each (d-1)/d of its size."""
+    dtype, grad_dtype = ROWS[row]
+    with one_rank_of(4):
+        model = Mixed(seed=0, dtype=dtype)
+        optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1)
+        loss_of(model, *batch(0, 0)).backward()
+        with Ledger() as ledger:
+            optimizer.step()
+    sent = sum(buffer.flat.nbytes + buffer.flat_params.nbytes for buffer in optimizer.buffers) * 3 / 4
+    assert ledger.wire_bytes == sent
+    assert ledger.collectives == {"reduce_scatter": len(optimizer.buffers), "all_gather": len(optimizer.buffers)}
 
 
 FORMULAS = {16: lambda d: 4 + 16 / d, 24: lambda d: 6 + 12 / d, 32: lambda d: 8 + 8 / d}
