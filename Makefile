@@ -16,7 +16,7 @@ help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip")'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
-	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 5,2,9 --dtype bfloat16")'
+	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
 	@echo 'make diff A=2 B=3           what one stage changes in the one before'
 	@echo 'make clean                  remove the environment and caches'
 

@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):
         if operator in MOVES_NOTHING:
             return
         if operator not in OPERATORS:
-            raise NotImplementedError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
+            raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
         kind, name = OPERATORS[operator]
         tensors = _flatten(arguments[name]) if name else []
         group = _group(arguments)

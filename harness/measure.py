@@ -187,7 +187,7 @@ def _cpu_name():
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-STATE_ROWS = [  # parameters, gradients, bytes a parameter: parameter + gradient + (main parameter, main gradient, moments) / d
+STATE_ROWS = [  # dtype of parameters, of gradients; bytes: parameter, gradient, and /d what is kept of the shard alone
     ("bfloat16", "bfloat16", "4 + 16/d", lambda d: 4 + 16 / d),
     ("bfloat16", "float32", "6 + 12/d", lambda d: 6 + 12 / d),
     ("float32", "float32", "8 + 8/d", lambda d: 8 + 8 / d),
@@ -195,7 +195,7 @@ STATE_ROWS = [  # parameters, gradients, bytes a parameter: parameter + gradient
 
 
 def model_state(settings):
-    """Bytes a parameter that stage 3 holds after a step, at any number of ranks -> list of dicts, as bench.py writes it.
+    """Bytes a parameter that stage 3 holds after a step, at any number of ranks -> list of dicts, for bench.py.
 
     Counted in this process, which plays rank 0 of d: torch's fake process group lets the real code run, and sends
     nothing. The batch is one byte long, since only what outlives a step counts.

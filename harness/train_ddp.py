@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
-from harness import workload
+import harness.workload as workload
 
 
 def main():

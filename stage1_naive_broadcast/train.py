@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
-from harness import workload
+import harness.workload as workload
 from stage1_naive_broadcast.optimizer import DistributedOptimizer
 
 

@@ -1,5 +1,5 @@
-"""16-bit parameters in stage 3: three dtype rows, each compared with replicated fp32 main parameters that are rounded in
-the same places. And what a step allocates, and what the state weighs, at any number of ranks."""
+"""16-bit parameters in stage 3: three dtype rows, each compared with replicated fp32 main parameters that are rounded
+in the same places. And what a step allocates, and what the state weighs, at any number of ranks."""
 
 import contextlib
 

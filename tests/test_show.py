@@ -19,7 +19,8 @@ def show(svg, *args):
 def rows_of(output, method):
     """The numbers of each rank below the heading that names the method."""
     lines = output[output.index(f"{method}() →") :].splitlines()[1:]
-    lines = [line for line in lines[: next(i for i, line in enumerate(lines) if not line.strip())] if "rank" in line[:5]]
+    end = next(i for i, line in enumerate(lines) if not line.strip())
+    lines = [line for line in lines[:end] if line.startswith("rank")]
     return [[float(x) for x in re.findall(r"-?\d+\.?\d*", line.split(maxsplit=2)[2])] for line in lines]
 
 
