@@ -283,4 +283,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"show.py: {error}")
+        sys.exit(f"show.py: {str(error).strip()}")

@@ -1,6 +1,5 @@
-"""make show: the numbers that it prints are those that one gets by hand, and the picture is an SVG."""
+"""show.py: its numbers are those that a reader gets by hand, on paper and in the SVG, and bad input is one line."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,46 +7,101 @@ from xml.etree import ElementTree
 
 import pytest
 
+from stage3_gradbuffer import show
+
 ROOT = Path(__file__).resolve().parents[1]
+STEPS = ["All gradients", "Reduced shard", "Main gradients", "Main parameters", "Shard of parameters", "All parameters"]
+STEPS += ["Zeros"]
 
 
-def show(svg, *args):
-    command = [sys.executable, "-m", "stage3_gradbuffer.show", "--svg", str(svg), *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+def rows_in(text):
+    """What was printed -> {title: a row for each rank}; a row is the cells' text, without blanks."""
+    blocks = [block.splitlines() for block in text.replace("│", " ").split("\n\n")]
+    return {lines[0].split(":")[0].split(". ")[-1]: [line.split()[2:] for line in lines if line.startswith("rank ")]
+            for lines in blocks}
 
 
-def rows_of(output, method):
-    """The numbers of each rank below the heading that names the method."""
-    lines = output[output.index(f"{method}() →") :].splitlines()[1:]
-    end = next(i for i, line in enumerate(lines) if not line.strip())
-    lines = [line for line in lines[:end] if line.startswith("rank")]
-    return [[float(x) for x in re.findall(r"-?\d+\.?\d*", line.split(maxsplit=2)[2])] for line in lines]
+def rows_in_svg(path):
+    """Text of the cells in the rows of ranks, from top to bottom, without blanks."""
+    rows, row = [], None
+    for text in ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}text"):
+        if text.get("class") in ("words", "title"):
+            row = []
+            if text.text.startswith("rank "):
+                rows.append(row)
+        elif text.text:
+            row.append(text.text)
+    return rows
 
 
-def test_sixteen_gradients_on_four_ranks(tmp_path):
-    """Element e of rank r has the gradient e + 10 r: the mean is e + 15, and 10 - 0.1 (e + 15) is the parameter."""
-    run = show(tmp_path / "show.svg")
+def strings(values):
+    return [f"{value:.3g}" for value in values]
+
+
+def shards(row, world_size):
+    size = len(row) // world_size
+    return [row[rank * size : (rank + 1) * size] for rank in range(world_size)]
+
+
+def test_the_numbers_are_those_of_a_step_by_hand(tmp_path):
+    """4 ranks, 16 elements: gradients e + 10 r, their mean e + 15, parameters 10 - 0.1 (e + 15)."""
+    path = tmp_path / "new folder" / "show.svg"
+    command = [sys.executable, "-m", "stage3_gradbuffer.show", "--svg", path]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert rows_of(run.stdout, "collect_grads") == [[e + 10 * r for e in range(1, 17)] for r in range(4)]
-    reduced = rows_of(run.stdout, "reduce_scatter_grads")
-    assert [row[4 * r : 4 * r + 4] for r, row in enumerate(reduced)] == [
-        [e + 15 for e in range(4 * r + 1, 4 * r + 5)] for r in range(4)
-    ]
-    expected = pytest.approx([10 - 0.1 * (e + 15) for e in range(1, 17)])
-    assert all(row == expected for row in rows_of(run.stdout, "all_gather_params"))
-    assert rows_of(run.stdout, "zero") == [[0.0] * 16] * 4
-    texts = [element.text for element in ElementTree.parse(tmp_path / "show.svg").iter() if element.text]
-    assert sum("rank 3" in text for text in texts) == 7  # once in each key step
+    rows = rows_in(run.stdout)
+    assert [title for title in rows if rows[title]] == STEPS
+
+    elements = range(1, 17)
+    means, params = strings(e + 15 for e in elements), strings(10 - 0.1 * (e + 15) for e in elements)
+    assert rows["All gradients"] == [strings(e + 10 * rank for e in elements) for rank in range(4)]
+    assert rows["Main gradients"] == shards(means, 4)
+    assert rows["Main parameters"] == shards(params, 4)
+    for rank in range(4):  # what lies around the shard is nobody's business
+        assert shards(rows["Reduced shard"][rank], 4)[rank] == shards(means, 4)[rank]
+        assert shards(rows["Shard of parameters"][rank], 4)[rank] == shards(params, 4)[rank]
+    assert rows["All parameters"] == [params] * 4
+    assert rows["Zeros"] == [["0"] * 16] * 4
+    assert rows_in_svg(path) == [row for title in STEPS for row in rows[title]]
 
 
-def test_two_ranks_in_16_bits(tmp_path):
-    run = show(tmp_path / "show.svg", "--ranks", "2", "--dtype", "bfloat16", "--grad-dtype", "float32")
-    assert run.returncode == 0, run.stderr
-    assert "bfloat16" in run.stdout and len(rows_of(run.stdout, "all_gather_params")) == 2
+def show_here(monkeypatch, capsys, *args):
+    """Without the seconds that a Python process needs to import torch."""
+    monkeypatch.setattr(sys, "argv", ["show.py", *map(str, args)])
+    show.main()
+    return rows_in(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("args", [["--ranks", "0"], ["--params", ""], ["--dtype", "int8"]], ids=str)
-def test_bad_input_is_one_line(args, tmp_path):
-    run = show(tmp_path / "show.svg", *args)
-    assert run.returncode == 2
-    assert "Traceback" not in run.stderr and "error" in run.stderr
+@pytest.mark.parametrize("grad_dtype", [[], ["--grad-dtype", "float32"]], ids=["grads in 16 bits", "grads in fp32"])
+def test_main_parameters_of_16_bit_ones_are_exact_and_the_model_gets_them_rounded(grad_dtype, tmp_path, monkeypatch,
+                                                                                 capsys):
+    """2 ranks, 5 elements and one of padding: means e + 5, main parameters 9.4 9.3 9.2 9.1 9."""
+    path = tmp_path / "show.svg"
+    rows = show_here(monkeypatch, capsys, "--ranks", 2, "--params", "1,4", "--dtype", "bfloat16", "--svg", path,
+                     *grad_dtype)
+    assert rows["All gradients"] == [["1", "2", "3", "4", "5", "·"], ["11", "12", "13", "14", "15", "·"]]
+    assert rows["Main gradients"] == [["6", "7", "8"], ["9", "10"]]
+    assert rows["Main parameters"] == [["9.4", "9.3", "9.2"], ["9.1", "9"]]
+    assert [row[:5] for row in rows["All parameters"]] == [["9.38", "9.31", "9.19", "9.12", "9"]] * 2
+    assert rows["Zeros"] == [["0"] * 5 + ["·"]] * 2
+    assert rows_in_svg(path) == [row for title in STEPS for row in rows[title]]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--params", ""], "--params"),
+        (["--params", "3,0"], "'3,0'"),
+        (["--params", "100"], "at most 64"),
+        (["--dtype", "int8"], "int8"),
+        (["--svg", "."], "directory"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        show_here(monkeypatch, capsys, *args)
+    assert exit.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
