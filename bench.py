@@ -22,7 +22,7 @@ def parse(rows, models):
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
-    add("--dtype", choices=["float32"], default="float32", help="of parameters and gradients")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="rows with such parameters, and ddp")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")
     add("--quick", action="store_true", help="2 rounds of 2 steps: a look, not a measurement")
     add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
@@ -36,7 +36,7 @@ def parse(rows, models):
         fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
     if args.sequence_length > models[args.model].block_size:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
-    names = [row.name for row in rows if args.rows in row.name or row.kind == "reference"]
+    names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype or row.kind == "reference"]
     if args.rows and not any(args.rows in name for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
     return args, names
@@ -56,7 +56,7 @@ def main():
 
     args, names = parse(peers.ROWS, workload.MODELS)
     rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
-    settings = measure.Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.dtype, args.data)
+    settings = measure.Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
     try:
         train, _ = workload.split(workload.load_bytes(args.data))
         workload.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
@@ -69,9 +69,11 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names))
+            task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names) + 1)
             result = measure.measure(workers, settings, names,
                                      lambda text: bar.update(task, advance=1, description=text))
+            bar.update(task, advance=1, description="model state at any number of ranks")
+            result["model_state"] = measure.model_state(settings)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     console = rich.console.Console(highlight=False)

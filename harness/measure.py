@@ -35,7 +35,6 @@ class Settings(NamedTuple):
     sequence_length: int = 128
     rounds: int = 4
     steps: int = 3
-    dtype: str = "float32"
     data: str | None = None
     seed: int = 0
 
@@ -62,10 +61,10 @@ def tolerance(world_size):
 # On every rank
 
 
-def _model(settings, rank, starts_apart=False):
+def _model(settings, rank, dtype, starts_apart=False):
     """The same weights on every rank; `starts_apart`: other ones on every rank but 0."""
     torch.manual_seed(settings.seed + starts_apart * rank.rank)
-    return workload.GPT(workload.MODELS[settings.model]).to(rank.device, getattr(torch, settings.dtype))
+    return workload.GPT(workload.MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
 
 
 @functools.lru_cache(maxsize=1)
@@ -77,12 +76,12 @@ def _batches(settings, rank):
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
 
 
-@functools.lru_cache(maxsize=1)
-def _reference_params(settings, rank):
+@functools.lru_cache(maxsize=2)  # one a dtype
+def _reference_params(settings, rank, build, dtype):
     """The parameters before and after CHECKED_STEPS plain steps of the reference; rank 0's, on every rank."""
-    model = _model(settings, rank)
+    model = _model(settings, rank, dtype)
     before = [param.detach().clone() for param in model.parameters()]
-    training = peers.find(peers.REFERENCE).build(model, adamw(settings))
+    training = build(model, adamw(settings))
     for batch in _batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
     after = training.full_params()
@@ -99,11 +98,11 @@ def examine(rank, settings, name):
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
-    before, reference = _reference_params(settings, rank)
     row, batches = peers.find(name), _batches(settings, rank)
+    before, reference = _reference_params(settings, rank, row.reference, row.dtype)
     gc.collect()
     with Memory(rank.device) as memory:
-        model = _model(settings, rank, row.starts_apart)
+        model = _model(settings, rank, row.dtype, row.starts_apart)
         phases = {"model": memory.live}
         training = row.build(model, adamw(settings))
         phases["optimizer"] = memory.live
@@ -148,7 +147,7 @@ def time_steps(rank, settings, name):
     """
     row, batches = peers.find(name), _batches(settings, rank)
     gc.collect()
-    training = row.build(_model(settings, rank), adamw(settings))
+    training = row.build(_model(settings, rank, row.dtype), adamw(settings))
     for batch in batches[:WARMUP_STEPS]:
         training.step(batch)
     training.finish()
@@ -164,7 +163,7 @@ def time_steps(rank, settings, name):
 
 def describe(rank, settings):
     """-> the conditions under which the figures hold."""
-    numel = sum(param.numel() for param in _model(settings, rank).parameters())
+    numel = sum(param.numel() for param in _model(settings, rank, "float32").parameters())
     _batches(settings, rank)
     on_gpu = rank.device.type == "cuda"
     machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
@@ -223,12 +222,13 @@ def _state_bytes(settings, d, dtype, grad_dtype):
 
 
 def measure(workers, settings, names, progress=lambda text: None):
-    """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}, as bench.py writes it.
+    """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}, without "model_state".
 
     `progress(text)` is called before each of `n_runs(settings, names)` runs. A row that fails, that differs from ddp by
     more than the tolerance, or whose weights never moved, has an "error" that says so, and no step time.
     """
     conditions = _on_rank_0(workers, describe, settings)
+    conditions["dtype"] = " and ".join(dict.fromkeys(peers.find(name).dtype for name in names))
     rows = [_examine(workers, settings, name, progress) for name in names]
     times = {name: [] for name in names}  # row -> milliseconds a step, by round
     for turn in range(settings.rounds):
@@ -240,17 +240,17 @@ def measure(workers, settings, names, progress=lambda text: None):
     for row in rows:
         if "error" not in row:
             _add_times(row, times[row["name"]], times[peers.REFERENCE])
-    progress("model state at any number of ranks")
-    return {"conditions": conditions, "rows": rows, "model_state": model_state(settings)}
+    return {"conditions": conditions, "rows": rows}
 
 
 def n_runs(settings, names):
-    return len(names) * (1 + settings.rounds) + 1
+    return len(names) * (1 + settings.rounds)
 
 
 def _examine(workers, settings, name, progress):
     """Checks and counts a row -> its part of the result."""
-    row = {"name": name, "kind": peers.find(name).kind, "step_ms": None, "vs_reference": None, "max_abs_diff": None}
+    row = {"name": name, "kind": peers.find(name).kind, "dtype": peers.find(name).dtype, "step_ms": None,
+           "vs_reference": None, "max_abs_diff": None}
     progress(f"check: {name}")
     if _attempt(row, lambda: row.update(_over_ranks(workers.run(examine, settings, name)))):
         movement, allowed = row.pop("movement"), tolerance(workers.world_size)
@@ -291,6 +291,6 @@ def _over_ranks(parts):
 
 
 def _add_times(row, times, reference):
-    row["step_ms"] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
+    row["step_ms"] = {"median": statistics.median(times), "min": min(times), "max": max(times), "rounds": times}
     if len(reference) == len(times):  # round by round: both ran within seconds of each other
         row["vs_reference"] = statistics.median(one / other for one, other in zip(times, reference))

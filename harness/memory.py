@@ -13,7 +13,7 @@ import gc
 import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def Memory(device):
@@ -53,8 +53,17 @@ class StorageMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: self._track(tensor.untyped_storage()), result)
+        torch.utils._pytree.tree_map_only(torch.Tensor, self._track_tensor, result)
         return result
+
+    def _track_tensor(self, tensor):
+        """A DTensor is a wrapper: its own storage has the size of the whole and no memory; what is inside counts."""
+        if is_traceable_wrapper_subclass(tensor):
+            for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+                if isinstance(inner, torch.Tensor):
+                    self._track_tensor(inner)
+        else:
+            self._track(tensor.untyped_storage())
 
     def _track(self, storage):
         size = self.sizes.get(storage)

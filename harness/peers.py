@@ -8,6 +8,9 @@ import importlib
 from typing import Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 BYTES = 4  # of a parameter and of a gradient, fp32; AdamW's two moments are as large each
@@ -59,6 +62,62 @@ def ddp(model, adamw):
     return Training(model, wrapped, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
 
 
+def replicated_16bit(model, adamw):
+    """The reference of rows with 16-bit parameters: gradients summed in fp32, AdamW on fp32 copies, on every rank."""
+    return MainParamsTraining(model, model, None, adamw)
+
+
+class MainParamsTraining(Training):
+    """16-bit parameters whose fp32 copies, the main parameters, are stepped. `world_size` 1: without communication."""
+
+    def __init__(self, model, forward, optimizer, adamw, world_size=None):
+        self.main_params = [param.detach().float() for param in model.parameters()]
+        super().__init__(model, forward, torch.optim.AdamW(self.main_params, fused=True, **adamw))
+        self.world_size = world_size or dist.get_world_size()
+
+    def update(self):
+        params = list(self.model.parameters())
+        for param, main_param in zip(params, self.main_params):
+            main_param.grad = param.grad.float() / self.world_size
+            if self.world_size > 1:
+                dist.all_reduce(main_param.grad)
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, self.main_params)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+
+def compute_only_16bit(model, adamw):
+    return MainParamsTraining(model, model, None, adamw, world_size=1)
+
+
+def ddp_and_zero(model, adamw):
+    """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **adamw)
+    return Training(model, wrapped, optimizer)
+
+
+def fsdp2(reshard_after_forward):
+    """As in its documentation: each block is a unit, and the rest of the model is the last one."""
+    def build(model, adamw):
+        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        return ShardedTraining(model, model, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+    return build
+
+
+class ShardedTraining(Training):
+    """For parameters that are DTensors."""
+
+    def full_params(self):
+        return [param.full_tensor().detach() for param in self.model.parameters()]
+
+
 def ddp_and_stage(package):
     """Stages 1 and 2 beneath DDP, which averages the gradients while backward runs, in buckets."""
     def build(model, adamw):
@@ -91,7 +150,8 @@ class Row(NamedTuple):
 
     `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
     hold for a parameter after a step, its gradient included. `starts_apart`: the constructor broadcasts the weights
-    from rank 0, which is tried by starting with other ones elsewhere.
+    from rank 0, which is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds
+    what a row of this dtype must agree with.
     """
     name: str
     kind: str
@@ -99,6 +159,8 @@ class Row(NamedTuple):
     wire_bytes: Callable
     bytes_per_param: Callable
     starts_apart: bool = True
+    dtype: str = "float32"
+    reference: Callable = ddp
 
 
 def travels(times):
@@ -114,9 +176,21 @@ def sharded_moments(numel, d, optimizer):
     return 2 * BYTES + 2 * BYTES / d
 
 
+def sharded_all(numel, d, optimizer):
+    return 4 * BYTES / d  # the whole parameters are there from the forward to the backward pass only
+
+
 def sharded_gradients(numel, d, optimizer):
     """Parameters are whole, gradients and moments 1/d; plus the two buffers that buckets of gradients go through."""
     return BYTES + 3 * BYTES / d + optimizer.bucket_buffer_bytes / numel
+
+
+def replicated_main_params(numel, d, optimizer):
+    return 2 + 2 + 4 * BYTES  # parameter and gradient, 16-bit; fp32: main parameter, its gradient, two moments
+
+
+def sharded_main_params(numel, d, optimizer):
+    return 2 + 4 * BYTES / d + optimizer.bucket_buffer_bytes / numel
 
 
 # The shortest names that say what a row is: the table has to fit a terminal.
@@ -129,6 +203,13 @@ ROWS = [
     Row("stage 2 all-gather", "stage", stage("stage2_allgather"), travels(3), sharded_moments),
     Row("stage 3 grad buffer", "stage", stage("stage3_gradbuffer"), travels(2), sharded_moments),
     Row("stage 4 overlap", "stage", stage_with_prefetch("stage4_overlap"), travels(2), sharded_gradients),
+    Row("ddp + torch ZeRO", "peer", ddp_and_zero, travels(3), sharded_moments),
+    Row("fsdp2", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False),
+    Row("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), travels(3), sharded_all, starts_apart=False),
+    Row("compute only bf16", "floor", compute_only_16bit, travels(0), replicated_main_params, starts_apart=False,
+        dtype="bfloat16", reference=replicated_16bit),
+    Row("stage 4 overlap bf16", "stage", stage_with_prefetch("stage4_overlap"), travels(1), sharded_main_params,
+        dtype="bfloat16", reference=replicated_16bit),
 ]
 REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
 

@@ -3,6 +3,7 @@
 Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
 
+import statistics
 from typing import NamedTuple
 
 import rich.box
@@ -22,7 +23,7 @@ class Sheet(NamedTuple):
 
 
 def sheets(result):
-    """-> [time and traffic, memory and correctness, model state of stage 3], each a Sheet."""
+    """-> list of Sheets: time and traffic; floors, where there is a line; memory and correctness; model state."""
     rows, conditions = result["rows"], result["conditions"]
     failures = [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
     wire_notes, memory_notes = Notes(), Notes()
@@ -43,15 +44,43 @@ def sheets(result):
          "Largest |Δ|: of any parameter on any rank, from ddp, after 3 steps; "
          f"allowed: {_number(conditions['tolerance'])}.",
          *memory_notes])
-    states = result["model_state"]
+    line = [_line_sheet(result)] if "bits_per_second" in conditions else []
+    state = [_state_sheet(result["model_state"])] if "model_state" in result else []
+    return [time, *line, memory, *state]
+
+
+def _line_sheet(result):
+    """What no row can be faster than, and stage 4 beside each row: ratios round by round."""
+    times = {row["name"]: row["step_ms"]["rounds"] for row in result["rows"] if row["step_ms"]}
+    rate = result["conditions"]["bits_per_second"]
+
+    def ratio(ones, others):
+        pairs = list(zip(ones or [], others or []))
+        return f"{statistics.median(one / other for one, other in pairs):.2f}" if pairs else NONE
+    rows = []
+    for row in result["rows"]:
+        bf16 = " bf16" if row["dtype"] == "bfloat16" else ""
+        mine, compute, stage4 = (times.get(name) for name in (row["name"], "compute only" + bf16, "stage 4 overlap" + bf16))
+        line_ms = row.get("wire_bytes_theory", 0) * 8 / rate * 1000
+        floors = [max(line_ms, one) for one in compute or []]
+        rows.append([row["name"], f"{line_ms:.0f}", f"{statistics.median(floors):.0f}" if floors else NONE,
+                     ratio(mine, floors), ratio(stage4, mine)])
+    return Sheet(
+        f"What the line of {result['conditions']['rate']} allows",
+        [("", ""), ("the line\nms a step", "formula"), ("the floor\nms a step", "measured"), ("x floor", "measured"),
+         ("stage 4\nx this row", "measured")], rows,
+        ["The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
+         "dtype. Ratios: medians, round by round."])
+
+
+def _state_sheet(states):
     ranks = list(states[0]["bytes_per_param"])
-    state = Sheet(
-        "Model state of stage 3, bytes a parameter, by number of ranks",
+    return Sheet(
+        "Model state, bytes a parameter, by number of ranks",
         [("parameters/gradients", ""), ("formula", ""), *((f"d = {d}", "counted") for d in ranks)],
-        [[row["name"].removeprefix("stage 3 "), row["formula"], *(_state(row, d) for d in ranks)] for row in states],
+        [[row["name"], row["formula"], *(_state(row, d) for d in ranks)] for row in states],
         ["Rank 0 of d, played by one process. Below the count in brackets: the formula, where they differ by more than "
          "1 % (padding)."])
-    return [time, memory, state]
 
 
 def _state(row, d):

@@ -1,0 +1,255 @@
+"""Two hosts on one machine, joined by a line of limited rate: the rows of the bench where there is something to hide.
+
+    python -m harness.network --rate 1gbit [--rounds 4] [--rows "stage 4"]
+
+Each host is a network namespace of Linux; a veth pair joins them, whose two ends are held to `--rate` by a token bucket
+(tc tbf). In each, torchrun starts one rank with gloo on the CPU. Needs root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and
+iproute2. Nothing else on the machine is touched, and the namespaces are gone when it ends, however it ends.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+ROWS = ["compute only", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast", "stage 2 all-gather",
+        "stage 3 grad buffer", "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
+ADDRESSES = ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
+PORT = 29500
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    add = parser.add_argument
+    add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
+    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
+    add("--steps", type=int, default=8, help="timed in a round, end to end (default 8)")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
+    add("--json", metavar="PATH", help="write the result there as well")
+    add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
+    args = parser.parse_args()
+    for name in ("batch_size", "sequence_length", "rounds", "steps", "timeout"):
+        if getattr(args, name) < 1:
+            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    bits_per_second(args.rate)
+    if not any(args.rows in name for name in ROWS):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(ROWS)}")
+    return args
+
+
+def bits_per_second(rate):
+    """"300mbit" -> 3e8."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if not match or float(match[1]) == 0:
+        fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def fail(message):
+    print(f"network: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Outside: the hosts, the line between them, and their end
+
+
+class Hosts:
+    """Two network namespaces and the line between them, while it is entered. `names`: as `ip netns` knows them."""
+
+    def __init__(self, rate):
+        self.rate = rate
+        self.names = [f"dopt-{os.getpid()}-{host}" for host in "ab"]
+        self.links = [f"dopt{os.getpid()}{host}" for host in "ab"]  # at most 15 characters
+
+    def __enter__(self):
+        try:
+            for name in self.names:
+                run("ip", "netns", "add", name)
+            run("ip", "link", "add", self.links[0], "netns", self.names[0], "type", "veth",
+                "peer", "name", self.links[1], "netns", self.names[1])
+            for name, link, address in zip(self.names, self.links, ADDRESSES):
+                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+                run("ip", "-n", name, "link", "set", "lo", "up")
+                run("ip", "-n", name, "link", "set", link, "up")
+                run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate,
+                    "burst", "1mb", "latency", "50ms")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        """End what still runs in the namespaces, by its process id, and remove them; the line goes with them."""
+        for name in self.names:
+            if Path("/run/netns", name).exists():
+                for pid in run("ip", "netns", "pids", name).split():
+                    end(int(pid))
+                run("ip", "netns", "delete", name)
+
+    def start(self, host, *command):
+        """Start a command on host 0 or 1 -> Popen. It ends when this process does."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.links[host], "CUDA_VISIBLE_DEVICES": "",
+                       "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
+                                cwd=Path(__file__).resolve().parents[1], start_new_session=True,
+                                preexec_fn=end_with_parent)
+
+
+def end_with_parent():
+    """In the child: ask Linux for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it has ended by itself
+
+
+def run(*command):
+    """Run one command of iproute2 -> what it prints. Its error is ours, in one line."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def missing():
+    """What this machine lacks -> a line, or None."""
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
+    if os.geteuid() != 0:
+        return "network namespaces need root: sudo make network, or run it in a container as root"
+    return None
+
+
+def measure_on_two_hosts(args):
+    """-> the result, or None when a host failed; what failed has been printed by then."""
+    with tempfile.TemporaryDirectory() as folder, Hosts(args.rate) as hosts:
+        path = Path(folder, "network.json")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                    "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items() if name != "json"]
+        processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.network",
+                                 *options, f"--json={path}") for host in (0, 1)]
+        while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
+            continue  # and no longer than until the first that fails: Hosts ends the other
+        return json.loads(path.read_text()) if codes == [0, 0] else None
+
+
+def wait_a_moment(process):
+    """-> its exit code, or None when it still runs."""
+    try:
+        return process.wait(timeout=0.2)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside: what each rank runs
+
+
+class Together:
+    """What `launch.Workers` is to a process that starts ranks, for ranks that torchrun started: each calls `run`."""
+
+    def __init__(self, rank):
+        self.rank, self.world_size = rank, rank.world_size
+
+    def run(self, function, *args):
+        """-> [function(rank 0, *args), function(rank 1, *args)], on every rank. Raises WorkerError where one fails."""
+        import torch.distributed as dist
+
+        from harness.launch import WorkerError
+
+        result, error = None, None
+        try:
+            result = function(self.rank, *args)
+        except Exception as failure:
+            error = f"rank {self.rank.rank}: {type(failure).__name__}: {failure}".splitlines()[0]
+        answers = [None] * self.world_size
+        dist.all_gather_object(answers, (result, error))
+        errors = [error for _, error in answers if error is not None]
+        if errors:
+            raise WorkerError(errors[0])
+        return [result for result, _ in answers]
+
+
+def measure_here(args):
+    """On every rank: the rows, interleaved; rank 0 writes the result."""
+    from harness import launch, measure
+
+    rank = launch.connect(args.timeout)
+    settings = measure.Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
+    always = ("ddp", "compute only")
+    names = [name for name in ROWS if args.rows in name or name in always]
+
+    def progress(text):
+        if rank.rank == 0:
+            print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+    result = measure.measure(Together(rank), settings, names, progress)
+    if rank.rank == 0:
+        print(f"\r{'':60}\r", end="", file=sys.stderr)
+        result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2)
+        Path(args.json).write_text(json.dumps(result))
+    launch.disconnect()
+
+
+def earlier(args):
+    """The results at other rates that the file holds -> list of results, without "other_rates"."""
+    path = Path(args.json)
+    before = json.loads(path.read_text()) if path.exists() else None
+    found = [before, *before.pop("other_rates")] if before else []
+    return [result for result in found if result["conditions"]["rate"] != args.rate]
+
+
+def main():
+    args = parse()
+    if "RANK" in os.environ:
+        return measure_here(args)
+    reason = missing()
+    if reason:
+        sys.exit(f"network: {reason}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that the hosts are removed
+    try:
+        result = measure_on_two_hosts(args)
+    except OSError as error:
+        sys.exit(f"network: {error}")
+    if result is None:
+        sys.exit("network: a host failed; see above")
+
+    import rich.console
+
+    from harness import report
+    console = rich.console.Console(highlight=False)
+    console.width = max(console.width, 100)
+    console.print(report.terminal(result))
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        result["other_rates"] = earlier(args)
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        console.print(f"written to {args.json}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
