@@ -16,24 +16,36 @@ average over the ranks, in the algorithms that move the fewest bytes (ring or di
     scatter, gather  all parts together                     n (d-1)/d²
     send             the tensor                             n
     recv, barrier    the tensor; nothing                    0: the sender has counted it
+
+When a collective was launched, the mode sees; when it was complete, the Work's future tells. gloo's sends and receives
+have no future: their Work is exchanged for one that a thread waits for, and notes the time.
 """
 
+import queue
+import threading
+import time
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Collective(NamedTuple):
-    """One call of one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average."""
+@dataclass
+class Collective:
+    """One call of one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average.
+
+    `launched_at`, `completed_at`: seconds of time.perf_counter; None while it is under way.
+    """
     kind: str
     size: int
     dtype: torch.dtype
     group_size: int
     backend: str
     wire_bytes: float
+    launched_at: float
+    completed_at: float | None = None
 
 
 # Operator -> (kind, its argument that holds the full tensor). The first half belongs to torch.distributed's functions,
@@ -104,6 +116,13 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.entries = []
+        self.watchers = {}  # "send" or "recv" -> Watcher
+
+    def __exit__(self, *exception):
+        for watcher in self.watchers.values():
+            watcher.end()
+        self.watchers = {}
+        return super().__exit__(*exception)
 
     @property
     def collectives(self):
@@ -114,14 +133,19 @@ class Ledger(TorchDispatchMode):
         return round(sum(entry.wire_bytes for entry in self.entries))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            names = [argument.name for argument in function._schema.arguments]
-            self._write(function._schema.name, {**dict(zip(names, args)), **(kwargs or {})})
-        return function(*args, **(kwargs or {}))
+        if function.namespace not in ("c10d", "_c10d_functional"):
+            return function(*args, **(kwargs or {}))
+        names = [argument.name for argument in function._schema.arguments]
+        entry = self._entry(function._schema.name, {**dict(zip(names, args)), **(kwargs or {})})
+        result = function(*args, **(kwargs or {}))
+        if entry is None:
+            return result
+        self.entries.append(entry)
+        return self._watch(entry, result)
 
-    def _write(self, operator, arguments):
+    def _entry(self, operator, arguments):
         if operator in MOVES_NOTHING:
-            return
+            return None
         if operator not in OPERATORS:
             raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
         kind, name = OPERATORS[operator]
@@ -132,7 +156,69 @@ class Ledger(TorchDispatchMode):
         dtype = tensors[0].dtype if tensors else None
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
-        self.entries.append(Collective(kind, size, dtype, group.size(), backend, wire))
+        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
+
+    def _watch(self, entry, result):
+        """Note when `entry` is complete -> what the caller gets in place of `result`."""
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor
+            return result
+        work = dist.Work.unbox(boxed)
+        if entry.backend == "gloo" and entry.kind in ("send", "recv"):
+            watcher = self.watchers.setdefault(entry.kind, Watcher())
+            return watcher.watch(work, entry).boxed()
+        if entry.backend != "fake":
+            work.get_future().add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
+        return result
+
+
+class Watcher:
+    """A thread that waits for one Work after the other, in the order in which messages arrive."""
+
+    def __init__(self):
+        self.works = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def watch(self, work, entry):
+        """-> a Work to wait for in place of `work`."""
+        watched = WatchedWork(work, entry)
+        self.works.put(watched)
+        return watched
+
+    def end(self):
+        self.works.put(None)
+        self.thread.join()
+
+    def _run(self):
+        while (watched := self.works.get()) is not None:
+            watched.finish()
+
+
+class WatchedWork(dist.Work):
+    """A Work that somebody else waits for: gloo's own may be waited for only once."""
+
+    def __init__(self, work, entry):
+        super().__init__()
+        self.work, self.entry = work, entry
+        self.ended, self.error = threading.Event(), None
+
+    def finish(self):
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.error = error
+        self.entry.completed_at = time.perf_counter()
+        self.ended.set()
+
+    def wait(self, timeout=None):
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self):
+        return self.ended.is_set()
 
 
 def _flatten(tensors):

@@ -85,15 +85,15 @@ class GradBuffer:
 
         self.ranges = ranges_in_shard(numels, rank * shard_numel, (rank + 1) * shard_numel)
         self.main_params = [params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
-        self.main_grads = self._cut(self.grad_shard)
+        self.main_grads = cut_ranges(self.grad_shard, self.ranges)
         self.main_shard, self.main_grad_shard = None, None
         if dtype.itemsize < 4:
             self.main_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
-            model_params, self.main_params = self.main_params, self._cut(self.main_shard)
+            model_params, self.main_params = self.main_params, cut_ranges(self.main_shard, self.ranges)
             copy_all(self.main_params, model_params)
         if grad_dtype.itemsize < 4:
             self.main_grad_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
-            self.main_grads = self._cut(self.main_grad_shard)
+            self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
 
         for index, param in enumerate(params):
             if self.in_main_grad:
@@ -138,7 +138,7 @@ class GradBuffer:
 
     def take_main_params(self):
         """To PARAM_SHARD: the stepped main parameters, in the dtype of the model's."""
-        copy_all(self._cut(self.param_shard), self.main_params)
+        copy_all(cut_ranges(self.param_shard, self.ranges), self.main_params)
         self.holds = Holds.PARAM_SHARD
 
     def all_gather_params(self):
@@ -158,8 +158,10 @@ class GradBuffer:
         for param, grad in zip(self.params, self.grads):
             param.grad = grad if param.requires_grad and not self.in_main_grad else None
 
-    def _cut(self, shard):
-        return [shard[r.offset : r.offset + r.stop - r.start] for r in self.ranges]
+
+def cut_ranges(shard, ranges):
+    """Cut a shard into views, one for each of its `ranges`; what is left is padding."""
+    return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]
 
 
 def copy_all(targets, sources):

@@ -54,10 +54,15 @@ def bucket_layout(nbytes: list[int], dtypes: list, cap_bytes: int) -> list[list[
         bucket.append(index)
         if sum(nbytes[i] for i in bucket) >= (cap_bytes if buckets else cap_bytes / 4):
             buckets.append(filling.pop(dtypes[index]))
-    buckets += filling.values()
-    for dtype in dict.fromkeys(dtypes[:n_last]):
-        buckets.append([index for index in reversed(range(n_last)) if dtypes[index] == dtype])
-    return buckets
+    last = {}
+    for dtype, bucket in filling.items():  # what is left over joins the last one, unless that would make it large
+        if sum(nbytes[i] for i in bucket) < cap_bytes / 4:
+            last[dtype] = bucket
+        else:
+            buckets.append(bucket)
+    for index in reversed(range(n_last)):
+        last.setdefault(dtypes[index], []).append(index)
+    return buckets + list(last.values())
 
 
 class Bucket:
@@ -70,12 +75,9 @@ class Bucket:
             kernel then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
 
     Attributes:
-        flat_params: (numel,): its part of the ParameterBuffer; the model's tensors are views of it. Padded to numel.
-        param_shard: (shard_numel,): this rank's part of that; the all-gather is in place.
-        grad_shard: (shard_numel,) fp32: this rank's part of the averaged gradients (PartitionedGradient).
-        main_params: for each range in this rank's shard what the inner optimizer steps (PartitionedParameter): views
-            of param_shard where that is fp32, else fp32 copies.
-        ranges: where in the parameters those are.
+        ranges: where in the parameters this rank's shard lies.
+        flat_params: (numel,): its part of the ParameterBuffer, padded to numel.
+        parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
     """
 
     def __init__(self, params, process_group, alignment=64):
@@ -88,7 +90,6 @@ class Bucket:
         self.shard_numel = self.numel // self.world_size
         self.ranges = ranges_in_shard(self.numels, self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel)
         self.ready = set()  # ids of the parameters whose gradient is there
-        self.has_grads = False  # whether grad_shard holds something to add to
         self.param_sync = None  # the all-gather that is under way
 
     def move_in(self, flat_params):
@@ -96,36 +97,23 @@ class Bucket:
         self.flat_params = flat_params
         for param, piece in zip(self.params, split_like(flat_params, self.params)):
             param.data = piece.copy_(param)
-        self.param_shard = flat_params.view(self.world_size, self.shard_numel)[self.rank]
-        main_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.grad_shard = torch.zeros_like(self.param_shard, dtype=main_dtype)
-        self.main_shard = self.param_shard.to(main_dtype)  # the same tensor if it is fp32
-        self.main_params = self._cut(self.main_shard)
-        self.main_grads = self._cut(self.grad_shard)
+        self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
+        self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
     def is_full(self):
         return all(id(param) in self.ready or not param.requires_grad for param in self.params)
 
-    def add_grads(self, parts):
-        """Sum what the ranks sent, in rank order and in fp32, onto what earlier micro-batches left."""
-        for part in parts:
-            if self.has_grads:
-                self.grad_shard += part
-            else:
-                self.grad_shard.copy_(part)
-            self.has_grads = True
-
     def hand_out_grads(self, unused):
         """Give each main parameter its gradient, or None if its parameter is frozen or in `unused`, a set of ids."""
-        for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
+        for r, main_param, main_grad in zip(self.ranges, self.parameter.main_params, self.gradient.main_grads):
             param = self.params[r.index]
             main_param.grad = main_grad if param.requires_grad and id(param) not in unused else None
 
     def start_param_sync(self):
         """Launch the all-gather of the stepped parameters, in place."""
-        self.param_shard.copy_(self.main_shard)
+        self.parameter.copy_main_to_model()
         self.param_sync = dist.all_gather_into_tensor(
-            self.flat_params, self.param_shard, group=self.process_group, async_op=True
+            self.flat_params, self.parameter.shard, group=self.process_group, async_op=True
         )
 
     def finish_param_sync(self):
@@ -133,17 +121,64 @@ class Bucket:
             self.param_sync.wait()
             self.param_sync = None
 
-    def _cut(self, shard):
-        return [shard[r.offset : r.offset + r.stop - r.start] for r in self.ranges]
 
+class ParameterBuffer:
+    """The parameters of one dtype in one tensor, bucket after bucket: the model's are views, all-gathers land in place.
 
-def fill_parameter_buffer(buckets):
-    """Move the parameters into one flat tensor a dtype, bucket after bucket: the ParameterBuffer."""
-    for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
-        same = [bucket for bucket in buckets if bucket.dtype == dtype]
-        flat = same[0].params[0].new_zeros(sum(bucket.numel for bucket in same))
-        for bucket, flat_params in zip(same, flat.split([bucket.numel for bucket in same])):
+    Attributes:
+        flat: (sum of the buckets' numel,).
+    """
+
+    def __init__(self, buckets):
+        numels = [bucket.numel for bucket in buckets]
+        self.flat = buckets[0].params[0].new_zeros(sum(numels))
+        for bucket, flat_params in zip(buckets, self.flat.split(numels)):
             bucket.move_in(flat_params)
+
+
+class PartitionedParameter:
+    """This rank's 1/d of the parameters of a bucket, in fp32: what the inner optimizer steps.
+
+    Attributes:
+        shard: (shard_numel,): where it lies in the ParameterBuffer.
+        main_shard: (shard_numel,) fp32: the same tensor if the parameters are fp32, else a copy.
+        main_params: views of main_shard, one for each range.
+    """
+
+    def __init__(self, shard, ranges):
+        self.shard = shard
+        self.main_shard = shard.to(torch.promote_types(shard.dtype, torch.float32))
+        self.main_params = cut_ranges(self.main_shard, ranges)
+
+    def copy_main_to_model(self):
+        self.shard.copy_(self.main_shard)
+
+
+class PartitionedGradient:
+    """This rank's 1/d of the averaged gradients of a bucket, in fp32: all that stays of them.
+
+    Attributes:
+        shard: (shard_numel,) fp32.
+        main_grads: views of shard, one for each range.
+        is_empty: whether the next sum replaces what it holds.
+    """
+
+    def __init__(self, main_shard, ranges):
+        self.shard = torch.zeros_like(main_shard)
+        self.main_grads = cut_ranges(self.shard, ranges)
+        self.is_empty = True
+
+    def add(self, parts):
+        """Sum what the ranks sent, in rank order and in fp32, onto what earlier micro-batches left."""
+        if self.is_empty and len(parts) > 1 and parts[0].dtype == self.shard.dtype:
+            torch.add(parts[0], parts[1], out=self.shard)  # one pass over memory instead of two
+            parts, self.is_empty = parts[2:], False
+        for part in parts:
+            if self.is_empty:
+                self.shard.copy_(part)
+            else:
+                self.shard += part
+            self.is_empty = False
 
 
 class BucketBuffer:
@@ -172,10 +207,9 @@ class BucketBuffer:
             if param.grad is None:
                 slot.zero_()
             else:
-                slot.copy_(param.grad)
+                torch.div(param.grad, bucket.world_size, out=slot)
                 param.grad = None
         flat[sum(bucket.numels) :].zero_()
-        flat /= bucket.world_size
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
         if self.exchange:
             self.theirs = self.received[: flat.nbytes].view(bucket.dtype).view_as(self.mine)
@@ -192,7 +226,7 @@ class BucketBuffer:
         parts = [self.mine[self.bucket.rank]]
         if self.exchange:
             parts = [*self.theirs[: self.bucket.rank], *parts, *self.theirs[self.bucket.rank + 1 :]]
-        self.bucket.add_grads(parts)
+        self.bucket.gradient.add(parts)
 
     def _start_exchange(self, bucket):
         """Send every other rank its row, and receive this rank's from each, in pieces."""
@@ -211,3 +245,8 @@ def split_like(flat, params):
     """Cut the start of `flat` into views shaped like `params`."""
     pieces = flat[: sum(param.numel() for param in params)].split([param.numel() for param in params])
     return [piece.view(param.shape) for piece, param in zip(pieces, params)]
+
+
+def cut_ranges(shard, ranges):
+    """Cut a shard into views, one for each of its `ranges`; what is left is padding."""
+    return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]

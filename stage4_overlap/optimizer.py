@@ -13,7 +13,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from .buffer import Bucket, BucketBuffer, bucket_layout, fill_parameter_buffer, split_like
+from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import check_grads, checked_groups, named_params
 
 
@@ -57,6 +57,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.next_bucket = 0  # of this round; in a round every bucket leaves once
         self.accumulating = False  # inside no_sync
         self.prefetching = False
+        self.not_awaited = set()  # ids of the parameters that no forward hook has waited for since the last step
         self._start_accumulation()
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
@@ -97,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._step_arrived()
         for bucket in reversed(self.buckets):  # the order of the forward pass
             bucket.start_param_sync()
+        self.not_awaited.update(self.bucket_of)
         if not self.prefetching:
             self.finish_param_sync()
         self._start_accumulation()
@@ -113,14 +115,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def prefetch_params(self, model):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
         self.prefetching = True
+        # Functions, not bound methods: copy.deepcopy(model) copies a bound method together with this optimizer.
+        wait = torch.compiler.disable(lambda module, args: self._wait_for_params(module))
         for module in model.modules():
-            module.register_forward_pre_hook(self._wait_for_params, prepend=True)
+            module.register_forward_pre_hook(wait, prepend=True)
             module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync())
 
     def finish_param_sync(self):
         """Wait until every parameter has arrived: before reading them outside of `model.forward` and `state_dict`."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
+        self.not_awaited.clear()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -158,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pass_on_hyperparameters()
         return {
             **self.optimizer.state_dict(),
-            "main_shards": [bucket.main_shard for bucket in self.buckets],
+            "main_shards": [bucket.parameter.main_shard for bucket in self.buckets],
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -175,7 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_param_sync()
         self.optimizer.load_state_dict(state_dict)
         for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
-            bucket.main_shard.copy_(main_shard)
+            bucket.parameter.main_shard.copy_(main_shard)
         self.state = self.optimizer.state
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(inner))
@@ -200,11 +205,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
         layout = bucket_layout([param.nbytes for param in params], [param.dtype for param in params], cap_mb * 2**20)
         buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
-        fill_parameter_buffer(buckets)
+        for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
+            ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])
         main_param = {}  # id of a parameter -> this rank's range of it
         for bucket in buckets:
             self.bucket_of.update((id(param), bucket) for param in bucket.params)
-            main_param.update((id(bucket.params[r.index]), main) for r, main in zip(bucket.ranges, bucket.main_params))
+            owned = zip(bucket.ranges, bucket.parameter.main_params)
+            main_param.update((id(bucket.params[r.index]), main) for r, main in owned)
         for group in groups:
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
         self.buckets += buckets
@@ -223,13 +230,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.unused = set()  # and of those that received one on no rank: they are not stepped
         self.grads_synced = False
         for bucket in self.buckets:
-            bucket.has_grads = False
+            bucket.gradient.is_empty = True
 
     @torch.no_grad()
     def _on_grad_ready(self, param):
         """The hook of each parameter: buckets leave when they are full, in the same order on every rank."""
         if param.grad.layout != torch.strided:
             check_grads(self.param_groups)
+        if id(param) in self.not_awaited:
+            self._raise_stale(param)
         self.grads_synced = False
         if self.accumulating:
             return
@@ -238,6 +247,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_round()
         bucket.ready.add(id(param))
         self._start_full_buckets()
+
+    def _raise_stale(self, param):
+        name = next(name for name, named in named_params(self.param_groups) if named is param)
+        raise RuntimeError(
+            f"parameter {name} was read while it may not have arrived: no module that owns it was called since step(). "
+            "Call model(…), not model.forward(…), or optimizer.finish_param_sync() before it"
+        )
 
     def _start_full_buckets(self):
         for bucket in self.buckets[self.next_bucket :]:
@@ -295,22 +311,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_arrived(self):
         """Step the buckets of which nothing is under way any more."""
         travelling = [buffer.bucket for buffer in self.travelling]
-        arrived = [bucket for bucket in self.buckets if bucket.has_grads and bucket not in travelling]
+        arrived = [bucket for bucket in self.buckets if not bucket.gradient.is_empty and bucket not in travelling]
         for bucket in arrived:
             bucket.hand_out_grads(self.unused)
-            bucket.has_grads = False
+            bucket.gradient.is_empty = True
         self.optimizer.step()
         self.optimizer.zero_grad()  # none of them is stepped a second time
 
-    def _wait_for_params(self, module, args):
+    def _wait_for_params(self, module):
         """The hook of each module: before it reads its parameters, they must have arrived."""
-        for param in module.parameters(recurse=False):
-            if id(param) in self.bucket_of:
+        if not torch.is_grad_enabled():  # no backward pass will find a module that reads another's parameters
+            self.finish_param_sync()
+        inner_too = isinstance(module, torch.nn.MultiheadAttention)  # reads those of its out_proj without calling it
+        for param in module.parameters(recurse=inner_too):
+            if id(param) in self.not_awaited:
                 self.bucket_of[id(param)].finish_param_sync()
+                self.not_awaited.remove(id(param))
 
     def _total_norm(self, grads, norm_type):
         """The norm over the gradients of all shards, from this rank's `grads`."""
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buckets[0].grad_shard.device)
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buckets[0].gradient.shard.device)
         if norm_type == torch.inf:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_group)
             return norm

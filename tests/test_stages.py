@@ -252,7 +252,7 @@ def many_buckets(rank, cap_mb, in_hooks):
                 assert torch.equal(value, alone.state_dict()[name]), name
     for bucket in optimizer.buckets:
         covered = sum(r.stop - r.start for r in bucket.ranges)
-        assert bucket.grad_shard[covered:].eq(0).all()  # padding
+        assert bucket.gradient.shard[covered:].eq(0).all()  # padding
     return len(optimizer.buckets)
 
 
