@@ -35,7 +35,7 @@ def parse():
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
-    add("--steps", type=int, default=8, help="timed in a round, end to end (default 8)")
+    add("--steps", type=int, default=10, help="timed in a round, end to end (default 10)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
     add("--json", metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
