@@ -17,8 +17,8 @@ average over the ranks, in the algorithms that move the fewest bytes (ring or di
     send             the tensor                             n
     recv, barrier    the tensor; nothing                    0: the sender has counted it
 
-When a collective was launched, the mode sees; when it was complete, the Work's future tells. gloo's sends and receives
-have no future: their Work is exchanged for one that a thread waits for, and notes the time.
+When a collective was launched, the mode sees; when it was complete, the Work's future tells. A Work without future (of
+gloo's sends, receives and reduce-scatters) is exchanged for one that a thread waits for, and notes the time.
 """
 
 import queue
@@ -116,7 +116,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.entries = []
-        self.watchers = {}  # "send" or "recv" -> Watcher
+        self.watchers = {}  # kind -> Watcher
 
     def __exit__(self, *exception):
         for watcher in self.watchers.values():
@@ -163,12 +163,15 @@ class Ledger(TorchDispatchMode):
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
         if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor
             return result
+        if entry.backend == "fake":
+            return result
         work = dist.Work.unbox(boxed)
-        if entry.backend == "gloo" and entry.kind in ("send", "recv"):
-            watcher = self.watchers.setdefault(entry.kind, Watcher())
-            return watcher.watch(work, entry).boxed()
-        if entry.backend != "fake":
-            work.get_future().add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            boxed = self.watchers.setdefault(entry.kind, Watcher()).watch(work, entry).boxed()
+            return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
+        future.add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
         return result
 
 

@@ -4,6 +4,7 @@ The first half runs on every rank, the second in the process that started them. 
 is a run of its own: a row that fails, dies or hangs becomes a row with the reason in it, and the others go on.
 """
 
+import contextlib
 import functools
 import gc
 import platform
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import stage3_gradbuffer
+import stage4_overlap
 from harness import peers, workload
 from harness.launch import WorkerError
 from harness.ledger import Ledger
@@ -105,16 +107,16 @@ def examine(rank, settings, name):
         model = _model(settings, rank, row.dtype, row.starts_apart)
         phases = {"model": memory.live}
         training = row.build(model, adamw(settings))
-        phases["optimizer"] = memory.live
+        phases["optimizer"] = memory.settled()
         training.forward_backward(batches[0])
-        phases["backward"] = memory.live
+        phases["backward"] = memory.settled()
         training.update()
-        phases["step"] = memory.live
+        phases["step"] = memory.settled()
         training.zero_grad()
         training.forward_backward(batches[1])
         training.update()
         training.finish()
-        held = memory.live
+        held = memory.settled()
         training.zero_grad()
         phases["peak"] = memory.peak
     with Ledger() as ledger:
@@ -161,6 +163,31 @@ def time_steps(rank, settings, name):
     return slowest.item()
 
 
+def time_accumulation(rank, settings, micro_batches, in_no_sync):
+    """Milliseconds a micro-batch of stage 4: one exchange a step (`in_no_sync`), or one for each micro-batch."""
+    row, batches = peers.find("stage 4 overlap"), _batches(settings, rank)
+    training = row.build(_model(settings, rank, row.dtype), adamw(settings))
+
+    def step():
+        for micro in range(micro_batches):
+            is_last = micro == micro_batches - 1
+            with training.optimizer.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
+                training.forward_backward(batches[micro % len(batches)])
+        training.update()
+        training.zero_grad()
+    step()
+    training.finish()
+    dist.barrier()
+    n_steps = max(2, settings.steps // micro_batches)
+    start = time.perf_counter()
+    for _ in range(n_steps):
+        step()
+    training.finish()
+    slowest = torch.tensor((time.perf_counter() - start) / n_steps / micro_batches * 1000, device=rank.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
 def describe(rank, settings):
     """-> the conditions under which the figures hold."""
     numel = sum(param.numel() for param in _model(settings, rank, "float32").parameters())
@@ -186,37 +213,45 @@ def _cpu_name():
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-STATE_ROWS = [  # dtype of parameters, of gradients; bytes: parameter, gradient, and /d what is kept of the shard alone
-    ("bfloat16", "bfloat16", "4 + 16/d", lambda d: 4 + 16 / d),
-    ("bfloat16", "float32", "6 + 12/d", lambda d: 6 + 12 / d),
-    ("float32", "float32", "8 + 8/d", lambda d: 8 + 8 / d),
+STATE_ROWS = [  # stage, dtype of parameters and of gradients, formula; that as a function of d and of b, see the notes
+    (stage3_gradbuffer, "bfloat16", "bfloat16", "4 + 16/d", lambda d, b: 4 + 16 / d),
+    (stage3_gradbuffer, "bfloat16", "float32", "6 + 12/d", lambda d, b: 6 + 12 / d),
+    (stage3_gradbuffer, "float32", "float32", "8 + 8/d", lambda d, b: 8 + 8 / d),
+    (stage4_overlap, "bfloat16", "float32", "2 + 16/d + b", lambda d, b: 2 + 16 / d + b),
+    (stage4_overlap, "float32", "float32", "4 + 12/d + b", lambda d, b: 4 + 12 / d + b),
 ]
 
 
 def model_state(settings):
-    """Bytes a parameter that stage 3 holds after a step, at any number of ranks -> list of dicts, for bench.py.
+    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of dicts, for bench.py.
 
     Counted in this process, which plays rank 0 of d: torch's fake process group lets the real code run, and sends
-    nothing. The batch is one byte long, since only what outlives a step counts.
+    nothing. The batch is one byte long, since only what outlives a step counts. b: stage 4's two bucket buffers.
     """
     rows = []
-    for dtype, grad_dtype, formula, theory in STATE_ROWS:
-        counted = {d: _state_bytes(settings, d, getattr(torch, dtype), getattr(torch, grad_dtype)) for d in STATE_RANKS}
-        rows.append({"name": f"stage 3 {dtype}/{grad_dtype}", "formula": formula, "bytes_per_param": counted,
-                     "bytes_per_param_theory": {d: theory(d) for d in STATE_RANKS}})
+    for package, dtype, grad_dtype, formula, theory in STATE_ROWS:
+        counts = {d: _state_bytes(settings, d, package, dtype, grad_dtype) for d in STATE_RANKS}
+        stage = package.__name__[5]
+        rows.append({"name": f"stage {stage} {dtype}/{grad_dtype}", "formula": formula,
+                     "bytes_per_param": {d: counted for d, (counted, _) in counts.items()},
+                     "bytes_per_param_theory": {d: theory(d, b) for d, (_, b) in counts.items()}})
     return rows
 
 
-def _state_bytes(settings, d, dtype, grad_dtype):
+def _state_bytes(settings, d, package, dtype, grad_dtype):
+    """-> bytes a parameter, and how many of them are bucket buffers."""
+    # Stage 4 keeps sums in fp32 whatever the parameters are; reduce_dtype: exchanges as it does on gloo.
+    choice = "reduce_dtype" if package is stage4_overlap else "grad_dtype"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
     try:
         with Memory("cpu") as memory:
-            model = workload.GPT(workload.MODELS[settings.model]).to(dtype)
-            optimizer = stage3_gradbuffer.DistributedOptimizer(model.parameters(), grad_dtype=grad_dtype)
+            model = workload.GPT(workload.MODELS[settings.model]).to(getattr(torch, dtype))
+            optimizer = package.DistributedOptimizer(model.parameters(), **{choice: getattr(torch, grad_dtype)})
             tokens = torch.zeros(1, 1, dtype=torch.int64)
             model(tokens, tokens).backward()
             optimizer.step()
-            return memory.live / sum(param.numel() for param in model.parameters())
+            numel = sum(param.numel() for param in model.parameters())
+            return memory.live / numel, getattr(optimizer, "bucket_buffer_bytes", 0) / numel
     finally:
         dist.destroy_process_group()
 
@@ -241,6 +276,19 @@ def measure(workers, settings, names, progress=lambda text: None):
         if "error" not in row:
             _add_times(row, times[row["name"]], times[peers.REFERENCE])
     return {"conditions": conditions, "rows": rows}
+
+
+MICRO_BATCHES = (1, 2, 4, 8)
+
+
+def accumulation(workers, settings, progress=lambda text: None):
+    """Both ways to accumulate in stage 4, interleaved -> list of dicts, one for each number of micro-batches."""
+    times = {(k, in_no_sync): [] for k in MICRO_BATCHES for in_no_sync in (True, False)}
+    for turn in range(settings.rounds):
+        for (k, in_no_sync), found in times.items():
+            progress(f"round {turn + 1}: {k} micro-batches {'in no_sync' if in_no_sync else 'reduced one by one'}")
+            found.append(_on_rank_0(workers, time_accumulation, settings, k, in_no_sync))
+    return [{"micro_batches": k, "no_sync_ms": times[k, True], "each_ms": times[k, False]} for k in MICRO_BATCHES]
 
 
 def n_runs(settings, names):

@@ -10,6 +10,7 @@ that the communication library keeps for itself are seen on neither.
 """
 
 import gc
+import threading
 import weakref
 
 import torch
@@ -45,6 +46,14 @@ class StorageMemory(TorchDispatchMode):
 
     def reset_peak(self):
         self.peak = self.live
+
+    def settled(self):
+        """`live`, when it has not changed for 20 ms: gloo's threads let go of a tensor a moment after wait()."""
+        before = None
+        while before != self.live:
+            before = self.live
+            threading.Event().wait(0.02)
+        return before
 
     def track(self, tensors):
         """Counts tensors that were there before: the parameters of a model, say."""
@@ -105,6 +114,9 @@ class CudaMemory:
 
     def reset_peak(self):
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def settled(self):
+        return self.live
 
     @property
     def live(self):

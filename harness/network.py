@@ -37,6 +37,7 @@ def parse():
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=10, help="timed in a round, end to end (default 10)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
+    add("--accumulation", action="store_true", help="also time both ways to accumulate gradients in stage 4")
     add("--json", metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
@@ -145,7 +146,8 @@ def measure_on_two_hosts(args):
         path = Path(folder, "network.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                     "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items() if name != "json"]
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
+                   if name not in ("json", "accumulation")] + ["--accumulation"] * args.accumulation
         processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.network",
                                  *options, f"--json={path}") for host in (0, 1)]
         while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
@@ -192,7 +194,7 @@ class Together:
 
 def measure_here(args):
     """On every rank: the rows, interleaved; rank 0 writes the result."""
-    from harness import launch, measure
+    from harness import launch, measure, timeline
 
     rank = launch.connect(args.timeout)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
@@ -202,7 +204,14 @@ def measure_here(args):
     def progress(text):
         if rank.rank == 0:
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
-    result = measure.measure(Together(rank), settings, names, progress)
+    together = Together(rank)
+    result = measure.measure(together, settings, names, progress)
+    for row in result["rows"]:
+        if "error" not in row:
+            progress(f"timeline: {row['name']}")
+            row["timeline"] = together.run(timeline.record, settings, row["name"])
+    if args.accumulation:
+        result["accumulation"] = measure.accumulation(together, settings, progress)
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
         result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2)
@@ -236,7 +245,7 @@ def main():
 
     import rich.console
 
-    from harness import report
+    from harness import report, timeline
     console = rich.console.Console(highlight=False)
     console.width = max(console.width, 100)
     console.print(report.terminal(result))
@@ -244,7 +253,12 @@ def main():
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         result["other_rates"] = earlier(args)
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"written to {args.json}")
+        recorded = [(row["name"], row["timeline"][0]) for row in result["rows"] if "timeline" in row]
+        drawn = [(name, step) for name, step in recorded if "bf16" not in name]
+        console.print("One step, on rank 0", timeline.text(drawn), sep="\n")
+        title = f"One step on rank 0 of 2 hosts, {args.rate}: {args.model}, {args.batch_size} x {args.sequence_length}"
+        Path(args.json).with_suffix(".svg").write_text(timeline.svg(drawn, title))
+        console.print(f"written to {args.json} and {Path(args.json).with_suffix('.svg')}")
 
 
 if __name__ == "__main__":

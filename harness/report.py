@@ -46,7 +46,22 @@ def sheets(result):
          *memory_notes])
     line = [_line_sheet(result)] if "bits_per_second" in conditions else []
     state = [_state_sheet(result["model_state"])] if "model_state" in result else []
-    return [time, *line, memory, *state]
+    accumulation = [_accumulation_sheet(result["accumulation"])] if "accumulation" in result else []
+    return [time, *line, *accumulation, memory, *state]
+
+
+def _accumulation_sheet(accumulation):
+    def spread(times):
+        return f"{statistics.median(times):.0f} ({min(times):.0f}–{max(times):.0f})"
+    rows = [[str(one["micro_batches"]), spread(one["no_sync_ms"]), spread(one["each_ms"]),
+             f"{statistics.median(b / a for a, b in zip(one['no_sync_ms'], one['each_ms'])):.2f}"]
+            for one in accumulation]
+    return Sheet(
+        "Accumulation in stage 4, ms a micro-batch",
+        [("micro-batches\na step", ""), ("in no_sync:\none exchange", "measured"),
+         ("without:\nan exchange each", "measured"), ("x no_sync", "measured")], rows,
+        ["Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
+         "are reduced into the shard."])
 
 
 def _line_sheet(result):
@@ -60,7 +75,8 @@ def _line_sheet(result):
     rows = []
     for row in result["rows"]:
         bf16 = " bf16" if row["dtype"] == "bfloat16" else ""
-        mine, compute, stage4 = (times.get(name) for name in (row["name"], "compute only" + bf16, "stage 4 overlap" + bf16))
+        others = "compute only" + bf16, "stage 4 overlap" + bf16
+        mine, compute, stage4 = (times.get(name) for name in (row["name"], *others))
         line_ms = row.get("wire_bytes_theory", 0) * 8 / rate * 1000
         floors = [max(line_ms, one) for one in compute or []]
         rows.append([row["name"], f"{line_ms:.0f}", f"{statistics.median(floors):.0f}" if floors else NONE,
@@ -79,8 +95,8 @@ def _state_sheet(states):
         "Model state, bytes a parameter, by number of ranks",
         [("parameters/gradients", ""), ("formula", ""), *((f"d = {d}", "counted") for d in ranks)],
         [[row["name"], row["formula"], *(_state(row, d) for d in ranks)] for row in states],
-        ["Rank 0 of d, played by one process. Below the count in brackets: the formula, where they differ by more than "
-         "1 % (padding)."])
+        ["Rank 0 of d, played by one process. b: the two bucket buffers of stage 4. Below the count in brackets: the "
+         "formula, where they differ by more than 1 % (padding)."])
 
 
 def _state(row, d):

@@ -6,6 +6,7 @@ for longer than GAP_S the rank waits. What travels is the ledger's.
 
 import time
 from contextlib import contextmanager
+from html import escape
 
 import torch.distributed as dist
 
@@ -49,7 +50,7 @@ class Recorder(Ledger):
 
 
 def record(rank, settings, name):
-    """Record two steps of a row, without a pause before, between and after them -> dict of this rank, see `one_step`."""
+    """Record three steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
     row, batches = peers.find(name), _batches(settings, rank)
     training = row.build(_model(settings, rank, row.dtype), adamw(settings))
     for step in range(WARMUP_STEPS):
@@ -110,3 +111,88 @@ def overlap(ones, others):
 
 def length(spans):
     return sum(end - start for start, end in spans)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawing. A lane is (name, spans): spans are (start, end, what), in seconds from the start of the step.
+
+GRADIENTS = ("all_reduce", "reduce_scatter", "recv", "all_to_all")
+PARAMETERS = ("all_gather", "broadcast")
+
+
+def lanes(step):
+    """A recorded step -> [("computes", spans), ("gradients", spans), ("parameters", spans)]."""
+    computes = [(start, end, name) for name, *phase in step["phases"] for start, end in overlap([phase], step["busy"])]
+    return [("computes", computes), *((name, arrivals(step, kinds))
+                                      for name, kinds in (("gradients", GRADIENTS), ("parameters", PARAMETERS)))]
+
+
+def arrivals(step, kinds):
+    """One span for each message that arrives: from its launch, or from when the one before it had arrived."""
+    spans, before = [], 0.0
+    for message in sorted(step["communication"], key=lambda message: message["end"]):
+        if message["kind"] in kinds:
+            start = max(message["start"], before)
+            spans.append((start, max(message["end"], start), "gradients" if kinds is GRADIENTS else "parameters"))
+            before = max(message["end"], start)
+    return [span for span in spans if span[0] < step["seconds"]]
+
+
+LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
+
+
+def text(rows, width=88):
+    """`rows`: [(name, recorded step), …], on one axis -> text for the terminal; a letter: most of its moment."""
+    longest = max(step["seconds"] for _, step in rows)
+    out = []
+    for name, step in rows:
+        out.append(f"{name}: {step['seconds'] * 1000:.0f} ms, {step['exposed_seconds'] * 1000:.0f} ms of communication "
+                   "during which nothing computes")
+        for lane, spans in lanes(step):
+            cells = []
+            for i in range(width):
+                moment = [(i * longest / width, (i + 1) * longest / width)]
+                shares = {}
+                for start, end, what in spans:
+                    shares[what] = shares.get(what, 0) + length(overlap(moment, [(start, end)]))
+                most = max(shares, key=shares.get, default=None)
+                cells.append(LETTERS[most] if most and shares[most] > longest / width / 3 else "·")
+            out.append(f"{lane:>10} {''.join(cells)}".replace("·" * width, "·"))
+    return "\n".join([*out, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
+
+
+def svg(rows, title):
+    """The same picture: one band a row, a lane each for what computes and what travels. Readable on light and dark."""
+    left, width, lane_height, band = 96, 880, 14, 78  # pixels
+    longest = max(step["seconds"] for _, step in rows)
+    out, y = [f'<text y="16" class="title">{escape(title)}</text>'], 28
+    for name, step in rows:
+        waits = f"{step['seconds'] * 1000:.0f} ms, {step['exposed_seconds'] * 1000:.0f} ms of it communication during "
+        out.append(f'<text y="{y + 14}"><tspan class="title">{escape(name)}</tspan>: {waits}which nothing computes'
+                   "</text>")
+        for i, (lane, spans) in enumerate(lanes(step)):
+            top = y + 20 + i * (lane_height + 2)
+            out.append(f'<text x="{left - 8}" y="{top + 11}" text-anchor="end">{lane}</text>')
+            out.append(f'<rect x="{left}" y="{top}" width="{width * step["seconds"] / longest:.1f}" '
+                       f'height="{lane_height}" class="nothing"/>')
+            for start, end, what in spans:
+                start, end = max(start, 0), min(end, step["seconds"])
+                x, wide = left + width * start / longest, width * (end - start) / longest
+                out.append(f'<rect x="{x:.1f}" y="{top}" width="{max(wide - 0.4, 0.3):.1f}" height="{lane_height}" '
+                           f'class="{what}"/>')
+        y += band
+    for i in range(6):
+        anchor = "end" if i == 5 else "middle" if i else "start"
+        out.append(f'<text x="{left + width * i / 5:.0f}" y="{y + 12}" text-anchor="{anchor}">'
+                   f'{longest * 200 * i:.0f} ms</text>')
+    x = left
+    for what in LETTERS:
+        out.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" class="{what}"/>'
+                   f'<text x="{x + 17}" y="{y + 34}">{what}</text>')
+        x += 110
+    style = (".title{font-weight:bold} text{font:12px sans-serif;fill:#777} .nothing{fill:#8883} "
+             ".forward{fill:#4a90d9} .backward{fill:#2a5f9e} .step{fill:#d9822b} .gradients{fill:#3a9d5d} "
+             ".parameters{fill:#b04a9d}")
+    size = f'viewBox="0 0 {left + width + 8} {y + 44}" width="{left + width + 8}" height="{y + 44}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>{escape(title)}</title>'
+                      f"<style>{style}</style>", *out, "</svg>\n"])

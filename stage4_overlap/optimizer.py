@@ -115,8 +115,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def prefetch_params(self, model):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
         self.prefetching = True
-        # Functions, not bound methods: copy.deepcopy(model) copies a bound method together with this optimizer.
-        wait = torch.compiler.disable(lambda module, args: self._wait_for_params(module))
+
+        @torch.compiler.disable
+        def wait(module, args):  # not a method: copy.deepcopy(model) would copy this optimizer with it
+            if module is model and not torch.is_grad_enabled():
+                self.finish_param_sync()  # no backward pass will find out who reads behind the hooks
+            self._wait_for_params(module)
+
         for module in model.modules():
             module.register_forward_pre_hook(wait, prepend=True)
             module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync())
@@ -320,8 +325,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _wait_for_params(self, module):
         """The hook of each module: before it reads its parameters, they must have arrived."""
-        if not torch.is_grad_enabled():  # no backward pass will find a module that reads another's parameters
-            self.finish_param_sync()
         inner_too = isinstance(module, torch.nn.MultiheadAttention)  # reads those of its out_proj without calling it
         for param in module.parameters(recurse=inner_too):
             if id(param) in self.not_awaited:

@@ -1,0 +1,112 @@
+"""make network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
+
+
+def can_make_hosts():
+    """Whether this machine lets us: root alone doesn't, in most containers."""
+    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
+        return False
+    name = f"dopt-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    shaped = ["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst", "1mb",
+              "latency", "50ms"]
+    shaped = made and subprocess.run(shaped, capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return shaped
+
+
+needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
+
+
+def network(*args, **kwargs):
+    return [sys.executable, "-m", "harness.network", *args], dict(cwd=ROOT, text=True, **kwargs)
+
+
+def hosts():
+    """The namespaces that there are, of whoever."""
+    return sorted(os.listdir("/run/netns")) if Path("/run/netns").exists() else []
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    path = tmp_path_factory.mktemp("results") / "network.json"
+    before = hosts()
+    command, options = network("--rate", "100mbit", "--rows", "stage 4", *NANO, "--json", str(path))
+    for rate in ("200mbit", "100mbit"):
+        command[command.index("--rate") + 1] = rate
+        run = subprocess.run(command, capture_output=True, timeout=120, **options)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert hosts() == before
+    assert "What the line of 100mbit allows" in run.stdout and "computes" in run.stdout
+    return json.loads(path.read_text())
+
+
+@needs_hosts
+def test_network_json_is_like_bench_json(result):
+    assert set(result) == {"conditions", "rows", "other_rates"}
+    assert result["conditions"]["rate"] == "100mbit" and result["conditions"]["bits_per_second"] == 1e8
+    assert [other["conditions"]["rate"] for other in result["other_rates"]] == ["200mbit"]
+    names = [row["name"] for row in result["rows"]]
+    assert names == ["compute only", "ddp", "stage 4 overlap", "stage 4 overlap bf16"]
+    assert not any("error" in row for row in result["rows"])
+    assert [row["max_abs_diff"] for row in result["rows"][2:]] == [0, 0]  # of ddp, of replicated fp32 copies
+    wire = {row["name"]: row["wire_bytes"] for row in result["rows"]}
+    assert wire["stage 4 overlap bf16"] < 0.6 * wire["stage 4 overlap"]
+
+
+@needs_hosts
+def test_the_timeline_has_both_ranks_and_what_travelled(result):
+    row = result["rows"][2]
+    assert len(row["timeline"]) == 2
+    for step in row["timeline"]:
+        assert [name for name, _, _ in step["phases"]] == ["forward", "backward", "step"]
+        kinds = {message["kind"] for message in step["communication"]}
+        assert kinds == {"send", "recv", "all_reduce", "all_gather"}
+        assert 0 <= step["exposed_seconds"] <= step["seconds"]
+
+
+@needs_hosts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_behind(number):
+    before = hosts()
+    command, options = network("--rate", "10mbit", *NANO[:6], "--rounds", "50")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    try:
+        for line in iter(lambda: process.stderr.read(1), ""):
+            if line == "r":  # of "round" or "stage 1 …": the ranks are at work
+                break
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert hosts() == before
+
+
+def test_what_it_needs_is_said_in_one_line(tmp_path):
+    """No iproute2 on the PATH."""
+    command, options = network("--rate", "1gbit")
+    run = subprocess.run(command, capture_output=True, timeout=60, env={**os.environ, "PATH": str(tmp_path)}, **options)
+    assert run.returncode == 1
+    assert run.stderr == "network: ip and tc not found: install iproute2 (Linux only)\n"
+
+
+@pytest.mark.parametrize("wrong, named", [(["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
+                                          (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'")])
+def test_bad_input_is_one_line(wrong, named):
+    command, options = network(*wrong)
+    run = subprocess.run(command, capture_output=True, timeout=60, **options)
+    assert run.returncode == 2
+    assert run.stderr.startswith("network: error: ") and named in run.stderr and run.stderr.count("\n") == 1

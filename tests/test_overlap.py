@@ -1,0 +1,546 @@
+"""Stage 4: overlap that is right whatever the schedule, and that overlaps. Each row of DESIGN's list of real bugs."""
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from harness.ledger import Ledger
+from harness.memory import Memory
+from harness.timeline import Recorder, length, overlap, union
+from stage4_overlap import DistributedOptimizer
+from stage4_overlap.buffer import PIECE_BYTES
+from tests.common import STAGES, add, batch, loss_of
+
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Branches(torch.nn.Module):
+    """Six independent layers, summed in the order in which they are called: their gradients come in the reverse."""
+
+    def __init__(self, seed, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(7, 7, dtype=dtype) for _ in range(6))
+
+    def forward(self, x, order=range(6)):
+        outputs = {i: self.layers[i](x) for i in order}
+        return torch.stack([outputs[i] for i in sorted(order)]).sum(dim=0)
+
+
+def params_of(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def equal(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def inputs(step, rank, dtype=torch.float32):
+    return [tensor.to(rank.device, dtype) for tensor in batch(step, rank.rank)]
+
+
+class Reference:
+    """One process that has the data of all ranks: rounds what is sent to `dtype`, sums in fp32, steps fp32 copies."""
+
+    def __init__(self, model, world_size):
+        self.model, self.world_size = copy.deepcopy(model), world_size
+        self.main_params = [param.detach().float() for param in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.main_params, fused=True, **ADAMW)
+
+    def step(self, rank, step, forward=lambda model, x, r: model(x)):
+        params = list(self.model.parameters())
+        total = [None] * len(params)
+        for r in range(self.world_size):
+            x, y = [tensor.to(rank.device, params[0].dtype) for tensor in batch(step, r)]
+            loss = torch.nn.functional.mse_loss(forward(self.model, x, r), y)
+            grads = torch.autograd.grad(loss, params, allow_unused=True)
+            total = [add(t, None if g is None else (g / self.world_size).float()) for t, g in zip(total, grads)]
+        for main_param, grad in zip(self.main_params, total):
+            main_param.grad = grad
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, main_param in zip(params, self.main_params):
+                param.copy_(main_param)
+
+
+# ------------------------------------------------------------------------------------------------- order of gradients
+
+
+def wait(*_):
+    threading.Event().wait(0.02)
+
+
+def orders(rank, pauses):
+    """Each rank calls the layers in another order, and with `pauses` one rank after the other is late."""
+    model = Branches(seed=0).to(rank.device)
+    reference = Reference(model, rank.world_size)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+    for i, layer in enumerate(model.layers):
+        if pauses and i % rank.world_size == rank.rank:
+            layer.register_full_backward_hook(wait)
+
+    def order(r, step):
+        return torch.randperm(6, generator=torch.Generator().manual_seed(100 * step + r)).tolist()
+    for step in range(4):
+        x, y = inputs(step, rank)
+        torch.nn.functional.mse_loss(model(x, order(rank.rank, step)), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(rank, step, lambda model, x, r: model(x, order(r, step)))
+    optimizer.finish_param_sync()
+    assert equal(params_of(model), params_of(reference.model))
+
+
+@pytest.mark.parametrize("pauses", [False, True], ids=["", "one rank late"])
+def test_the_order_in_which_gradients_come_differs_on_every_rank(run, pauses):
+    run(orders, pauses)
+
+
+# ------------------------------------------------------------------------------------- 16 bits on the wire, fp32 sums
+
+
+def trained(rank, dtype, cap_mb, reduce_dtype=None):
+    model = Branches(seed=rank.rank, dtype=DTYPES[dtype]).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=cap_mb, reduce_dtype=reduce_dtype, **ADAMW)
+    optimizer.prefetch_params(model)
+    for step in range(4):
+        loss_of(model, *inputs(step, rank, DTYPES[dtype])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_param_sync()
+    return params_of(model)
+
+
+def caps(rank, dtype):
+    """Parameters are to the bit those of one process, whatever the size of the buckets."""
+    model = Branches(seed=0, dtype=DTYPES[dtype]).to(rank.device)
+    reference = Reference(model, rank.world_size)
+    for step in range(4):
+        reference.step(rank, step)
+    for cap_mb in (ONE_PARAM, 0.0002, None):
+        for reduce_dtype in (None, torch.float32) if rank.backend == "gloo" else (torch.float32,):
+            assert equal(trained(rank, dtype, cap_mb, reduce_dtype), params_of(reference.model)), (cap_mb, reduce_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_the_size_of_the_buckets(run, dtype):
+    run(caps, dtype)
+
+
+def counted(rank, dtype, n_rounds):
+    model = torch.nn.Sequential(*(torch.nn.Linear(640, 640, dtype=DTYPES[dtype]) for _ in range(3))).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=1, reduce_dtype=torch.float32, **ADAMW)
+    with Ledger() as ledger:
+        for _ in range(n_rounds):
+            model(torch.ones(2, 640, device=rank.device, dtype=DTYPES[dtype])).sum().backward()
+        optimizer.step()
+    d, sizes = rank.world_size, [bucket.flat_params.nbytes for bucket in optimizer.buckets]
+    pieces = sum(-(-size // d // PIECE_BYTES) for size in sizes) * (d - 1) * n_rounds
+    flags = 4 * (2 * 6 + 1)  # used, missing, and the number of rounds
+    expected = {"send": pieces, "recv": pieces, "all_reduce": 1, "all_gather": len(sizes)}
+    assert ledger.collectives == {kind: count for kind, count in expected.items() if count}
+    assert sum(entry.size for entry in ledger.entries if entry.kind == "send") == sum(sizes) * (d - 1) // d * n_rounds
+    assert ledger.wire_bytes == round((sum(sizes) * (1 + n_rounds) + 2 * flags) * (d - 1) / d)
+    assert all(entry.completed_at >= entry.launched_at for entry in ledger.entries)
+    assert {entry.dtype for entry in ledger.entries if entry.kind in ("send", "all_gather")} <= {DTYPES[dtype]}
+    return len(sizes)
+
+
+@pytest.mark.parametrize("n_rounds", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_messages_and_bytes_are_those_of_the_formula(run, dtype, n_rounds):
+    """In 16 bits half of them: g and p are bytes of the parameters' dtype, d - 1 messages of at most 1 MB a bucket."""
+    assert run(counted, dtype, n_rounds)[0] == 3  # buckets
+
+
+# ----------------------------------------------------------------------------------------------------------- prefetch
+
+
+def starts(rank, model, cap_mb=ONE_PARAM):
+    """-> the optimizer of `model`, after a step whose parameters are still under way."""
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=cap_mb, **ADAMW)
+    optimizer.prefetch_params(model)
+    x, _ = inputs(0, rank)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(bucket.param_sync is not None for bucket in optimizer.buckets)
+    return optimizer, x
+
+
+def raised(function):
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+
+
+def bypasses(rank, how):
+    model = Branches(seed=0).to(rank.device)
+    optimizer, x = starts(rank, model)
+    if how == "functional":
+        message = raised(lambda: torch.nn.functional.linear(x, model.layers[2].weight).sum().backward())
+        assert "layers" not in message and "parameter 4 " in message  # the optimizer was given no names
+    else:
+        model.layers[2].forward(x).sum()  # nothing is known yet
+        message = raised(lambda: model.layers[2].forward(x).sum().backward())
+    optimizer.finish_param_sync()
+    torch.nn.functional.linear(x, model.layers[2].weight).sum().backward()  # right after waiting
+    return message
+
+
+@pytest.mark.parametrize("how", ["functional", "forward"])
+def test_parameters_read_behind_the_hooks_are_an_error(run, how):
+    for message in run(bypasses, how):
+        assert "finish_param_sync()" in message and "model(" in message
+
+
+class Odd(torch.nn.Module):
+    """torch's attention reads the weight of its out_proj without calling it; `gain` is of a module with children."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.attention = torch.nn.MultiheadAttention(7, 1, batch_first=True)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(7, 7) for _ in range(4))
+        self.gain = torch.nn.Parameter(torch.ones(7))
+
+    def block(self, x):
+        for i in (2, 0, 3, 2):  # out of order, one twice
+            x = x + torch.tanh(self.layers[i](x))
+        return x
+
+    def forward(self, x):
+        x = x + self.attention(x[None], x[None], x[None])[0][0]
+        x = self.block(x) if self.how is None else checkpoint(self.block, x, use_reentrant=self.how == "reentrant")
+        return self.layers[1](x) * self.gain
+
+
+def prefetched(rank, how, compiled):
+    model = Odd(how).to(rank.device)
+    reference = Reference(model, rank.world_size)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+    reference.model.how = None  # torch.autograd.grad can't go through reentrant checkpointing
+    forward = torch.compile(model, backend="eager") if compiled else model
+    for step in range(3):
+        x, y = inputs(step, rank)
+        loss_of(forward, x.requires_grad_(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(rank, step, lambda model, x, r: model(x.requires_grad_()))
+        assert any(bucket.param_sync is not None for bucket in optimizer.buckets)
+        if step == 1:
+            model.eval()
+            with torch.no_grad():
+                assert torch.equal(forward(x), reference.model(x))
+            model.train()
+    optimizer.finish_param_sync()
+    for param, expected in zip(model.parameters(), reference.model.parameters()):
+        # Reentrant: the two gradients of the layer that is called twice are added one by one.
+        assert torch.equal(param, expected) if how != "reentrant" else torch.allclose(param, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
+def test_prefetch_under_checkpointing_out_of_order_and_twice(run, how):
+    run(prefetched, how, compiled=False)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_prefetch_in_a_compiled_model(run, world_size):
+    run(prefetched, None, compiled=True)
+
+
+def sees_finished_params(rank, how):
+    model = Branches(seed=0).to(rank.device)
+    optimizer, x = starts(rank, model)
+    if how == "state_dict":
+        seen = [value.clone() for value in model.state_dict().values()]
+    elif how == "state_dict of a child":
+        model.layers[3].state_dict()
+        seen = params_of(model)
+    elif how == "finish_param_sync":
+        optimizer.finish_param_sync()
+        seen = params_of(copy.deepcopy(model))
+    elif how == "eval that reads a weight of another module":
+        with torch.no_grad():
+            model.eval()(x)
+            seen = params_of(model)
+    else:
+        for layer in model.layers[:3]:
+            layer.requires_grad_(False)
+        model(x).sum().backward()
+        seen = params_of(model)
+    optimizer.finish_param_sync()
+    assert equal(seen, params_of(model))
+    others = [torch.empty_like(value) for value in seen]
+    for value, other in zip(seen, others):
+        dist.broadcast(other.copy_(value), src=0)
+    assert equal(seen, others)  # on every rank
+
+
+READERS = ["state_dict", "state_dict of a child", "finish_param_sync", "eval that reads a weight of another module",
+           "requires_grad"]
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_whoever_reads_sees_finished_parameters(run, how):
+    run(sees_finished_params, how)
+
+
+# -------------------------------------------------------------------------------------------------- unused parameters
+
+
+USES = {
+    "one on no rank": lambda rank, step: [0, 1, 2, 4, 5],
+    "another one on each rank": lambda rank, step: [i for i in range(6) if i != rank],
+    "others in each step": lambda rank, step: [i for i in range(6) if i not in ((step + rank) % 6, 3 + step % 3)],
+    "one in the first step only": lambda rank, step: [0, 1, 3, 4, 5] if step else range(6),
+}
+
+
+def unused_like_ddp(rank, uses):
+    torch.manual_seed(0)
+    model, other = Branches(seed=0).to(rank.device), Branches(seed=0).to(rank.device)
+    ddp = DistributedDataParallel(other, find_unused_parameters=True)
+    plain = torch.optim.AdamW(other.parameters(), fused=True, **ADAMW)
+    optimizer = DistributedOptimizer(
+        model.parameters(), bucket_cap_mb=ONE_PARAM, find_unused_parameters=True, **ADAMW
+    )
+    optimizer.prefetch_params(model)
+    for step in range(5):
+        x, y = inputs(step, rank)
+        for one, its_optimizer in ((ddp, plain), (model, optimizer)):
+            torch.nn.functional.mse_loss(one(x, USES[uses](rank.rank, step)), y).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    optimizer.finish_param_sync()
+    for param, expected in zip(model.parameters(), other.parameters()):
+        assert torch.equal(param, expected) if rank.world_size <= 2 else torch.allclose(param, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("uses", USES)
+def test_unused_parameters_like_ddp(run, uses):
+    run(unused_like_ddp, uses)
+
+
+def old_gradients(rank):
+    """SGD by hand: a layer that is used in the first step only moves in the first step only."""
+    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(3)]
+    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM,
+                                     find_unused_parameters=True)
+    for used in (params, params[:1], params[1:]):
+        sum(param.sum() for param in used).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [param.tolist() for param in params] == [[-2.0] * 5] * 3
+
+
+def test_the_old_gradient_of_an_unused_parameter_is_not_added_again(run):
+    run(old_gradients)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def bounded(rank):
+    """At most two buckets travel, and a gradient is gone from its parameter when its bucket has left."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12))).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=0.015, **ADAMW)
+    most, kept = [], []
+
+    def look(_):
+        most.append(len(optimizer.travelling))
+        kept.append(sum(param.grad is not None for param in model.parameters()))
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    model(torch.ones(1, 64, device=rank.device)).sum().backward()
+    assert max(most) <= 2 and max(kept) <= 4 and kept[-1] == 0  # a layer, two parameters, is a bucket
+    assert len(optimizer.buckets) >= 12
+    optimizer.step()
+    largest = max(bucket.flat_params.nbytes for bucket in optimizer.buckets)
+    assert optimizer.bucket_buffer_bytes <= 2 * 2 * largest
+
+
+def test_two_buckets_travel_and_gradients_are_released(run):
+    run(bounded)
+
+
+FORMULAS = {"fp32": lambda d: 4 + 12 / d, "bf16": lambda d: 2 + 16 / d, "fp16": lambda d: 2 + 16 / d}
+
+
+@pytest.mark.parametrize("d", [1, 2, 4, 8, 64, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_a_parameter_are_those_of_the_formula(dtype, d):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
+    try:
+        with Memory("cpu") as memory:
+            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, dtype=DTYPES[dtype]) for _ in range(4)))
+            optimizer = DistributedOptimizer(model.parameters(), **ADAMW)
+            for _ in range(2):
+                model(torch.ones(1, 2048, dtype=DTYPES[dtype])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counted = memory.live - optimizer.bucket_buffer_bytes
+        numel = sum(param.numel() for param in model.parameters())
+        assert counted / numel == pytest.approx(FORMULAS[dtype](d), rel=0.01)
+    finally:
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------- overlap, as the events tell it
+
+
+class Pause(torch.autograd.Function):
+    """Computes for a while in forward and in backward: what travels has the time to arrive."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return pause(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return pause(grad)
+
+
+def pause(x):
+    for _ in range(2000):
+        x = x + 0.0
+    return x
+
+
+class Paused(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+
+    def forward(self, x):
+        return self.last(Pause.apply(self.first(x)))
+
+
+def events(rank, prefetch):
+    model = Paused().to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=0.1, **ADAMW)
+    if prefetch:
+        optimizer.prefetch_params(model)
+    x = torch.ones(2, 300, device=rank.device)
+    with Recorder() as recorder:
+        for _ in range(2):
+            with recorder.phase("forward"):
+                loss = model(x).sum()
+            with recorder.phase("backward"):
+                loss.backward()
+            with recorder.phase("step"):
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.finish_param_sync()
+    first = {name: (start, end) for name, start, end in reversed(recorder.phases)}
+    forward_2 = recorder.phases[3][1:]
+    start, end = first["backward"][0], first["step"][1]
+    received = [e for e in recorder.entries if e.kind == "recv" and start < e.launched_at < end]
+    gathered = [e for e in recorder.entries if e.kind == "all_gather" and e.launched_at < forward_2[0]]
+    assert len(optimizer.buckets) == 2 and len(gathered) == 2
+    busy = length(overlap(recorder.busy, union([first["backward"]])))
+    assert busy > 0  # the pause was seen to compute
+    in_backward = [first["backward"][0] < e.launched_at and e.completed_at < first["backward"][1] for e in received]
+    in_forward = [e.completed_at > forward_2[0] for e in gathered]
+    return in_backward, in_forward
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_reduce_scatter_lies_inside_backward(run, world_size):
+    """That of the last layer leaves before the pause and arrives in it; that of the first leaves when backward ends."""
+    for in_backward, _ in run(events, prefetch=True):
+        assert sum(in_backward) >= len(in_backward) // 2 > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_prefetch_step_waits_for_the_parameters(run, world_size):
+    for _, in_forward in run(events, prefetch=False):
+        assert not any(in_forward)
+
+
+def wait_long():
+    threading.Event().wait(0.3)
+
+
+def all_gather_is_late(rank):
+    """Rank 0 starts its all-gathers late: the others are in the next forward when the parameters arrive."""
+    model = Branches(seed=0).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+    x, _ = inputs(0, rank)
+    model(x).sum().backward()
+    if rank.rank == 0:
+        optimizer.optimizer.register_step_post_hook(lambda *_: wait_long())
+    with Recorder() as recorder:
+        optimizer.step()
+        with recorder.phase("forward"):
+            model(x)
+    (_, start, end), = recorder.phases
+    return sum(start < e.completed_at < end for e in recorder.entries if e.kind == "all_gather")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_gathers_lie_inside_the_next_forward(run, world_size):
+    assert all(n >= 10 for n in run(all_gather_is_late)[1:])  # of 12
+
+
+def steps_between_arrivals(rank, clip):
+    model = Branches(seed=0).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    model(inputs(0, rank)[0]).sum().backward()
+    log = []
+    for buffer in [*optimizer.idle, *optimizer.travelling]:
+        finish = buffer.finish_grad_sync
+        buffer.finish_grad_sync = lambda finish=finish: (log.append("arrival"), finish())
+    optimizer.optimizer.register_step_post_hook(lambda *_: log.append("step"))
+    if clip:
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    return log
+
+
+def test_arrived_buckets_are_stepped_while_others_travel(run):
+    for log in run(steps_between_arrivals, clip=False):
+        assert log == ["step", "arrival", "step", "arrival", "step"]
+
+
+def test_clipping_waits_for_the_norm_of_all(run):
+    for log in run(steps_between_arrivals, clip=True):
+        assert log == ["arrival", "arrival", "step"]
+
+
+# ------------------------------------------------------------------------------------------------------------- device
+
+
+def test_the_native_reduce_scatter_where_it_is_one():
+    """Everywhere but on gloo: one operator a bucket, straight into the shard."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        model = Branches(seed=0)
+        optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+        with Ledger() as ledger:
+            model(torch.ones(2, 7)).sum().backward()
+            optimizer.step()
+        assert ledger.collectives == {"reduce_scatter": 12, "all_reduce": 1, "all_gather": 12}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_waits_for_the_whole_device(stage):
+    folder = Path(__file__).resolve().parents[1] / stage
+    assert not any("synchronize(" in path.read_text() for path in folder.glob("*.py"))
