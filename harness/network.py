@@ -220,10 +220,12 @@ def measure_here(args):
 
 
 def earlier(args):
-    """The results at other rates that the file holds -> list of results, without "other_rates"."""
+    """The results at other rates that the file holds -> list of results; of their timelines the exposed time only."""
     path = Path(args.json)
     before = json.loads(path.read_text()) if path.exists() else None
     found = [before, *before.pop("other_rates")] if before else []
+    for row in (row for result in found for row in result["rows"] if "timeline" in row):
+        row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
     return [result for result in found if result["conditions"]["rate"] != args.rate]
 
 

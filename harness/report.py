@@ -1,13 +1,23 @@
-"""What was measured, as tables: on the terminal, and as markdown for the README. Input: the result of measure.measure.
+"""What was measured, as tables: on the terminal, and in the README. Input: the result of measure.measure.
+
+    python -m harness.report        # or: make report
+
+writes the tables in README.md and the chapters anew, from results/*.json, wherever a line says <!-- report: NAME -->,
+up to <!-- end -->. NAME is one of BLOCKS. No figure between these lines is typed by hand.
 
 Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
 
+import io
+import json
+import re
 import statistics
+import textwrap
+from pathlib import Path
 from typing import NamedTuple
 
 import rich.box
-from rich.console import Group
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -79,13 +89,16 @@ def _line_sheet(result):
         mine, compute, stage4 = (times.get(name) for name in (row["name"], *others))
         line_ms = row.get("wire_bytes_theory", 0) * 8 / rate * 1000
         floors = [max(line_ms, one) for one in compute or []]
-        rows.append([row["name"], f"{line_ms:.0f}", f"{statistics.median(floors):.0f}" if floors else NONE,
+        floor = f"{statistics.median(floors):.0f}" if floors else NONE
+        exposed = [step["exposed_seconds"] * 1000 for step in row.get("timeline", [])]
+        rows.append([row["name"], *_time(row)[:2], f"{max(exposed):.0f}" if exposed else NONE, f"{line_ms:.0f}", floor,
                      ratio(mine, floors), ratio(stage4, mine)])
     return Sheet(
         f"What the line of {result['conditions']['rate']} allows",
-        [("", ""), ("the line\nms a step", "formula"), ("the floor\nms a step", "measured"), ("x floor", "measured"),
-         ("stage 4\nx this row", "measured")], rows,
-        ["The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
+        [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("exposed\nms", "measured"),
+         ("the line\nms", "formula"), ("the floor\nms", "measured"), ("x floor", "measured"), ("stage 4\nx this row", "measured")], rows,
+        ["Exposed: communication during which nothing computes, in one recorded step, on the rank with more of it.",
+         "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
          "dtype. Ratios: medians, round by round."])
 
 
@@ -202,13 +215,83 @@ def _dim(text):
     return f"[dim]{escape(text)}[/dim]"
 
 
-def markdown(result):
-    """-> the same tables as markdown text."""
-    blocks = []
-    for sheet in sheets(result):
-        heads = [f"{name} ({source})".replace("\n", " ") if source else "" for name, source in sheet.columns]
-        lines = [heads, ["---" if _is_text(column) else "--:" for column in sheet.columns], *sheet.rows]
-        cells = [[cell.replace("\n", ", ").replace("|", "\\|").replace("*", "\\*") for cell in line] for line in lines]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
-        blocks += [f"**{sheet.title}**", table, "\n".join(f"- {note}".replace("- *", "- \\*") for note in sheet.notes)]
-    return "\n\n".join([*blocks, conditions_line(result["conditions"])]) + "\n"
+# ---------------------------------------------------------------------------------------------------------------------
+# Into the README and the chapters
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _load(name):
+    path = ROOT / "results" / name
+    if not path.exists():
+        raise SystemExit(f"report: {path} is missing: run make {path.stem} first")
+    return json.loads(path.read_text())
+
+
+def _conditions(result):
+    return textwrap.fill(conditions_line(result["conditions"]), 100)
+
+
+def _by_rate():
+    """The results of all rates, the slowest line first."""
+    latest = _load("network.json")
+    results = [latest, *latest["other_rates"]]
+    return sorted(results, key=lambda result: result["conditions"]["bits_per_second"])
+
+
+def _bench_sheets(*numbers):
+    result = _load("bench.json")
+    return [_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
+
+
+def _network_sheets():
+    results = _by_rate()
+    return [_text(_line_sheet(result)) for result in results] + [_conditions(results[-1])]
+
+
+def _accumulation_sheets():
+    found = []
+    for result in _by_rate():
+        if "accumulation" in result:
+            sheet = _accumulation_sheet(result["accumulation"])
+            found.append(_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
+    return found
+
+
+BLOCKS = {
+    "bench": lambda: _bench_sheets(0, 1, 2),
+    "state": lambda: _bench_sheets(2)[:1],
+    "network": _network_sheets,
+    "accumulation": _accumulation_sheets,
+}
+
+
+def _text(sheet):
+    """A sheet as it looks in a terminal of 100 columns, without colours."""
+    console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
+    console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), sep="\n")
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def rewritten(text):
+    """`text` of a markdown file, with all its blocks made anew. An unknown name raises KeyError."""
+    def block(match):
+        lines = "\n\n".join(BLOCKS[match[2]]()).splitlines()
+        return "\n".join([match[1], *(f"    {line}".rstrip() for line in lines), "", match[3]])
+    return re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
+
+
+def files():
+    return [ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))]
+
+
+def main():
+    for path in files():
+        before = path.read_text()
+        after = rewritten(before)
+        path.write_text(after)
+        print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")
+
+
+if __name__ == "__main__":
+    main()

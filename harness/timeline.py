@@ -1,18 +1,27 @@
 """One step of a row, as rank x time: what computes when, and what travels when. Recorded from outside, no stage knows.
 
+    python -m harness.timeline [--rows "stage 4"] [--ranks 2] [--model tiny]        # or: make timeline STAGE=4
+
+prints it, and writes results/timeline.svg, and results/timeline.json for https://ui.perfetto.dev and chrome://tracing.
+
 Computing is what the dispatcher runs: a dispatch mode notes when each operator starts and ends, and where nothing runs
 for longer than GAP_S the rank waits. What travels is the ledger's.
 """
 
+import argparse
+import json
+import sys
 import time
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 
 import torch.distributed as dist
 
 from harness import peers
+from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
-from harness.measure import _batches, _model, adamw
+from harness.measure import Settings, _batches, _model, adamw
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
 WARMUP_STEPS = 3
@@ -82,14 +91,15 @@ def one_step(recorder):
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
     busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]
+    def since(*times):
+        return [round(moment - start, 6) for moment in times]
     return {
-        "seconds": end - start,
-        "phases": [(name, a - start, b - start) for name, a, b in recorder.phases if start <= a < end],
-        "busy": [(a - start, b - start) for a, b in busy],
-        "communication": [
-            {"kind": entry.kind, "bytes": entry.size, "wire_bytes": entry.wire_bytes,
-             "start": entry.launched_at - start, "end": entry.completed_at - start} for entry in inside],
-        "exposed_seconds": length(union(spans)) - length(overlap(union(spans), busy)),
+        "seconds": since(end)[0],
+        "phases": [(name, *since(a, b)) for name, a, b in recorder.phases if start <= a < end],
+        "busy": [since(a, b) for a, b in busy],
+        "communication": [{"kind": entry.kind, "bytes": entry.size, "start": since(entry.launched_at)[0],
+                           "end": since(entry.completed_at)[0]} for entry in inside],
+        "exposed_seconds": round(length(union(spans)) - length(overlap(union(spans), busy)), 6),
     }
 
 
@@ -196,3 +206,70 @@ def svg(rows, title):
     size = f'viewBox="0 0 {left + width + 8} {y + 44}" width="{left + width + 8}" height="{y + 44}"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>{escape(title)}</title>'
                       f"<style>{style}</style>", *out, "</svg>\n"])
+
+
+def trace(rows):
+    """The same as events of Chrome's trace format: a process a row, a thread a lane. Times in microseconds."""
+    events = []
+    for process, (name, step) in enumerate(rows):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        messages = [(message["start"], message["end"], f"{message['kind']} {message['bytes']} bytes", message["kind"])
+                    for message in step["communication"]]
+        phases = [(start, end, phase, "phases") for phase, start, end in step["phases"]]
+        computes = [(start, end, "computes", "computes") for start, end in step["busy"]]
+        threads = {}
+        for start, end, what, lane in phases + computes + messages:
+            thread = threads.setdefault(lane, len(threads))
+            events.append({"ph": "X", "name": what, "pid": process, "tid": thread, "ts": start * 1e6,
+                           "dur": (end - start) * 1e6})
+        events += [{"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}}
+                   for lane, thread in threads.items()]
+    return {"traceEvents": events}
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    add = parser.add_argument
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")
+    add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
+    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
+    args = parser.parse_args()
+    every = [row.name for row in peers.ROWS if row.dtype == "float32"]
+    names = [name for name in every if args.rows in name or name == peers.REFERENCE]
+    if not any(args.rows in name for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
+    if args.ranks < 1:
+        fail(f"--ranks is {args.ranks}: it must be at least 1")
+    return args, names
+
+
+def fail(message):
+    print(f"timeline: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main():
+    args, names = parse()
+    settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
+    with Workers(args.ranks) as workers:
+        rows = [(f"{name}, rank {rank}", step) for name in names
+                for rank, step in enumerate(workers.run(record, settings, name))]
+    print(text(rows))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
+    args.out.write_text(svg(rows, title))
+    args.out.with_suffix(".json").write_text(json.dumps(trace(rows)))
+    print(f"written to {args.out} and {args.out.with_suffix('.json')}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except WorkerError as error:
+        sys.exit(f"timeline: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -125,6 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for module in model.modules():
             module.register_forward_pre_hook(wait, prepend=True)
             module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync())
+            module.register_load_state_dict_pre_hook(lambda *_: self.finish_param_sync())
 
     def finish_param_sync(self):
         """Wait until every parameter has arrived: before reading them outside of `model.forward` and `state_dict`."""

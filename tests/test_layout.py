@@ -69,3 +69,27 @@ def test_every_parameter_is_in_one_bucket(cap):
     buckets = bucket_layout(sizes, [i % 2 for i in range(40)], cap)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(40))
     assert all(len({i % 2 for i in bucket}) == 1 for bucket in buckets)
+
+
+def test_buckets_and_shards_by_hand():
+    """Parameters of 6, 3, 8 and 5 elements in fp32, a cap of 32 bytes, 2 ranks, shards of multiples of 4 elements.
+
+    The first and the last bucket are closed at 8 bytes: parameter 3 alone, and parameter 0 alone. Between them
+    parameter 2 has 32 bytes and is a bucket, and parameter 1 is left over: 12 bytes, too many to join the last one.
+    """
+    numels = [6, 3, 8, 5]
+    buckets = bucket_layout([4 * numel for numel in numels], ["f32"] * 4, 32)
+    assert buckets == [[3], [2], [1], [0]]
+    assert [padded_numel(sum(numels[i] for i in bucket), 2, 4) for bucket in buckets] == [8, 8, 8, 8]
+    assert [ranges_in_shard([numels[i] for i in bucket], 4, 8) for bucket in buckets] == [
+        [Range(0, 4, 5, 0)],  # one element of five, three of padding
+        [Range(0, 4, 8, 0)],
+        [],  # rank 1 has nothing but padding of the bucket with three elements
+        [Range(0, 4, 6, 0)],
+    ]
+
+
+def test_a_small_rest_joins_the_last_bucket():
+    """A cap of 64 bytes: 4 bytes that are left over are less than a quarter of it."""
+    assert bucket_layout([16, 4, 64, 16], ["f32"] * 4, 64) == [[3], [2], [1, 0]]
+    assert bucket_layout([16, 16, 64, 16], ["f32"] * 4, 64) == [[3], [2], [1], [0]]

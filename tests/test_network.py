@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.network import missing
+
 ROOT = Path(__file__).resolve().parents[1]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
 
@@ -101,6 +103,12 @@ def test_what_it_needs_is_said_in_one_line(tmp_path):
     run = subprocess.run(command, capture_output=True, timeout=60, env={**os.environ, "PATH": str(tmp_path)}, **options)
     assert run.returncode == 1
     assert run.stderr == "network: ip and tc not found: install iproute2 (Linux only)\n"
+
+
+def test_without_root_it_says_so(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "need root" in missing()
 
 
 @pytest.mark.parametrize("wrong, named", [(["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),

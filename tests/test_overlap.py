@@ -262,6 +262,19 @@ def test_prefetch_in_a_compiled_model(run, world_size):
     run(prefetched, None, compiled=True)
 
 
+def loads(rank):
+    """What is loaded right after a step stays: no parameter arrives on top of it."""
+    model, other = Branches(seed=0).to(rank.device), Branches(seed=5).to(rank.device)
+    optimizer, x = starts(rank, model)
+    model.load_state_dict(other.state_dict())
+    optimizer.finish_param_sync()
+    assert equal(params_of(model), params_of(other))
+
+
+def test_weights_that_are_loaded_right_after_a_step_stay(run):
+    run(loads)
+
+
 def sees_finished_params(rank, how):
     model = Branches(seed=0).to(rank.device)
     optimizer, x = starts(rank, model)
