@@ -117,8 +117,13 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.entries = []
         self.watchers = {}  # kind -> Watcher
+        self.under_way = []  # entries whose future notes the time
 
     def __exit__(self, *exception):
+        """Waits until all that was launched is complete, unless an exception ends it."""
+        for entry in self.under_way if exception[0] is None else []:
+            while entry.completed_at is None:  # the callback runs a moment after whoever waited goes on
+                threading.Event().wait(0.001)
         for watcher in self.watchers.values():
             watcher.end()
         self.watchers = {}
@@ -171,6 +176,7 @@ class Ledger(TorchDispatchMode):
         except RuntimeError:
             boxed = self.watchers.setdefault(entry.kind, Watcher()).watch(work, entry).boxed()
             return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
+        self.under_way.append(entry)
         future.add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
         return result
 

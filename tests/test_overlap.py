@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
 from harness.memory import Memory
-from harness.timeline import Recorder, length, overlap, union
+from harness.timeline import Recorder, overlap
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.buffer import PIECE_BYTES
 from tests.common import STAGES, add, batch, loss_of
@@ -416,7 +416,7 @@ def test_bytes_a_parameter_are_those_of_the_formula(dtype, d):
 
 
 class Pause(torch.autograd.Function):
-    """Computes for a while in forward and in backward: what travels has the time to arrive."""
+    """Takes long in forward and in backward: what travels has the time to arrive, on a busy machine too."""
 
     @staticmethod
     def forward(ctx, x):
@@ -428,9 +428,8 @@ class Pause(torch.autograd.Function):
 
 
 def pause(x):
-    for _ in range(2000):
-        x = x + 0.0
-    return x
+    threading.Event().wait(0.3)
+    return x + 0.0
 
 
 class Paused(torch.nn.Module):
@@ -465,8 +464,7 @@ def events(rank, prefetch):
     received = [e for e in recorder.entries if e.kind == "recv" and start < e.launched_at < end]
     gathered = [e for e in recorder.entries if e.kind == "all_gather" and e.launched_at < forward_2[0]]
     assert len(optimizer.buckets) == 2 and len(gathered) == 2
-    busy = length(overlap(recorder.busy, union([first["backward"]])))
-    assert busy > 0  # the pause was seen to compute
+    assert overlap(recorder.busy, [first["backward"]])  # operators of backward are seen
     in_backward = [first["backward"][0] < e.launched_at and e.completed_at < first["backward"][1] for e in received]
     in_forward = [e.completed_at > forward_2[0] for e in gathered]
     return in_backward, in_forward
