@@ -20,7 +20,7 @@ def parse(rows, models):
     add("--model", default="tiny", help=f"one of {', '.join(models)} (default tiny)")
     add("--batch-size", type=int, default=4, help="sequences per rank (default 4)")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
-    add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
+    add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="rows with such parameters, and ddp")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")

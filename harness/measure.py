@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     model: str = "tiny"
     batch_size: int = 4
     sequence_length: int = 128
-    rounds: int = 4
+    rounds: int = 3
     steps: int = 3
     data: str | None = None
     seed: int = 0
