@@ -76,9 +76,7 @@ def main():
             result["model_state"] = measure.model_state(settings)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
-    console = rich.console.Console(highlight=False)
-    console.width = max(console.width, 100)
-    console.print(report.terminal(result))
+    console = report.show(result)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {args.json}")

@@ -63,14 +63,14 @@ def tolerance(world_size):
 # On every rank
 
 
-def _model(settings, rank, dtype, starts_apart=False):
+def make_model(settings, rank, dtype, starts_apart=False):
     """The same weights on every rank; `starts_apart`: other ones on every rank but 0."""
     torch.manual_seed(settings.seed + starts_apart * rank.rank)
     return workload.GPT(workload.MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
 
 
 @functools.lru_cache(maxsize=1)
-def _batches(settings, rank):
+def make_batches(settings, rank):
     """As many batches as any measurement takes, made in advance: making them is nobody's step time."""
     train, _ = workload.split(workload.load_bytes(settings.data))
     batches = workload.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
@@ -81,10 +81,10 @@ def _batches(settings, rank):
 @functools.lru_cache(maxsize=2)  # one a dtype
 def _reference_params(settings, rank, build, dtype):
     """The parameters before and after CHECKED_STEPS plain steps of the reference; rank 0's, on every rank."""
-    model = _model(settings, rank, dtype)
+    model = make_model(settings, rank, dtype)
     before = [param.detach().clone() for param in model.parameters()]
     training = build(model, adamw(settings))
-    for batch in _batches(settings, rank)[:CHECKED_STEPS]:
+    for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
     after = training.full_params()
     for param in after:
@@ -100,11 +100,11 @@ def examine(rank, settings, name):
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
-    row, batches = peers.find(name), _batches(settings, rank)
+    row, batches = peers.find(name), make_batches(settings, rank)
     before, reference = _reference_params(settings, rank, row.reference, row.dtype)
     gc.collect()
     with Memory(rank.device) as memory:
-        model = _model(settings, rank, row.dtype, row.starts_apart)
+        model = make_model(settings, rank, row.dtype, row.starts_apart)
         phases = {"model": memory.live}
         training = row.build(model, adamw(settings))
         phases["optimizer"] = memory.settled()
@@ -147,9 +147,9 @@ def time_steps(rank, settings, name):
     No barrier between the steps: it would wait for what travels, and overlap would look like speed. For the same reason
     the clock stops only when everything that the last step has started is finished.
     """
-    row, batches = peers.find(name), _batches(settings, rank)
+    row, batches = peers.find(name), make_batches(settings, rank)
     gc.collect()
-    training = row.build(_model(settings, rank, row.dtype), adamw(settings))
+    training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
     for batch in batches[:WARMUP_STEPS]:
         training.step(batch)
     training.finish()
@@ -165,8 +165,8 @@ def time_steps(rank, settings, name):
 
 def time_accumulation(rank, settings, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of stage 4: one exchange a step (`in_no_sync`), or one for each micro-batch."""
-    row, batches = peers.find("stage 4 overlap"), _batches(settings, rank)
-    training = row.build(_model(settings, rank, row.dtype), adamw(settings))
+    row, batches = peers.find("stage 4 overlap"), make_batches(settings, rank)
+    training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
 
     def step():
         for micro in range(micro_batches):
@@ -190,8 +190,8 @@ def time_accumulation(rank, settings, micro_batches, in_no_sync):
 
 def describe(rank, settings):
     """-> the conditions under which the figures hold."""
-    numel = sum(param.numel() for param in _model(settings, rank, "float32").parameters())
-    _batches(settings, rank)
+    numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
+    make_batches(settings, rank)
     on_gpu = rank.device.type == "cuda"
     machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
     return {"machine": machine, "torch": torch.__version__, "python": platform.python_version(),

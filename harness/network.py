@@ -245,12 +245,9 @@ def main():
     if result is None:
         sys.exit("network: a host failed; see above")
 
-    import rich.console
-
     from harness import report, timeline
-    console = rich.console.Console(highlight=False)
-    console.width = max(console.width, 100)
-    console.print(report.terminal(result))
+
+    console = report.show(result)
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         result["other_rates"] = earlier(args)

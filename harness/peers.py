@@ -64,16 +64,16 @@ def ddp(model, adamw):
 
 def replicated_16bit(model, adamw):
     """The reference of rows with 16-bit parameters: gradients summed in fp32, AdamW on fp32 copies, on every rank."""
-    return MainParamsTraining(model, model, None, adamw)
+    return MainParamsTraining(model, adamw, dist.get_world_size())
 
 
 class MainParamsTraining(Training):
     """16-bit parameters whose fp32 copies, the main parameters, are stepped. `world_size` 1: without communication."""
 
-    def __init__(self, model, forward, optimizer, adamw, world_size=None):
+    def __init__(self, model, adamw, world_size):
         self.main_params = [param.detach().float() for param in model.parameters()]
-        super().__init__(model, forward, torch.optim.AdamW(self.main_params, fused=True, **adamw))
-        self.world_size = world_size or dist.get_world_size()
+        super().__init__(model, model, torch.optim.AdamW(self.main_params, fused=True, **adamw))
+        self.world_size = world_size
 
     def update(self):
         params = list(self.model.parameters())
@@ -91,7 +91,7 @@ class MainParamsTraining(Training):
 
 
 def compute_only_16bit(model, adamw):
-    return MainParamsTraining(model, model, None, adamw, world_size=1)
+    return MainParamsTraining(model, adamw, world_size=1)
 
 
 def ddp_and_zero(model, adamw):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import rich.box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -96,7 +96,8 @@ def _line_sheet(result):
     return Sheet(
         f"What the line of {result['conditions']['rate']} allows",
         [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("exposed\nms", "measured"),
-         ("the line\nms", "formula"), ("the floor\nms", "measured"), ("x floor", "measured"), ("stage 4\nx this row", "measured")], rows,
+         ("the line\nms", "formula"), ("the floor\nms", "measured"), ("x floor", "measured"),
+         ("stage 4\nx this row", "measured")], rows,
         ["Exposed: communication during which nothing computes, in one recorded step, on the rank with more of it.",
          "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
          "dtype. Ratios: medians, round by round."])
@@ -190,10 +191,14 @@ def conditions_line(conditions):
         f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
 
 
-def terminal(result):
-    """-> what rich prints: both tables, made for 100 columns."""
-    parts = [part for sheet in sheets(result) for part in (_rich_table(sheet), "", *map(_dim, sheet.notes), "")]
-    return Group(*parts, _dim(conditions_line(result["conditions"])))
+def show(result):
+    """Prints all tables, made for 100 columns -> the console, for what comes after them."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 100)
+    for sheet in sheets(result):
+        console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), "", sep="\n")
+    console.print(_dim(conditions_line(result["conditions"])))
+    return console
 
 
 def _rich_table(sheet):

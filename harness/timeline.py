@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness import peers
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
-from harness.measure import Settings, _batches, _model, adamw
+from harness.measure import Settings, adamw, make_batches, make_model
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
 WARMUP_STEPS = 3
@@ -60,8 +60,8 @@ class Recorder(Ledger):
 
 def record(rank, settings, name):
     """Record three steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
-    row, batches = peers.find(name), _batches(settings, rank)
-    training = row.build(_model(settings, rank, row.dtype), adamw(settings))
+    row, batches = peers.find(name), make_batches(settings, rank)
+    training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
     for step in range(WARMUP_STEPS):
         training.step(batches[step % len(batches)])
     training.finish()
