@@ -17,6 +17,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -61,11 +62,23 @@ def connect(timeout_s=120):
 
     A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
     """
+    sys.excepthook = _report_lost_rank
     if "RANK" not in os.environ:
         return _connect(0, 1, 0, 1, timeout_s, dist.HashStore())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return _connect(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), timeout_s)
+
+
+def _report_lost_rank(kind, error, trace):
+    """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if not (isinstance(error, dist.DistError) or "gloo" in first_line):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} lost another rank: {first_line}",
+          file=sys.stderr, flush=True)
+    os._exit(1)  # without leaving the process group, which would wait for the others
 
 
 def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store=None):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import stage4_overlap.checkpoint as checkpoint
 from harness.launch import connect as connect
 from harness.launch import disconnect
 
@@ -317,6 +318,8 @@ def parse_args(description):
     add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
+    add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it")
+    add("--save-every", type=_positive(int), default=100, metavar="N", help="steps between two of them (default 100)")
     add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
         f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
 
@@ -376,18 +379,68 @@ def evaluate(model, validation):
     return (total[0] / total[1]).item()
 
 
+class Checkpoints:
+    """Saves a checkpoint every args.save_every steps and after the last, if args.checkpoint names a folder for them.
+
+    `first_step`: how many steps were done when the newest complete one was saved, which is loaded; 0 if there is none.
+    The position in the data is the number of the step. Random states go on where they were on the same number of ranks.
+    """
+
+    def __init__(self, args, rank, model, optimizer, scheduler):
+        self.args, self.rank, self.model, self.optimizer, self.scheduler = args, rank, model, optimizer, scheduler
+        self.first_step = self.steps_done = 0
+        if args.checkpoint:
+            on_all_ranks(self._resume)
+
+    def step_done(self):
+        """Counts a step, and saves if it is time to. Collective."""
+        self.steps_done += 1
+        if self.args.checkpoint and (self.steps_done % self.args.save_every == 0 or self.steps_done == self.args.steps):
+            on_all_ranks(self._save)
+
+    def _save(self):
+        random = {"cpu": torch.get_rng_state()}
+        if self.rank.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.rank.device)
+        extra = {"step": self.steps_done, "scheduler": self.scheduler.state_dict(), "random": random,
+                 "rank": self.rank.rank, "world_size": self.rank.world_size}
+        path = Path(self.args.checkpoint) / f"step-{self.steps_done:08}"
+        try:
+            checkpoint.save(path, self.model, self.optimizer, extra)
+        except checkpoint.CheckpointError as error:
+            raise ValueError(str(error)) from None
+
+    def _resume(self):
+        newest = [checkpoint.latest(self.args.checkpoint)]
+        dist.broadcast_object_list(newest, src=0)
+        if newest[0] is None:
+            return
+        try:
+            extra = checkpoint.load(newest[0], self.model, self.optimizer)
+        except checkpoint.CheckpointError as error:
+            raise ValueError(str(error)) from None
+        self.first_step = self.steps_done = extra["step"]
+        self.scheduler.load_state_dict(extra["scheduler"])
+        if (extra["rank"], extra["world_size"]) == self.rank[:2]:
+            torch.set_rng_state(extra["random"]["cpu"])
+            if "cuda" in extra["random"] and self.rank.device.type == "cuda":
+                torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
+        if is_rank_0():
+            print(f"resumed from {newest[0]}", flush=True)
+
+
 class Report:
     """What a run tells its reader, on rank 0: a progress bar, or, when the output is no terminal, a line now and then.
 
     Losses are means over the ranks, over the micro-batches, and over the steps since the last look at them.
     """
 
-    def __init__(self, args, rank, model):
-        self.args, self.rank = args, rank
+    def __init__(self, args, rank, model, first_step=0):
+        self.args, self.rank, self.first_step = args, rank, first_step
         self.is_printing = rank.rank == 0
         self.console = rich.console.Console(highlight=False, soft_wrap=True)
         self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last look
-        self.steps_done = self.steps_seen = 0
+        self.steps_done = self.steps_seen = first_step
         self.line_every = max(REPORT_EVERY, args.steps // 20 // REPORT_EVERY * REPORT_EVERY)
         self.bar = rich.progress.Progress(
             rich.progress.TextColumn("step"), rich.progress.MofNCompleteColumn(), rich.progress.BarColumn(),
@@ -397,7 +450,7 @@ class Report:
 
     def __enter__(self):
         self.bar.start()
-        self.task = self.bar.add_task("", total=self.args.steps, speed="")
+        self.task = self.bar.add_task("", total=self.args.steps, completed=self.first_step, speed="")
         self.started_at = self.seen_at = time.perf_counter()
         return self
 
@@ -412,7 +465,7 @@ class Report:
         """Counts a step. After the first, the last and every REPORT_EVERYth, averages the loss. Collective."""
         self.steps_done += 1
         self.bar.advance(self.task)
-        if self.steps_done in (1, self.args.steps) or self.steps_done % REPORT_EVERY == 0:
+        if self.steps_done in (self.first_step + 1, self.args.steps) or self.steps_done % REPORT_EVERY == 0:
             self._look()
 
     def validation(self, when, loss):
@@ -429,13 +482,13 @@ class Report:
         self.steps_seen, self.seen_at = self.steps_done, now
         speed = f"loss {loss:.4f}  {self._tokens_per_step() / seconds:,.0f} tokens/s  {seconds * 1000:,.1f} ms/step"
         self.bar.update(self.task, speed=speed)
-        is_last = self.steps_done == self.args.steps
+        is_first, is_last = self.steps_done == self.first_step + 1, self.steps_done == self.args.steps
         if is_last:
             self.bar.stop()
-        if is_last or self.bar.disable and (self.steps_done == 1 or self.steps_done % self.line_every == 0):
+        if is_last or self.bar.disable and (is_first or self.steps_done % self.line_every == 0):
             self._print(f"step {self.steps_done:>{len(str(self.args.steps))}}/{self.args.steps}  {speed}")
         if is_last:
-            self._print(f"{self.args.steps} steps in {now - self.started_at:.1f} s")
+            self._print(f"{self.args.steps - self.first_step} steps in {now - self.started_at:.1f} s")
 
     def _tokens_per_step(self):
         return self.rank.world_size * self.args.accumulate * self.args.batch_size * self.args.sequence_length

@@ -23,11 +23,12 @@ def main():
 
     optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
+    checkpoints = workload.Checkpoints(args, rank, model, optimizer, scheduler)  # resumes from the newest
 
-    report = workload.Report(args, rank, model)
+    report = workload.Report(args, rank, model, checkpoints.first_step)
     report.validation("before", workload.evaluate(model, validation))
     with report:
-        for step in range(args.steps):
+        for step in range(checkpoints.first_step, args.steps):
             for micro in range(args.accumulate):
                 is_last = micro == args.accumulate - 1
                 with nullcontext() if is_last else optimizer.no_sync():  # gradients travel once a step
@@ -41,6 +42,7 @@ def main():
             scheduler.step()
             optimizer.zero_grad()
             report.step_done()
+            checkpoints.step_done()
     report.validation("after", workload.evaluate(model, validation))
     workload.disconnect()
 

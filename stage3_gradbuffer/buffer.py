@@ -95,11 +95,13 @@ class GradBuffer:
             self.main_grad_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
             self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
 
+        self.hooks = []
         for index, param in enumerate(params):
             if self.in_main_grad:
                 param.main_grad = self.grads[index]
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(lambda _, index=index: self.take_grad(index))
+                hook = param.register_post_accumulate_grad_hook(lambda _, index=index: self.take_grad(index))
+                self.hooks.append(hook)
         self.zero()
 
     def take_grad(self, index):
@@ -157,6 +159,13 @@ class GradBuffer:
             self.holds = Holds.ZEROS
         for param, grad in zip(self.params, self.grads):
             param.grad = grad if param.requires_grad and not self.in_main_grad else None
+
+    def let_go(self):
+        """Hand the parameters back to torch: gradients stay where autograd puts them."""
+        for hook in self.hooks:
+            hook.remove()
+        for param in self.params:
+            param.grad = param.main_grad = None
 
 
 def cut_ranges(shard, ranges):

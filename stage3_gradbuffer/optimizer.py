@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds, split_like
 from .checks import checked_groups
+from .full_state import full_state_dict, load_full_state_dict, reshard
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -47,6 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.chose_fused = "fused" not in optimizer_kwargs  # a plain optimizer's groups say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -88,6 +90,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`. A parameter that received
         no gradient has a gradient of zero.
         """
+        if self.rank < 0:
+            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         for buffer in self.buffers:
             if buffer.holds in (Holds.ZEROS, Holds.GRADS):
                 buffer.collect_grads()
@@ -139,6 +143,54 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = self.optimizer.state
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(inner))
+
+    def full_state_dict(self, to_all=False):
+        """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
+
+        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32 and has a "main_param".
+        """
+        return full_state_dict(self, to_all)
+
+    def load_full_state_dict(self, state_dict):
+        """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
+
+        Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".
+
+        Raises:
+            ValueError: on every rank, before anything is changed; it is of another model or optimizer.
+        """
+        load_full_state_dict(self, state_dict)
+
+    def reshard(self, process_group):
+        """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
+
+        A rank outside of `process_group` keeps its parameters and no state; a later group may have it again. What this
+        optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
+
+        Raises:
+            RuntimeError: between backward() and step().
+        """
+        if any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers):
+            raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
+        reshard(self, process_group)
+
+    def move_to(self, process_group):
+        """For `reshard`: give up this rank's shards, and take those of its place in `process_group`, without state."""
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)  # -1: in none
+        self.world_size = dist.get_world_size(process_group)
+        self.optimizer.param_groups.clear()
+        self.optimizer.state.clear()
+        for buffer in self.buffers:
+            buffer.let_go()
+        self.buffers = []
+        if self.rank >= 0:
+            self._shard(self.param_groups)
+
+    @property
+    def sharded_params(self):
+        """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
+        return self.buffers
 
     def _broadcast(self, params, src):
         """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""

@@ -100,6 +100,10 @@ class Bucket:
         self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
+    @property
+    def main_params(self):
+        return self.parameter.main_params
+
     def is_full(self):
         return all(id(param) in self.ready or not param.requires_grad for param in self.params)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import check_grads, checked_groups, named_params
+from .full_state import full_state_dict, load_full_state_dict, reshard
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -52,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reduce_dtype = reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self.buckets = []  # in the order in which they leave
+        self.hooks = []  # of the parameters
         self.bucket_of = {}  # id of a parameter -> its bucket
         self.travelling = deque()  # the bucket buffers that are under way, oldest first
         self.next_bucket = 0  # of this round; in a round every bucket leaves once
@@ -60,6 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.not_awaited = set()  # ids of the parameters that no forward hook has waited for since the last step
         self._start_accumulation()
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.chose_fused = "fused" not in optimizer_kwargs  # a plain optimizer's groups say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -191,6 +194,55 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(inner))
 
+    def full_state_dict(self, to_all=False):
+        """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
+
+        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32 and has a "main_param".
+        """
+        return full_state_dict(self, to_all)
+
+    def load_full_state_dict(self, state_dict):
+        """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
+
+        Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".
+
+        Raises:
+            ValueError: on every rank, before anything is changed; it is of another model or optimizer.
+        """
+        load_full_state_dict(self, state_dict)
+
+    def reshard(self, process_group):
+        """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
+
+        A rank outside of `process_group` keeps its parameters and no state; a later group may have it again. What this
+        optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
+
+        Raises:
+            RuntimeError: between backward() and step().
+        """
+        if self.next_bucket or self.n_rounds:
+            raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
+        reshard(self, process_group)
+
+    def move_to(self, process_group):
+        """For `reshard`: give up this rank's shards, and take those of its place in `process_group`, without state."""
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)  # -1: in none
+        self.world_size = dist.get_world_size(process_group)
+        self.optimizer.param_groups.clear()
+        self.optimizer.state.clear()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks, self.buckets, self.bucket_of = [], [], {}
+        if self.rank >= 0:
+            self._shard(self.param_groups)
+
+    @property
+    def sharded_params(self):
+        """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
+        self.finish_param_sync()
+        return self.buckets
+
     def _broadcast(self, params, src):
         """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
         if params:
@@ -206,7 +258,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for param in params:
             self._broadcast([param], src=0)
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._on_grad_ready)
+                self.hooks.append(param.register_post_accumulate_grad_hook(self._on_grad_ready))
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
         layout = bucket_layout([param.nbytes for param in params], [param.dtype for param in params], cap_mb * 2**20)
@@ -284,6 +336,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Let every gradient leave, and agree with the other ranks on which parameters were used."""
         if self.grads_synced:
             return
+        if self.rank < 0:
+            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if self.next_bucket or not self.n_rounds:
             self._finish_round()
         named = named_params(self.param_groups)

@@ -90,7 +90,7 @@ IDEAS = {
     (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "clip_grad_norm_"}
     | {"state_dict", "load_state_dict"},
     (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
-    | {"state_dict", "load_state_dict", "_shard", "_total_norm"},
+    | {"state_dict", "load_state_dict", "_shard", "_total_norm", "reshard", "move_to", "sharded_params"},
 }
 
 

@@ -1,0 +1,409 @@
+"""Checkpoints as files: each rank writes what it owns, and any number of ranks reads what it needs.
+
+    save(path, model, optimizer)    load(path, model, optimizer)    latest(folder)
+
+The same file stands in stages 3 and 4. What is written knows neither ranks nor buckets nor padding: it loads in any
+stage and in a plain torch optimizer, and torch.distributed.checkpoint's own tools read it.
+Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM's distributed optimizer.
+"""
+
+import json
+import math
+import os
+import pickle
+import shutil
+import warnings
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from .full_state import (
+    all_params,
+    check_names,
+    expected_state,
+    inner_of,
+    install,
+    packed_groups,
+    pieces_of,
+    states_of,
+)
+
+# Each rank reads for itself, which torch.distributed.checkpoint finds worth a warning.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksums of its files
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be written, or not be loaded here: one line that says why, on every rank."""
+
+
+def boxes(shape, start, stop):
+    """Flat elements `start` to `stop` of a tensor of `shape`, as few boxes -> [(offsets, sizes), …], in order.
+
+    Of a matrix: the end of a row, whole rows, the start of one. torch.distributed.checkpoint stores nothing but boxes.
+    """
+    if start == stop:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])  # elements of one step along the first dimension
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        return [((last, *o), (1, *s)) for o, s in boxes(shape[1:], start - last * row, stop - last * row)]
+    zeros = (0,) * (len(shape) - 1)
+    return [
+        *(((first - 1, *o), (1, *s)) for o, s in boxes(shape[1:], start % row, row) if start % row),
+        *([((first, *zeros), (last - first, *shape[1:]))] if first < last else []),
+        *(((last, *o), (1, *s)) for o, s in boxes(shape[1:], 0, stop % row)),
+    ]
+
+
+class Shard(torch.Tensor):
+    """A tensor of `shape` of which only the flat elements from `start` on, as many as `piece` has, are here.
+
+    The three methods with underscores are the protocol of torch.distributed.checkpoint, which DTensor follows too.
+    """
+
+    @staticmethod
+    def __new__(cls, piece, shape, start):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=piece.dtype, device=piece.device)
+
+    def __init__(self, piece, shape, start):
+        self.parts, done = {}, 0  # offsets -> view of piece
+        for offsets, sizes in boxes(shape, start, start + piece.numel()):
+            n = math.prod(sizes)
+            self.parts[torch.Size(offsets)] = piece.view(-1)[done : done + n].view(sizes)
+            done += n
+
+    def __create_chunk_list__(self):
+        return [dcp.metadata.ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.parts.items()]
+
+    def __create_write_items__(self, fqn, _):
+        items, properties = [], dcp.metadata.TensorProperties(dtype=self.dtype)
+        for chunk in self.__create_chunk_list__():
+            data = dcp.planner.TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
+            index, kind = dcp.metadata.MetadataIndex(fqn, chunk.offsets), dcp.planner.WriteItemType.SHARD
+            items.append(dcp.planner.WriteItem(index, kind, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index):
+        return self.parts[index.offset]
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise TypeError(f"a Shard holds a part of a tensor, {function} can't be called on it")
+
+
+def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
+    """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
+
+    Args:
+        path: a folder that doesn't exist; meanwhile there is one of that name with ".partial" behind it.
+        model: its parameters and buffers are saved by name, and the optimizer's state by those names.
+        optimizer: a DistributedOptimizer of any stage, or a torch optimizer.
+        extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states.
+        asynchronous: copy everything to the CPU, and write while training goes on.
+
+    Returns a Future: `.result()` waits, and raises what went wrong. Without `asynchronous` it is done.
+
+    Raises:
+        CheckpointError: on every rank; `path` exists, or can't be written.
+    """
+    path, group = Path(path), getattr(optimizer, "process_group", None)
+    rank, world_size = rank_and_size(group)
+    partial = path.with_name(path.name + ".partial")
+    error = None
+    if rank == 0:
+        try:
+            if path.exists():
+                raise FileExistsError(17, "it exists already")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as refusal:
+            error = refusal.strerror
+    agree(all_gather(error, group)[0], f"checkpoint {path} can't be written", group)
+    tree, manifest = collect(model, optimizer, extra, rank, copy=asynchronous)
+    manifest["ranks"] = world_size
+    if not asynchronous:
+        return _done(write(path, partial, tree, manifest, group))
+    own_group = None
+    if dist.is_initialized():  # of its own: what two threads send must not mix; gloo, since everything is on the CPU
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        own_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(write, path, partial, tree, manifest, own_group)
+    executor.shutdown(wait=False)
+    return future
+
+
+def _done(result):
+    future = Future()
+    future.set_result(result)
+    return future
+
+
+def collect(model, optimizer, extra, rank, copy):
+    """What this rank writes, in the layout of torch's get_state_dict -> (tree, manifest without the files)."""
+    pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
+    index_of = {id(param): index for index, param in enumerate(params)}
+
+    def kept(tensor):
+        return tensor.detach().cpu().clone() if copy else tensor.detach()
+
+    tree = {"model": {}, "optimizer": {"state": {}, "param_groups": packed_groups(optimizer)}, "extra": {}}
+    for name, value in model.state_dict(keep_vars=True).items():
+        index = index_of.get(id(value))
+        if index in pieces:
+            start, stop, _ = pieces[index]
+            tree["model"][name] = Shard(kept(value.reshape(-1)[start:stop]), value.shape, start)
+        elif index is None or not value.numel():
+            tree["model"][name] = kept(value) if isinstance(value, torch.Tensor) else value
+    for index, state in states_of(optimizer, pieces).items():
+        start, _, main = pieces[index]
+        tree["optimizer"]["state"][names[index]] = {
+            key: value if not isinstance(value, torch.Tensor)
+            else Shard(kept(value), params[index].shape, start) if value.shape == main.shape else kept(value)
+            for key, value in state.items()
+        }
+    for group in tree["optimizer"]["param_groups"]:
+        group.pop("param_names", None)
+        group["params"] = [names[index] for index in group["params"]]
+    tree["extra"][str(rank)] = (extra,)  # a tuple: torch.distributed.checkpoint looks for tensors in lists and dicts
+    groups = [group["params"] for group in tree["optimizer"]["param_groups"]]
+    return tree, {"optimizer": type(inner_of(optimizer)).__name__, "groups": groups}
+
+
+def names_of(model, optimizer) -> list[str]:
+    """The model's names of the parameters, by index."""
+    name_of = {id(param): name for name, param in model.named_parameters()}
+    unknown = [index for index, param in enumerate(all_params(optimizer)) if id(param) not in name_of]
+    if unknown:
+        raise ValueError(f"parameter {unknown[0]} of the optimizer is not one of the model's: pass the model it trains")
+    return [name_of[id(param)] for param in all_params(optimizer)]
+
+
+def write(path, partial, tree, manifest, group):
+    """Write `tree` to `partial`, then the manifest, and give the folder its name. Collective over `group`."""
+    what = f"checkpoint {path} can't be written"
+    rank, _ = rank_and_size(group)
+    try:
+        no_dist = not dist.is_initialized()
+        dcp.save(tree, storage_writer=dcp.FileSystemWriter(partial), process_group=group, no_dist=no_dist)
+    except dcp.api.CheckpointException as failure:
+        shutil.rmtree(partial, ignore_errors=True)
+        failed, (error, _) = next(iter(failure.failures.items()))
+        raise CheckpointError(f"{what}: rank {failed}: {first_line(error)}") from None
+    error, files = None, {}
+    try:
+        own = [partial / ".metadata"] * (rank == 0) + list(partial.glob(f"__{rank}_*"))
+        files = {file.name: checksum(file) for file in own}
+    except OSError as refusal:
+        error = refusal.strerror
+    for their_error, theirs in all_gather((error, files), group):
+        error = error or their_error
+        files.update(theirs)
+    if rank == 0 and error is None:
+        try:
+            with open(partial / MANIFEST, "w") as file:
+                json.dump({**manifest, "files": files}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except OSError as refusal:
+            error = refusal.strerror
+    agree(error, what, group)
+
+
+def load(path, model, optimizer):
+    """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
+
+    On another number of ranks than it was saved on, `extra` is that of rank 0. No code from a file is ever run.
+
+    Raises:
+        CheckpointError: on every rank, before anything is changed: it is not complete, damaged, or of another model.
+    """
+    path, group = Path(path), getattr(optimizer, "process_group", None)
+    rank, world_size = rank_and_size(group)
+    what, error = f"checkpoint {path} can't be loaded", None
+    pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
+    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else None
+    try:
+        manifest = verified(path, rank, world_size)
+        metadata = Reader(path).read_metadata().state_dict_metadata
+        stored = stored_states(metadata)
+        check(manifest, metadata, stored, model, optimizer, names, expected)
+    except (OSError, ValueError, KeyError, pickle.UnpicklingError) as refusal:
+        error = first_line(refusal)
+    agree(error, what, group)
+
+    wanted, mains, states = {}, {}, {}  # key in the checkpoint -> tensor to fill, or None for what is no tensor
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        main_key = stored.get(name, {}).get("main_param")  # of a parameter that had 16 bits when it was saved
+        key = main_key if main_key and tensor.dtype.itemsize >= 4 else f"model.{name}"
+        if key in metadata:
+            wanted[key] = tensor.detach()
+    for index, (start, _, main) in pieces.items():
+        entries, states[index], shape = dict(stored.get(names[index], {})), {}, params[index].shape
+        main_key = entries.pop("main_param", f"model.{names[index]}")
+        if main.dtype != params[index].dtype:
+            states[index]["main_param"] = torch.empty_like(main)
+            mains[main_key] = Shard(states[index]["main_param"], shape, start)
+        for entry, key in entries.items():
+            if expected and expected[index][entry]:
+                states[index][entry] = torch.empty_like(main)
+                wanted[key] = Shard(states[index][entry], shape, start)
+            else:
+                wanted[key] = blank(metadata[key])
+    shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
+    extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
+    wanted.update({key: blank(metadata[key]) for key in [*shared, extra]})
+    try:
+        for tensors in (wanted, mains):
+            dcp.load(tensors, storage_reader=Reader(path), planner=Planner(False, False), no_dist=True)
+    except (OSError, dcp.api.CheckpointException) as failure:
+        error = first_line(failure)
+    agree(error, what, group)
+    for index, state in states.items():
+        for entry, key in stored.get(names[index], {}).items():
+            if entry != "main_param":
+                state.setdefault(entry, wanted[key])
+    groups = [{} for _ in optimizer.param_groups]
+    for key in shared:
+        _, _, group_index, entry = key.split(".", 3)
+        groups[int(group_index)][entry] = wanted[key]
+    install(optimizer, states, groups)
+    return wanted[extra][0]
+
+
+def latest(folder) -> Path | None:
+    """The newest complete checkpoint in `folder`, by name; None if there is none."""
+    folder = Path(folder)
+    complete = [path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.suffix != ".partial"]
+    return max(complete, key=lambda path: path.name, default=None)
+
+
+class Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args, **kwargs):
+        with open(self.path / ".metadata", "rb") as file:
+            return MetadataUnpickler(file).load()
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """torch.distributed.checkpoint pickles its metadata: only what it consists of is let in, no other code."""
+
+    def find_class(self, module, name):
+        allowed = {
+            ("pathlib", "PosixPath"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(("torch.distributed.checkpoint.metadata", name) for name in dcp.metadata.__all__),
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        }
+        if (module, name) in allowed or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item, value):
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def blank(metadata):
+    """What torch.distributed.checkpoint fills: an uninitialized tensor, or None for anything else."""
+    if isinstance(metadata, dcp.metadata.BytesStorageMetadata):
+        return None
+    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+
+
+def stored_states(metadata) -> dict[str, dict[str, str]]:
+    """-> name of a parameter -> entry of its state -> key in the checkpoint."""
+    stored = {}
+    for key in metadata:
+        if key.startswith("optimizer.state."):
+            name, _, entry = key.removeprefix("optimizer.state.").rpartition(".")
+            stored.setdefault(name, {})[entry] = key
+    return stored
+
+
+def verified(path, rank, world_size) -> dict:
+    """The manifest, if the files are those it lists: each rank reads some of them. Raises OSError or ValueError."""
+    if not path.is_dir():
+        raise ValueError("there is no such folder")
+    if not (path / MANIFEST).exists():
+        raise ValueError(f"it is not complete: {MANIFEST} is missing")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = sorted(manifest["files"].items())
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{MANIFEST} is damaged") from None
+    for name, written in files[rank::world_size]:
+        found = checksum(path / name) if (path / name).exists() else None
+        if found != written:
+            now = f"{found['bytes']} bytes" if found else "missing"
+            raise ValueError(f"{name} is damaged: {written['bytes']} bytes with checksum {written['crc32']:08x} were "
+                             f"written, now it is {now}" + (f" with {found['crc32']:08x}" if found else ""))
+    return manifest
+
+
+def check(manifest, metadata, stored, model, optimizer, names, expected):
+    """Raise ValueError with the first difference, if the checkpoint is of another model or optimizer."""
+    here = type(inner_of(optimizer)).__name__
+    if manifest["optimizer"] != here:
+        raise ValueError(f"it is of {manifest['optimizer']}, this optimizer is {here}")
+    ours = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)}
+    theirs = {key.removeprefix("model."): value.size for key, value in metadata.items()
+              if key.startswith("model.") and not isinstance(value, dcp.metadata.BytesStorageMetadata)}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            shapes = [f"has it with shape {tuple(shape)}" if shape is not None else "doesn't have it"
+                      for shape in (theirs.get(name), ours.get(name))]
+            raise ValueError(f"it is of another model: {name}: the checkpoint {shapes[0]}, the model {shapes[1]}")
+    groups = [[names[index] for index in group["params"]] for group in packed_groups(optimizer)]
+    if manifest["groups"] != groups:
+        raise ValueError(f"its parameter groups are {summary(manifest['groups'])}, this optimizer's {summary(groups)}")
+    for index, name in enumerate(names if expected else ()):
+        check_names(name, stored.get(name, {}), expected[index])
+
+
+def summary(groups):
+    return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" for names in groups)
+
+
+def checksum(file) -> dict:
+    crc = 0
+    with open(file, "rb") as opened:
+        while chunk := opened.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+        return {"bytes": opened.tell(), "crc32": crc}
+
+
+def rank_and_size(group):
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def all_gather(what, group) -> list:
+    everyone = [what]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, what, group=group)
+    return everyone
+
+
+def agree(error, what, group):
+    """Raise on every rank if one of them has an error."""
+    errors = all_gather(error, group)
+    for rank, theirs in enumerate(errors):
+        if theirs:
+            raise CheckpointError(f"{what}: " + (theirs if len(set(errors)) == 1 else f"rank {rank}: {theirs}"))
+
+
+def first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,236 @@
+"""An optimizer's whole state, put together from its shards and cut again: as one dict, or on other ranks.
+
+The same file stands in stages 3 and 4. A parameter's index is its place in all groups, as in torch's own state_dict.
+One parameter travels at a time: beyond its own part and what it asked for, no rank ever holds more than that.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Piece(NamedTuple):
+    """What this rank steps of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`."""
+
+    start: int
+    stop: int
+    main: torch.Tensor
+
+
+def all_params(optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def inner_of(optimizer):
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def pieces_of(optimizer) -> dict[int, Piece]:
+    """-> index -> Piece. Stages 1 and 2 own whole parameters; every rank owns all those of a plain torch optimizer."""
+    index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
+    if not hasattr(optimizer, "sharded_params"):
+        return {index_of[id(p)]: Piece(0, p.numel(), p) for p in all_params(inner_of(optimizer))}
+    return {
+        index_of[id(shard.params[r.index])]: Piece(r.start, r.stop, main)
+        for shard in optimizer.sharded_params
+        for r, main in zip(shard.ranges, shard.main_params)
+    }
+
+
+def states_of(optimizer, pieces) -> dict[int, dict[str, Any]]:
+    """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step")."""
+    params, states = all_params(optimizer), {}
+    for index, piece in pieces.items():
+        states[index] = dict(inner_of(optimizer).state.get(piece.main, {}))
+        if states[index] and piece.main.dtype != params[index].dtype:
+            states[index]["main_param"] = piece.main  # before its first step it is what the parameter is
+    return states
+
+
+def expected_state(optimizer) -> list[dict[str, bool]]:
+    """What the state of each parameter consists of: name -> whether it has an element for each of the parameter's.
+
+    Found out with a parameter of two elements, for each group: its hyperparameters may matter.
+    """
+    expected = []
+    for group in optimizer.param_groups:
+        probe = torch.zeros(2, device=group["params"][0].device)
+        probe.grad = torch.zeros_like(probe)
+        hyperparameters = {key: value for key, value in group.items() if key != "param_names"}
+        inner = optimizer.make_optimizer([{**hyperparameters, "params": [probe]}])
+        inner.step()
+        elementwise = {key: getattr(value, "shape", ()) == probe.shape for key, value in inner.state[probe].items()}
+        expected += [elementwise] * len(group["params"])
+    return expected
+
+
+def packed_groups(optimizer) -> list[dict]:
+    """The groups as a plain torch optimizer's state_dict has them: with the indices of their parameters."""
+    groups, n_before = [], 0
+    for group in optimizer.param_groups:
+        groups.append({**group, "params": list(range(n_before, n_before + len(group["params"])))})
+        if getattr(optimizer, "chose_fused", False) and "fused" in group:
+            groups[-1]["fused"] = None
+        n_before += len(group["params"])
+    return groups
+
+
+@torch.no_grad()
+def install(optimizer, states, groups):
+    """Replace the inner optimizer's state by `states`, which are like those of `states_of`, and all hyperparameters."""
+    inner, params = inner_of(optimizer), all_params(optimizer)
+    place_of = {id(main): place for place, main in enumerate(all_params(inner))}
+    inner_states = {}
+    for index, piece in pieces_of(optimizer).items():
+        state = dict(states.get(index, {}))
+        main_param = state.pop("main_param", None)
+        if piece.main.dtype != params[index].dtype:
+            own = params[index].reshape(-1)[piece.start : piece.stop]
+            piece.main.copy_(own if main_param is None else main_param)
+        if state:
+            inner_states[place_of[id(piece.main)]] = state
+    for group, saved in zip(optimizer.param_groups, groups):
+        # fused=None: nobody has chosen, and what this optimizer found out about its device stays.
+        kept = {"params", "param_names"} | ({"fused"} if saved.get("fused") is None else set())
+        group.update({key: value for key, value in saved.items() if key not in kept})
+    if inner is not optimizer:
+        optimizer._pass_on_hyperparameters()
+    inner.load_state_dict({"state": inner_states, "param_groups": inner.state_dict()["param_groups"]})
+    optimizer.state = inner.state
+
+
+@torch.no_grad()
+def full_state_dict(optimizer, to_all=False) -> dict:
+    """See DistributedOptimizer.full_state_dict."""
+    dst, pieces, params = None if to_all else 0, pieces_of(optimizer), all_params(optimizer)
+    state = {}
+    for index, whole in gather(states_of(optimizer, pieces), pieces, params, optimizer.process_group, dst):
+        state[index] = {key: value.cpu().view(params[index].shape) if is_flat(value) else value
+                        for key, value in whole.items()}
+    return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, optimizer.rank) else {}
+
+
+def gather(states, pieces, params, group, dst):
+    """Yield (index, whole state) of each parameter that has one, on rank `dst` of `group`, None: on all. Collective.
+
+    What had to be put together is flat, (numel,), on the device of the parameter.
+    """
+    rank = dist.get_rank(group)
+    mine = {}  # index -> start, stop, name -> the dtype of what has to travel, or what all pieces have in common
+    for index, state in states.items():
+        described = {key: value.dtype if is_flat(value) else _on_cpu(value) for key, value in state.items()}
+        mine[index] = pieces[index].start, pieces[index].stop, described
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for index, param in enumerate(params):
+        whole = {}
+        for owner, theirs in enumerate(everyone):
+            start, stop, described = theirs.get(index, (0, 0, {}))
+            for key, what in described.items():
+                if not isinstance(what, torch.dtype):
+                    whole[key] = what
+                elif dst in (None, rank):
+                    if key not in whole:
+                        whole[key] = torch.empty(param.numel(), dtype=what, device=param.device)
+                    part = whole[key][start:stop]
+                    if owner == rank:
+                        part.copy_(states[index][key])
+                    if dst is None:
+                        dist.broadcast(part, group=group, group_src=owner)
+                    elif owner != rank:
+                        dist.recv(part, group=group, group_src=owner)
+                elif owner == rank:
+                    dist.send(states[index][key], group=group, group_dst=dst)
+        if whole and dst in (None, rank):
+            yield index, whole
+
+
+def is_flat(value):
+    """Whether an entry of a state has an element for each of the piece's: pieces are flat, "step" is a scalar."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+def _on_cpu(value):
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def load_full_state_dict(optimizer, state_dict):
+    """See DistributedOptimizer.load_full_state_dict."""
+    group, pieces, params = optimizer.process_group, pieces_of(optimizer), all_params(optimizer)
+    plan = None
+    if optimizer.rank == 0:
+        try:
+            plan = _plan(optimizer, state_dict)
+        except ValueError as error:
+            plan = error
+    plan = [plan]
+    dist.broadcast_object_list(plan, group=group, group_src=0)
+    if isinstance(plan[0], ValueError):
+        raise plan[0]
+    groups, described = plan[0]
+    inner_of(optimizer).state.clear()
+    states = {}
+    for index, entries in described.items():
+        states[index] = {}
+        for key, what in entries.items():
+            if not isinstance(what, torch.dtype):
+                states[index][key] = what
+                continue
+            whole = torch.empty(params[index].numel(), dtype=what, device=params[index].device)
+            if optimizer.rank == 0:
+                whole.copy_(state_dict["state"][index][key].reshape(-1))
+            dist.broadcast(whole, group=group, group_src=0)
+            if key == "main_param":
+                params[index].copy_(whole.view(params[index].shape))
+            if index in pieces:
+                states[index][key] = whole[pieces[index].start : pieces[index].stop].clone()
+    install(optimizer, states, groups)
+
+
+def _plan(optimizer, state_dict):
+    """-> groups, index -> name -> the dtype of what has to travel, or a value. ValueError: it can't be loaded."""
+    if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
+        raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != ours:
+        raise ValueError(f"this state_dict has groups of {sizes} parameters, this optimizer has {ours}")
+    described = {}
+    for index, (param, expected) in enumerate(zip(all_params(optimizer), expected_state(optimizer))):
+        state = state_dict["state"].get(index, {})
+        check_names(f"parameter {index}", state, expected)
+        described[index] = dict(state)
+        for key in state.keys() & {"main_param", *(key for key in expected if expected[key])}:
+            if state[key].shape != param.shape:
+                shapes = f"{tuple(state[key].shape)} in this state_dict, the parameter is {tuple(param.shape)}"
+                raise ValueError(f"{key} of parameter {index} is {shapes}")
+            described[index][key] = state[key].dtype
+    return state_dict["param_groups"], described
+
+
+def check_names(name, state, expected):
+    """Refuse the state of another kind of optimizer; a parameter that was never stepped has none."""
+    if state and state.keys() - {"main_param"} != expected.keys():
+        ours = ", ".join(expected) or "nothing"
+        raise ValueError(f"the state of {name} is of another optimizer: {', '.join(state)}, this one keeps {ours}")
+
+
+@torch.no_grad()
+def reshard(optimizer, process_group):
+    """See DistributedOptimizer.reshard."""
+    params, pieces = all_params(optimizer), pieces_of(optimizer)
+    states = states_of(optimizer, pieces)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer)))
+    source = next(rank for rank, (n_pieces, _) in enumerate(everyone) if n_pieces)
+    for param in params:
+        dist.broadcast(param, src=source)  # to the ranks that join
+    optimizer.move_to(process_group)
+    new_pieces, moved = pieces_of(optimizer), {}
+    for index, whole in gather(states, pieces, params, None, dst=None):
+        if index in new_pieces:
+            start, stop, _ = new_pieces[index]
+            moved[index] = {key: value[start:stop].clone() if is_flat(value) else value for key, value in whole.items()}
+    install(optimizer, moved, everyone[source][1])

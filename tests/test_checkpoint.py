@@ -1,0 +1,591 @@
+"""Nothing is lost: one dict, files, other ranks, other stages, plain torch. Each time, the next step must be the same."""
+
+import copy
+import importlib
+import json
+import pickle
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from harness.memory import Memory
+from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, fused, loss_of, optimizer_of, trainable
+
+SHARDED = STAGES[2:]
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def checkpoint_of(stage):
+    """The checkpoint module that comes with `stage`; that of stage 4, where it has none."""
+    return importlib.import_module(f"{stage if stage in SHARDED else SHARDED[1]}.checkpoint")
+
+
+def train(rank, model, optimizer, steps, dtype=torch.float32):
+    for step in steps:
+        x, y = (part.to(rank.device, dtype) for part in batch(step, rank.rank))
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def equal(one, other):
+    """Two state_dicts, to the bit; on other devices too."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    return one == other
+
+
+def close(one, other):
+    """The same names, shapes and dtypes; values up to the order of a sum."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+        return same and torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    return one == other
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One dict
+
+
+def gather_and_compare(rank, stage, name):
+    optimizer_cls, kwargs = OPTIMIZERS[name]
+    model = Net(seed=0).to(rank.device)
+    optimizer = optimizer_of(stage)(model.named_parameters(), optimizer_cls, **kwargs)
+    train(rank, model, optimizer, range(3))
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5  # as schedulers do
+    reference = Replicated(rank, optimizer_cls, groups=lambda model: model.named_parameters(), **kwargs)
+    for step in range(3):
+        reference.step(step)
+    reference.optimizer.param_groups[0]["lr"] *= 0.5
+    on_one, on_all = optimizer.full_state_dict(), optimizer.full_state_dict(to_all=True)
+    assert equal(on_one, on_all) if rank.rank == 0 else on_one == {}
+    plain = reference.optimizer.state_dict()
+    for group in plain["param_groups"]:
+        group["fused"] = None  # this one was told, ours finds out by itself
+    assert on_all["param_groups"] == plain["param_groups"]
+    assert close(on_all["state"], {i: {k: v.cpu() for k, v in s.items()} for i, s in plain["state"].items()})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", SHARDED)
+def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(run, stage, name):
+    run(gather_and_compare, stage, name)
+
+
+def to_plain_and_back(rank, stage):
+    """Two steps in the stage, one in plain torch, two in a new instance of the stage: as five in plain torch."""
+    reference = Replicated(rank, **ADAMW)
+    for step in range(5):
+        reference.step(step)
+    model = Net(seed=rank.rank).to(rank.device)
+    model.frozen.load_state_dict(reference.model.frozen.state_dict())
+    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+    train(rank, model, optimizer, range(2))
+    plain = Replicated(rank, **ADAMW)
+    plain.optimizer.load_state_dict(optimizer.full_state_dict(to_all=True))
+    plain.model.load_state_dict(model.state_dict())
+    plain.optimizer.param_groups[0].update(fused(torch.optim.AdamW, rank.device, {}))
+    plain.step(2)
+    state_dict = plain.optimizer.state_dict() if rank.rank == 0 else {}
+    del optimizer
+    model = copy.deepcopy(plain.model)
+    optimizer = optimizer_of(stage)(trainable(model), lr=1.0)
+    optimizer.load_full_state_dict(state_dict)
+    assert optimizer.param_groups[0]["lr"] == ADAMW["lr"]
+    train(rank, model, optimizer, (3, 4))
+    assert_same(model, reference.model, exact=rank.world_size <= 2)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_run_goes_on_in_plain_torch_and_back(run, stage):
+    run(to_plain_and_back, stage)
+
+
+def sixteen_bits(rank, stage, dtype):
+    """Main parameters travel in full: to another instance, and to one whose parameters are fp32."""
+    model = Net(seed=0).to(rank.device, dtype)
+    optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
+    train(rank, model, optimizer, range(3), dtype=dtype)
+    state_dict = optimizer.full_state_dict(to_all=True)
+    names = [name for name, _ in model.named_parameters()]
+    weight = state_dict["state"][names.index("embed.weight")]
+    assert weight["exp_avg"].dtype == weight["main_param"].dtype == torch.float32
+    assert torch.equal(weight["main_param"].to(dtype), model.embed.weight.cpu())
+    other = Net(seed=1).to(rank.device, dtype)
+    second = optimizer_of(stage)(other.parameters(), **ADAMW)
+    other.load_state_dict(model.state_dict())
+    second.load_full_state_dict(state_dict)
+    assert equal(second.full_state_dict(to_all=True), state_dict)
+    train(rank, model, optimizer, (3, 4), dtype=dtype)
+    train(rank, other, second, (3, 4), dtype=dtype)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+    assert equal(second.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+    wide = Net(seed=1).to(rank.device)
+    third = optimizer_of(stage)(wide.parameters(), **ADAMW)
+    third.load_full_state_dict(state_dict)
+    for index, state in state_dict["state"].items():
+        assert torch.equal(wide.get_parameter(names[index]).cpu(), state["main_param"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_main_parameters_of_16_bit_ones_travel_in_fp32(run, stage, dtype):
+    run(sixteen_bits, stage, dtype)
+
+
+def peak_of_gathering(rank, stage):
+    """-> the most bytes beyond its own that full_state_dict makes on this rank, and that loading it again does."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(16)]).to(rank.device)
+    kwargs = {"bucket_cap_mb": 0.5} if stage == STAGES[3] else {}
+    optimizer = optimizer_of(stage)(model.parameters(), **kwargs)
+    model(torch.ones(2, 256, device=rank.device)).sum().backward()
+    optimizer.step()
+    with Memory(rank.device) as memory:
+        state_dict = optimizer.full_state_dict()
+        gathered = memory.peak
+        optimizer.load_full_state_dict(state_dict)
+        return gathered, memory.peak
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_rank_holds_more_than_the_state_of_one_parameter_beyond_its_own(run, stage, world_size):
+    """16 matrices of 256 KiB, two moments each: 512 KiB a parameter, 8 MiB in all."""
+    parameter, everything = 2 * 256 * 256 * 4, 16 * 2 * 256 * 256 * 4
+    (on_rank_0, _), *others = run(peak_of_gathering, stage)
+    assert everything <= on_rank_0 <= everything + parameter
+    for gathered, loaded in others:
+        assert gathered < parameter / 8  # which rank holds what, and no state
+        assert loaded <= everything / world_size + 2 * parameter  # gloo's threads let go of one a moment later
+
+
+WRONG = {
+    "no dict": (lambda state_dict: None, "needs a dict|must pass a dict"),
+    "another model": (lambda state_dict: {**state_dict, "param_groups": [{"params": [0]}]}, r"groups of \[1\] parameters"),
+    "another shape": (lambda state_dict: changed(state_dict, exp_avg=torch.zeros(3)), r"exp_avg of parameter 3 is \(3,\)"),
+    "another optimizer": (lambda state_dict: {**state_dict, "state": {3: {"momentum_buffer": torch.zeros(5, 7)}}},
+                          "the state of parameter 3 is of another optimizer: momentum_buffer, this one keeps step, exp_avg"),
+}
+
+
+def changed(state_dict, **entries):
+    return {**state_dict, "state": {**state_dict["state"], 3: {**state_dict["state"][3], **entries}}}
+
+
+def refuse_dict(rank, stage, what):
+    model = Net(seed=0).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
+    train(rank, model, optimizer, range(2))
+    before = optimizer.full_state_dict(to_all=True)
+    wrong, message = WRONG[what]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_full_state_dict(wrong(before) if rank.rank == 0 else {})
+    assert equal(optimizer.full_state_dict(to_all=True), before)
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_state_dict_of_something_else_is_refused_on_every_rank(run, stage, what):
+    run(refuse_dict, stage, what)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other ranks. The pool has four; groups of some of them stand for other numbers of ranks.
+
+
+def in_group(rank, ranks, function):
+    """function(process_group) on the ranks of a new group; None on the others, which wait for them."""
+    group = dist.new_group(ranks)
+    result = function(group) if rank.rank in ranks else None
+    dist.barrier()
+    return result
+
+
+def a_run(rank, stage, group, seed=0, dtype=torch.float32, optimizer_cls=torch.optim.AdamW, **kwargs):
+    """A model and its optimizer, on the ranks of `group`; without group: a plain torch optimizer."""
+    model = Net(seed=seed, frozen_seed=seed).to(rank.device, dtype)
+    if stage is None:
+        return model, optimizer_cls(model.parameters(), **fused(optimizer_cls, rank.device, {}), **kwargs)
+    kwargs.update({"bucket_cap_mb": 0.0003} if stage == STAGES[3] else {})
+    return model, optimizer_of(stage)(model.parameters(), optimizer_cls, process_group=group, **kwargs)
+
+
+def step_alike(rank, model, optimizer, steps):
+    """Every rank has the same batch: what comes out doesn't depend on how many there are."""
+    for step in steps:
+        loss_of(model, *batch(step, 0, device=rank.device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+ROUTES = [  # (stage, ranks): a step in each, with a checkpoint in between
+    [(STAGES[2], [0, 1, 2]), (STAGES[3], [1, 3]), (STAGES[2], [0, 1, 2, 3]), (None, [2])],
+    [(STAGES[3], [0, 1, 2]), (STAGES[2], [0, 1]), (STAGES[3], [0, 1, 2, 3]), (None, [0])],
+    [(STAGES[0], [0, 1, 2]), (STAGES[1], [0, 1]), (STAGES[3], [2, 3]), (STAGES[0], [0]), (STAGES[2], [1])],
+    [(None, [0]), (STAGES[3], [0, 1, 2, 3]), (STAGES[1], [0, 3]), (None, [1])],
+]
+
+
+def follow(rank, route, folder, name):
+    optimizer_cls, kwargs = OPTIMIZERS[name]
+    plain, plain_optimizer = a_run(rank, None, None, optimizer_cls=optimizer_cls, **kwargs)
+    step_alike(rank, plain, plain_optimizer, range(2 * len(route)))
+
+    def leg(number, stage, group):
+        model, optimizer = a_run(rank, stage, group, seed=number, optimizer_cls=optimizer_cls, **kwargs)
+        checkpoint = checkpoint_of(stage)
+        optimizer.process_group = group  # a plain torch optimizer has none
+        if number:
+            extra = checkpoint.load(checkpoint.latest(folder), model, optimizer)
+            assert extra == {"step": 2 * number}
+        step_alike(rank, model, optimizer, range(2 * number, 2 * number + 2))
+        checkpoint.save(folder / f"step-{number}", model, optimizer, {"step": 2 * number + 2})
+        return [param.detach() for param in model.parameters()]
+
+    for number, (stage, ranks) in enumerate(route):
+        params = in_group(rank, ranks, lambda group: leg(number, stage, group))
+    for param, expected in zip(params or [], plain.parameters()):
+        assert torch.allclose(param, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: "-".join(f"{s[5] if s else 't'}on{len(r)}" for s, r in route))
+@pytest.mark.parametrize("world_size", [4])
+def test_a_checkpoint_goes_on_in_any_stage_on_any_number_of_ranks(run, route, name, tmp_path):
+    run(follow, route, tmp_path, name)
+
+
+def move(rank, stage, name):
+    """4 -> 2 -> 3 ranks, live. With a scheduler, whose optimizer stays the same object."""
+    optimizer_cls, kwargs = OPTIMIZERS[name]
+    plain, plain_optimizer = a_run(rank, None, None, optimizer_cls=optimizer_cls, **kwargs)
+    model, optimizer = a_run(rank, stage, None, optimizer_cls=optimizer_cls, **kwargs)
+    if stage == STAGES[3]:
+        optimizer.prefetch_params(model)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.9) for one in (plain_optimizer, optimizer)]
+    for turn, ranks in enumerate([[0, 1, 2, 3], [1, 3], [0, 1, 2], None]):
+        if turn:
+            group = None if ranks is None else dist.new_group(ranks)
+            optimizer.reshard(group)
+        for one, scheduler, trained in zip((plain, model), schedulers, (plain_optimizer, optimizer)):
+            if one is plain or ranks is None or rank.rank in ranks:
+                step_alike(rank, one, trained, (2 * turn, 2 * turn + 1))
+                scheduler.step()
+        if ranks is None or rank.rank in ranks:
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(plain_optimizer.param_groups[0]["lr"])
+            for param, expected in zip(model.state_dict().values(), plain.state_dict().values()):
+                assert torch.allclose(param, expected, rtol=1e-5, atol=1e-7)
+        else:
+            with pytest.raises(RuntimeError, match="in no process group since reshard"):
+                loss_of(model, *batch(0, 0, device=rank.device)).backward()
+                optimizer.step()
+            model.zero_grad()
+            scheduler.step()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [4])
+def test_a_live_optimizer_moves_to_other_ranks(run, stage, name):
+    run(move, stage, name)
+
+
+def move_with_gradients(rank, stage):
+    model, optimizer = a_run(rank, stage, None)
+    loss_of(model, *batch(0, 0, device=rank.device)).backward()
+    with pytest.raises(RuntimeError, match="between backward"):
+        optimizer.reshard(None)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.reshard(None)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_gradients_are_not_lost_by_moving(run, stage):
+    run(move_with_gradients, stage)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (1, 1, 6), (4, 1), (2, 1, 2, 3)], ids=str)
+def test_boxes_are_the_flat_elements_in_order(stage, shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            found = checkpoint_of(stage).boxes(shape, start, stop)
+            parts = [whole[tuple(slice(o, o + s) for o, s in zip(*box))].flatten() for box in found]
+            assert torch.equal(torch.cat([*parts, whole.new_empty(0)]), whole.view(-1)[start:stop])
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def save_and_load(rank, stage, folder, dtypes, asynchronous):
+    """Saved with one dtype and bucket size, loaded with another -> whether the dtype was the same."""
+    saved, loaded = dtypes
+    checkpoint = checkpoint_of(stage)
+    model, optimizer = a_run(rank, stage, None, dtype=saved, **ADAMW)
+    train(rank, model, optimizer, range(2), dtype=saved)
+    done = checkpoint.save(folder / "one", model, optimizer, {"rank": rank.rank}, asynchronous=asynchronous)
+    before = optimizer.full_state_dict(to_all=True), [param.detach().clone() for param in model.parameters()]
+    if asynchronous:
+        train(rank, model, optimizer, (2, 3), dtype=saved)  # what is written is what was there before
+    assert done.result(30) is None
+    dist.barrier()
+    other = Net(seed=9, frozen_seed=9).to(rank.device, loaded)
+    kwargs = {"bucket_cap_mb": 0.0006} if stage == STAGES[3] else {}
+    second = optimizer_of(stage)(other.parameters(), lr=1.0, **kwargs)
+    assert checkpoint.load(folder / "one", other, second) == {"rank": rank.rank}
+    state, params = second.full_state_dict(to_all=True), list(other.parameters())
+    assert state["param_groups"][0]["lr"] == ADAMW["lr"]
+    for index, entries in before[0]["state"].items():
+        assert all(torch.equal(state["state"][index][key], entries[key]) for key in entries if key != "main_param")
+        exact = entries.get("main_param", before[1][index])  # the most precise value there is
+        assert torch.equal(params[index], exact.to(rank.device, loaded))
+        assert torch.equal(state["state"][index].get("main_param", params[index]).cpu(), exact.to(torch.float32).cpu())
+    frozen = [index for index in range(len(params)) if index not in before[0]["state"]]
+    assert len(frozen) == 2 and all(torch.equal(params[i], before[1][i].to(loaded)) for i in frozen)
+
+
+F, B = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("dtypes", [(F, F), (B, B), (F, B), (B, F)], ids=str)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_saved_is_loaded_to_the_bit(run, stage, dtypes, asynchronous, tmp_path):
+    run(save_and_load, stage, tmp_path, dtypes, asynchronous)
+
+
+def save_once(rank, stage, path, seed=0, optimizer_cls=torch.optim.AdamW):
+    model, optimizer = a_run(rank, stage, None, seed=seed, optimizer_cls=optimizer_cls)
+    train(rank, model, optimizer, range(2))
+    checkpoint_of(stage).save(path, model, optimizer, {"anything": [1, 2.0, "three"]})
+    return [param.detach().cpu().clone() for param in model.parameters()], optimizer.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [3])
+def test_torchs_own_tools_read_it_and_plain_torch_goes_on(run, stage, tmp_path):
+    """Offline, in this process, which has no process group: names, shapes and values, and no padding."""
+    params, state_dict = run(save_once, stage, tmp_path / "one")[0]
+    dcp_to_torch_save(tmp_path / "one", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    model = Net(seed=5)
+    model.load_state_dict(found["model"])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), params))
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    (group,) = found["optimizer"]["param_groups"]
+    assert group.pop("params") == names
+    state = {names.index(name): entries for name, entries in found["optimizer"]["state"].items()}
+    assert equal(state, state_dict["state"])
+    state_dict_by_name = {"state": found["optimizer"]["state"], "param_groups": [{**group, "params": names}]}
+    set_optimizer_state_dict(model, optimizer, state_dict_by_name)
+    assert equal(optimizer.state_dict()["state"], state_dict["state"])
+    written = sum(file.stat().st_size for file in (tmp_path / "one").glob("*.distcp"))
+    metadata = dcp.FileSystemReader(tmp_path / "one").read_metadata().state_dict_metadata
+    sizes = {key: value.size for key, value in metadata.items() if hasattr(value, "size")}
+    assert sizes["optimizer.state.head.weight.exp_avg"] == (7, 5) and written < 400_000
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_each_rank_writes_its_part_only(run, stage, tmp_path):
+    run(save_large, stage, tmp_path / "one")
+    sizes = [file.stat().st_size for file in sorted((tmp_path / "one").glob("*.distcp"))]
+    everything = 3 * 4 * 1024 * 1024  # a parameter and two moments, of fp32
+    assert len(sizes) == 2 and all(everything / 2 <= size < everything / 2 + 50_000 for size in sizes)
+
+
+def save_large(rank, stage, path):
+    model = torch.nn.Linear(1024, 1024, bias=False).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters())
+    model(torch.ones(1, 1024, device=rank.device)).sum().backward()
+    optimizer.step()
+    checkpoint_of(stage).save(path, model, optimizer)
+
+
+class Exploit:
+    def __reduce__(self):
+        return print, ("code from a file has run",)
+
+
+def truncate(path):
+    file = max(path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+    return rf"{file.name} is damaged: \d+ bytes with checksum \w+ were written, now it is \d+ bytes"
+
+
+def flip_a_bit(path):
+    file = min(path.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return f"{file.name} is damaged"
+
+
+def remove_a_file(path):
+    file = max(path.glob("*.distcp"))
+    file.unlink()
+    return f"{file.name} is damaged.*now it is missing"
+
+
+def remove_the_manifest(path):
+    (path / "manifest.json").unlink()
+    return "it is not complete: manifest.json is missing"
+
+
+def cut_the_manifest(path):
+    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:100])
+    return "manifest.json is damaged"
+
+
+def remove_everything(path):
+    shutil.rmtree(path)
+    return "there is no such folder"
+
+
+def code_in_the_metadata(path):
+    (path / ".metadata").write_bytes(pickle.dumps(Exploit()))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][".metadata"] = checkpoint_of(SHARDED[0]).checksum(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return ".metadata refers to builtins.print, which no checkpoint needs"
+
+
+DAMAGE = [truncate, flip_a_bit, remove_a_file, remove_the_manifest, cut_the_manifest, remove_everything,
+          code_in_the_metadata]
+
+
+def refuse(rank, stage, path, message, make=None):
+    """The message on every rank, and everything as it was."""
+    model, optimizer = make(rank) if make else a_run(rank, stage, None, seed=7)
+    checkpoint = checkpoint_of(stage)
+    before = optimizer.full_state_dict(to_all=True), copy.deepcopy(model.state_dict())
+    with pytest.raises(checkpoint.CheckpointError, match=message) as refusal:
+        checkpoint.load(path, model, optimizer)
+    assert len(str(refusal.value).splitlines()) == 1 and str(path) in str(refusal.value)
+    assert equal(optimizer.full_state_dict(to_all=True), before[0])
+    assert equal(dict(model.state_dict()), dict(before[1]))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_changed(run, stage, damage, tmp_path, capfd):
+    run(save_once, stage, tmp_path / "one")
+    message = damage(tmp_path / "one")
+    run(refuse, stage, tmp_path / "one", message)
+    assert "code from a file has run" not in capfd.readouterr().out
+
+
+def other_model(rank):
+    model = torch.nn.Linear(7, 7).to(rank.device)
+    return model, optimizer_of(SHARDED[1])(model.parameters())
+
+
+def other_shape(rank):
+    model = Net(seed=0).to(rank.device)
+    model.up = torch.nn.Linear(5, 12).to(rank.device)
+    return model, optimizer_of(SHARDED[0])(model.parameters())
+
+
+def other_optimizer(rank):
+    model = Net(seed=0).to(rank.device)
+    return model, optimizer_of(SHARDED[0])(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def other_variant(rank):
+    model = Net(seed=0).to(rank.device)
+    return model, optimizer_of(SHARDED[1])(model.parameters(), amsgrad=True)
+
+
+def other_groups(rank):
+    model = Net(seed=0).to(rank.device)
+    params = list(model.parameters())
+    return model, optimizer_of(SHARDED[1])([{"params": params[:4]}, {"params": params[4:]}])
+
+
+FOREIGN = [
+    (other_model, "it is of another model: weight: the checkpoint doesn't have it"),
+    (other_shape, r"it is of another model: up.weight: the checkpoint has it with shape \(11, 5\), the model .*\(12, 5\)"),
+    (other_optimizer, "it is of AdamW, this optimizer is SGD"),
+    (other_variant, "the state of scale is of another optimizer: .* this one keeps .*max_exp_avg_sq"),
+    (other_groups, "its parameter groups are 10 from .* to .*, this optimizer's 4 from .* and 6 from"),
+]
+
+
+@pytest.mark.parametrize("make, message", FOREIGN, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("world_size", [2])
+def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_changed(run, make, message, tmp_path):
+    run(save_once, STAGES[3], tmp_path / "one")
+    run(refuse, STAGES[3], tmp_path / "one", message, make)
+
+
+def save_where_it_cannot(rank, stage, path, limit, message):
+    """`limit`: bytes that a file of this rank may have: then writing fails as it does on a full disk."""
+    model, optimizer = a_run(rank, stage, None)
+    train(rank, model, optimizer, range(2))
+    checkpoint, before = checkpoint_of(stage), optimizer.full_state_dict(to_all=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit and rank.rank == rank.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match=message) as refusal:
+            checkpoint.save(path, model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert equal(optimizer.full_state_dict(to_all=True), before)
+    train(rank, model, optimizer, (2,))
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_full_disk_leaves_nothing_behind(run, stage, world_size, tmp_path):
+    message = f"can't be written: rank {world_size - 1}: .*(File too large|write)"
+    run(save_where_it_cannot, stage, tmp_path / "one", 10_000, message)
+    assert list(tmp_path.iterdir()) == []
+    run(save_once, stage, tmp_path / "one")
+    assert checkpoint_of(stage).latest(tmp_path) == tmp_path / "one"
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_place_that_cannot_be_written_is_one_line(run, stage, tmp_path):
+    run(save_where_it_cannot, stage, Path("/proc/checkpoint"), 0, "/proc/checkpoint can't be written: ")
+    (tmp_path / "file").touch()
+    run(save_where_it_cannot, stage, tmp_path / "file" / "one", 0, "can't be written: Not a directory")
+    (tmp_path / "one").mkdir()
+    run(save_where_it_cannot, stage, tmp_path / "one", 0, "can't be written: it exists already")
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path):
+    latest = checkpoint_of(STAGES[3]).latest
+    assert latest(tmp_path / "nowhere") is None and latest(tmp_path) is None
+    for name in ("step-2", "step-1", "step-4.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    (tmp_path / "step-3").mkdir()  # without manifest
+    assert latest(tmp_path) == tmp_path / "step-2"
