@@ -65,9 +65,14 @@ def connect(timeout_s=120):
     sys.excepthook = _report_lost_rank
     if "RANK" not in os.environ:
         return _connect(0, 1, 0, 1, timeout_s, dist.HashStore())
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # After torchrun has started ranks anew, its store still holds the addresses of those before: they get a corner each.
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return _connect(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), timeout_s)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    me = _connect(rank, world_size, local_rank, local_world_size, timeout_s, store)
+    sys.excepthook = _report_lost_rank  # again: init_process_group wraps it, and collects what it prints
+    return me
 
 
 def _report_lost_rank(kind, error, trace):
@@ -76,17 +81,17 @@ def _report_lost_rank(kind, error, trace):
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
         sys.__excepthook__(kind, error, trace)
         return
+    sys.stdout.flush()
     print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} lost another rank: {first_line}",
           file=sys.stderr, flush=True)
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store=None):
-    """`store` is where ranks find each other; None means the one that torchrun's environment names."""
+def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
+    """`store` is where ranks find each other."""
     backend, device = choose_device(local_rank, local_world_size)
-    where = dict(store=store, rank=rank, world_size=world_size) if store is not None else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s),
-                            device_id=device if device.type == "cuda" else None, **where)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
+                            world_size=world_size, device_id=device if device.type == "cuda" else None)
     return Rank(rank, world_size, device, backend)
 
 

@@ -1,0 +1,126 @@
+"""Runs that are killed: the other ranks end with one line, and what goes on from a checkpoint is what would have been."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.faults import faults, final_state
+from stage4_overlap.checkpoint import latest
+from tests.common import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
+LIMIT_S = 90  # for a run of 30 steps, with all starts; a rank that hangs takes 120
+
+
+def torchrun(script, folder, *args, ranks=2, batch_size=6, restarts=0, wrapper=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+               f"--max-restarts={restarts}", *wrapper, script, *NANO, "--batch-size", str(batch_size),
+               "--checkpoint", str(folder), *args]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def last_loss(printed):
+    return float(re.findall(r"validation loss after: (\d+\.\d+)", printed)[-1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """-> function(stage): the folder of a run that nobody disturbs, and its last loss."""
+    found = {}
+
+    def undisturbed(stage):
+        if stage not in found:
+            folder = tmp_path_factory.mktemp(stage)
+            found[stage] = folder, last_loss(torchrun(f"{stage}/train.py", folder))
+        return found[stage]
+
+    return undisturbed
+
+
+def equal_to_the_bit(folder, other, scratch):
+    one, other = final_state(folder, scratch / "one.pt"), final_state(other, scratch / "other.pt")
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(stage, undisturbed, tmp_path):
+    """Two parts of one schedule: after the first, the checkpoint of step 20 is the newest."""
+    torchrun(f"{stage}/train.py", tmp_path / "run")
+    for step in (30,):
+        (tmp_path / "run" / f"step-{step:08}").rename(tmp_path / "away")
+    printed = torchrun(f"{stage}/train.py", tmp_path / "run")
+    assert f"resumed from {tmp_path}/run/step-00000020" in printed and "step 21/30" in printed
+    assert equal_to_the_bit(tmp_path / "run", undisturbed(stage)[0], tmp_path)
+
+
+def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturbed, tmp_path):
+    """From 2 ranks with 6 sequences each to 3 with 4, in another stage; then to 1 with 12, in plain torch."""
+    folder, loss = undisturbed(STAGES[3])
+    (tmp_path / "step-00000010").symlink_to(folder / "step-00000010")
+    printed = torchrun(f"{STAGES[2]}/train.py", tmp_path, ranks=3, batch_size=4)
+    assert "step 11/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
+    (tmp_path / "step-00000030").rename(tmp_path / "one.partial")
+    printed = torchrun("harness/train_ddp.py", tmp_path, ranks=1, batch_size=12)
+    assert "step 21/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
+
+
+@pytest.mark.parametrize("moment", ["backward", "step", "prefetch", "save"])
+@pytest.mark.parametrize("stage", STAGES[2:])
+def test_torchrun_goes_on_by_itself_after_a_kill(stage, moment, undisturbed, tmp_path):
+    wrapper = ["tests/killed.py", moment]
+    printed = torchrun(f"{stage}/train.py", tmp_path / "run", restarts=1, wrapper=wrapper)
+    assert len(re.findall("validation loss before", printed)) == 2  # two attempts
+    assert f"resumed from {tmp_path}/run/step-00000010" in printed
+    assert equal_to_the_bit(tmp_path / "run", undisturbed(stage)[0], tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["backward", "step", "prefetch", "save"])
+@pytest.mark.parametrize("stage", STAGES[2:])
+def test_when_a_rank_is_killed_the_others_end_with_one_line(stage, moment, tmp_path):
+    """Without torchrun, which would end them itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(3):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "tests/killed.py", moment, f"{stage}/train.py", *NANO, "--batch-size", "4",
+                   "--checkpoint", str(tmp_path)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, text=True,
+                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    try:
+        printed = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, -9, 1]
+    for rank in (0, 2):
+        (line,) = [line for line in printed[rank].splitlines() if "error" in line]
+        assert line.startswith(f"train.py: error: rank {rank} lost another rank: ")
+        assert "Traceback" not in printed[rank]
+    if moment == "save":
+        assert latest(tmp_path).name == "step-00000010" and (tmp_path / "step-00000020.partial").exists()
+
+
+def test_random_kills_lose_nothing(tmp_path):
+    assert faults(stage=4, ranks=2, kills=2, seed=1, folder=tmp_path)["kills"] == 2
+
+
+def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
+    folder = tmp_path / "step-00000030"
+    folder.mkdir()
+    for file in (undisturbed(STAGES[3])[0] / folder.name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes()[:-1])
+    command = [sys.executable, f"{STAGES[2]}/train.py", *NANO, "--checkpoint", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
