@@ -14,14 +14,15 @@ for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
 warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
-def checked_groups(params, process_group, existing=(), *, one_dtype=False, contiguous=False) -> list[dict]:
-    """`params` as a list of parameter groups, or the same refusal on every rank. Collective.
+def checked_groups(params, process_group, existing=(), *, one_dtype=False, contiguous=False, error=None):
+    """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
 
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
         existing: the groups that the optimizer has already.
         one_dtype: whether the stage needs all parameters in one dtype.
         contiguous: whether the stage views parameters as flat.
+        error: an exception with which the stage itself refuses, on this rank at least.
 
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
@@ -32,14 +33,14 @@ def checked_groups(params, process_group, existing=(), *, one_dtype=False, conti
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
-    error, groups, lines = None, [], []
+    groups, lines = [], []
     try:
         groups = _as_groups(params)
         named = named_params([*existing, *groups])
         _check_params(named, one_dtype, contiguous)
         lines = [_describe(name, param) for name, param in named]
     except (TypeError, ValueError) as refusal:
-        error = refusal
+        error = error or refusal
     _agree(error, lines, process_group)
     return groups
 
@@ -99,7 +100,8 @@ def _check_params(named, one_dtype, contiguous) -> None:
             raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
         if one_dtype and param.dtype != first.dtype:
             raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
-        if contiguous and not param.is_contiguous():
+        has_gaps = not param.is_contiguous() and param.stride() != torch.empty_like(param, device="meta").stride()
+        if has_gaps or contiguous and not param.is_contiguous():
             raise ValueError(f"parameter {name} is not contiguous (strides {param.stride()}): use the default layout")
 
 
@@ -125,10 +127,3 @@ def _agree(error, lines, process_group) -> None:
     rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
     ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
     raise ValueError(f"the ranks disagree on the parameters: rank 0 has {ours}, rank {rank} has {theirs}")
-
-
-def check_grads(groups) -> None:
-    """Refuse sparse gradients: nn.Embedding(sparse=True) makes them, on every rank alike."""
-    for name, param in named_params(groups):
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise ValueError(f"the gradient of parameter {name} is sparse: use nn.Embedding(sparse=False)")

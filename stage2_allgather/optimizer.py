@@ -11,7 +11,7 @@ import inspect
 import torch
 import torch.distributed as dist
 
-from .checks import check_grads, checked_groups
+from .checks import checked_groups
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -29,6 +29,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
+        ValueError: `optimizer_cls` steps all tensors together, as L-BFGS does: those of a rank would step differently.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -36,6 +37,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, one_dtype=True)
+        check_tensorwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -53,6 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, one_dtype=True)
         super().add_param_group(param_group)
+        self.grads_synced = False  # what the new ones have in param.grad is local
         params = self.param_groups[-1]["params"]
         for param in params:
             self._broadcast([param], src=0)
@@ -85,12 +88,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Average the gradients over the ranks, in place. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
 
         A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.
+        Sparse gradients become dense.
         """
         if self.grads_synced or not self.average_gradients:
             return
-        check_grads(self.param_groups)
         params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
-        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params])
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])])  # (numel + one flag a parameter,)
         dist.all_reduce(flat, group=self.process_group)
@@ -101,6 +104,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 param.grad = grad.copy_(mean)
         self.grads_synced = True
 
+    def zero_grad(self, set_to_none=True):
+        """Forget the gradients, averaged or not."""
+        super().zero_grad(set_to_none)
+        self.grads_synced = False
+
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
@@ -110,6 +118,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
+
+    def __getstate__(self):
+        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
@@ -213,8 +224,38 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     return fused
 
 
+def check_tensorwise(optimizer_cls, device, kwargs):
+    """Refuse an optimizer that steps a tensor otherwise if there are others: try it on two small ones."""
+    if "lr" in inspect.signature(optimizer_cls).parameters:
+        kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
+    optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
+    values = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
+    together, apart = list(values.clone()), list(values.clone())
+    try:
+        optimizers = [optimizer_cls(params, **kwargs) for params in (together, apart[:1], apart[1:])]
+        for step in range(3):
+            for param, grad in zip(together + apart, torch.sin(values * 5 + step).repeat(2, 1, 1)):
+                param.grad = grad
+            for optimizer in optimizers:
+                optimizer.step()
+        alike = torch.allclose(torch.stack(together), torch.stack(apart), rtol=1e-12, atol=0)
+    except (RuntimeError, TypeError):  # L-BFGS wants a closure, SparseAdam sparse gradients
+        alike = False
+    if not alike:
+        raise ValueError(f"{optimizer_cls.__name__} doesn't step tensors one by one: a rank's would step differently")
+
+
 def hyperparameters(group):
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def dense_grad(param):
+    """The gradient of `param`, or zeros, in the layout of `param`: fused kernels don't look at strides."""
+    if param.grad is None:
+        return torch.zeros_like(param)
+    grad = param.grad.to_dense()  # itself unless it is sparse
+    alike = grad.stride() == param.stride() and grad.dtype == param.dtype
+    return grad if alike else torch.empty_like(param).copy_(grad)
 
 
 def split_like(flat, params):

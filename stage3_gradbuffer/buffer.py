@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .checks import named_params
+
 
 class Holds(enum.Enum):
     """What the buffer holds at the moment; a step goes through the five from top to bottom."""
@@ -102,7 +104,8 @@ class GradBuffer:
             if param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(lambda _, index=index: self.take_grad(index))
                 self.hooks.append(hook)
-        self.zero()
+                if param.grad is None and not self.in_main_grad:  # one that is there already counts, as in torch
+                    param.grad = self.grads[index]
 
     def take_grad(self, index):
         """Bring a gradient into the buffer, wherever autograd or the user has put it. Called when it is ready."""
@@ -114,7 +117,7 @@ class GradBuffer:
             grad.add_(param.grad)
             param.grad = None
         elif param.grad is not grad:  # after model.zero_grad(), say
-            param.grad = grad.copy_(param.grad)
+            param.grad = grad.copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
 
     def collect_grads(self):
         """To GRADS: whatever happened to `param.grad` outside of backward counts too."""
@@ -124,6 +127,13 @@ class GradBuffer:
                 self.take_grad(index)
             elif not self.in_main_grad:
                 self.grads[index].zero_()  # set to None by the user
+
+    def refuse_new_grads(self, groups):
+        """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more."""
+        views = {id(param): grad for param, grad in zip(self.params, self.grads)}
+        for name, param in named_params(groups):
+            if param.grad is not None and param.grad is not views.get(id(param), param.grad):
+                raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
 
     def reduce_scatter_grads(self):
         """To GRAD_SHARD: each rank's shard of the buffer becomes the average over the ranks. In place."""

@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
         `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale. Gradients are zero
-        afterwards.
+        afterwards: without a backward pass in between, a second step is one with gradients of zero.
         """
         loss = self._closure_loss(closure)
         self.finish_grad_sync()
@@ -87,8 +87,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def finish_grad_sync(self):
         """Average the gradients: each rank receives its shard. Idempotent; `clip_grad_norm_` calls it. Collective.
 
-        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`. A parameter that received
-        no gradient has a gradient of zero.
+        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
+        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero.
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
@@ -97,6 +97,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 buffer.collect_grads()
                 buffer.reduce_scatter_grads()
                 buffer.hand_out_main_grads()
+            else:
+                buffer.refuse_new_grads(self.param_groups)
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -116,6 +118,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
+
+    def __getstate__(self):
+        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
@@ -216,14 +221,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
 
     def _total_norm(self, grads, norm_type):
-        """The norm over the gradients of all shards, from this rank's `grads`."""
+        """The norm over the gradients of all shards, from this rank's `grads`: that of the norms of all ranks."""
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buffers[0].flat.device)
-        if norm_type == torch.inf:
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_group)
-            return norm
-        norm **= norm_type
-        dist.all_reduce(norm, group=self.process_group)
-        return norm ** (1 / norm_type)
+        norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
+        dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
+        return torch.linalg.vector_norm(norms, float(norm_type))
 
     def _closure_loss(self, closure):
         if closure is None:
@@ -292,14 +294,14 @@ def check_elementwise(optimizer_cls, device, kwargs):
     values = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
     whole, pieces = values.view(8, 8).clone(), list(values.clone().split([13, 51]))
     try:
-        one, two = optimizer_cls([whole], **kwargs), optimizer_cls(pieces, **kwargs)
+        optimizers = [optimizer_cls(params, **kwargs) for params in ([whole], pieces[:1], pieces[1:])]
         for step in range(3):
             grad = torch.sin(values * 5 + step)
             whole.grad = grad.view(8, 8)
             for piece, piece_grad in zip(pieces, grad.split([13, 51])):
                 piece.grad = piece_grad
-            one.step()
-            two.step()
+            for optimizer in optimizers:
+                optimizer.step()
         alike = torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-12, atol=0)
     except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
         alike = False

@@ -211,7 +211,7 @@ class BucketBuffer:
             if param.grad is None:
                 slot.zero_()
             else:
-                torch.div(param.grad, bucket.world_size, out=slot)
+                torch.div(param.grad.to_dense(), bucket.world_size, out=slot)
                 param.grad = None
         flat[sum(bucket.numels) :].zero_()
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
-from .checks import check_grads, checked_groups, named_params
+from .checks import checked_groups, named_params
 from .full_state import full_state_dict, load_full_state_dict, reshard
+
+LATE = 2  # of a gradient that was assigned when the parameter's own had left; missing is 1, or True
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -74,9 +76,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises what the constructor raises.
         """
-        (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, contiguous=True)
-        if self.next_bucket or self.n_rounds:
-            raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
+        error = None
+        if self.n_rounds or self.next_bucket or any(bucket.ready for bucket in self.buckets):
+            error = RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
+        (param_group,) = checked_groups(
+            [param_group], self.process_group, self.param_groups, contiguous=True, error=error
+        )
         super().add_param_group(param_group)
         if self.buckets:  # not while the constructor runs: it puts all its groups into the same buckets
             self._shard(self.param_groups[-1:])
@@ -88,6 +93,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
         `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale. After
         `prefetch_params` it returns while the parameters are still on their way, otherwise when all have arrived.
+        Gradients are gone afterwards: a second step without a backward pass in between is one without gradients.
+
+        Raises:
+            RuntimeError: a parameter received no gradient, or one by assignment when its own had left; on every rank.
         """
         loss = self._closure_loss(closure)
         self._start_remaining_grad_syncs()
@@ -138,9 +147,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
-        """Forget the gradients. They become None, whatever `set_to_none` says: a bucket takes them out as it leaves."""
-        if self.next_bucket:
-            self._finish_round()  # the other ranks wait for what has begun
+        """Forget the gradients, those that have left too, of which `model.zero_grad()` doesn't know.
+
+        They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective if there was a
+        backward pass since the last step.
+        """
+        if (self.waiting or self.next_bucket or self.n_rounds) and not self.grads_synced:  # what has begun must end
+            self._agree_on_used([param for group in self.param_groups for param in group["params"]])
         self._finish_grad_syncs()
         super().zero_grad()
         self.optimizer.zero_grad()
@@ -166,6 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self.accumulating = False
+
+    def __getstate__(self):
+        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
@@ -284,8 +300,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start_accumulation(self):
         """What holds from one step to the next."""
         self.n_rounds = 0
-        self.used = set()  # ids of the parameters that received a gradient on this rank
+        self.used = set()  # ids of the parameters that received a gradient on this rank, and it has left
         self.unused = set()  # and of those that received one on no rank: they are not stepped
+        self.waiting = set()  # and of those whose gradient autograd has put into param.grad, and it has not left
         self.grads_synced = False
         for bucket in self.buckets:
             bucket.gradient.is_empty = True
@@ -293,11 +310,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _on_grad_ready(self, param):
         """The hook of each parameter: buckets leave when they are full, in the same order on every rank."""
-        if param.grad.layout != torch.strided:
-            check_grads(self.param_groups)
         if id(param) in self.not_awaited:
             self._raise_stale(param)
         self.grads_synced = False
+        self.waiting.add(id(param))
         if self.accumulating:
             return
         bucket = self.bucket_of[id(param)]
@@ -320,6 +336,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if not self.idle:
                 self._finish_oldest_grad_sync()
             self.used.update(id(param) for param in bucket.params if param.grad is not None)
+            self.waiting.difference_update(id(param) for param in bucket.params)
             self.travelling.append(self.idle.popleft())
             self.travelling[-1].start_grad_sync(bucket)
             self.next_bucket += 1
@@ -333,32 +350,47 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._start_full_buckets()
 
     def _start_remaining_grad_syncs(self):
-        """Let every gradient leave, and agree with the other ranks on which parameters were used."""
-        if self.grads_synced:
-            return
+        """Let every gradient leave. Raises on every rank if one is missing on any, or was assigned too late."""
+        named = named_params(self.param_groups)
+        missing = self._agree_on_used([param for _, param in named])
+        names = [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad]
+        late = [name for (name, _), miss in zip(named, missing) if miss == LATE]
+        if late:
+            self.zero_grad()
+            raise RuntimeError(
+                f"the gradient of parameter {late[0]} was assigned after that of backward() had left: too late, go "
+                "backward in no_sync()"
+            )
+        if names and not self.find_unused_parameters:
+            self.zero_grad()
+            raise RuntimeError(
+                f"no gradient on some rank for parameter {', '.join(names[:9])}{' and others' * (len(names) > 9)}: "
+                "call backward() before step(), use it in the loss, freeze it with requires_grad_(False), or pass "
+                "find_unused_parameters=True"
+            )
+
+    def _agree_on_used(self, params):
+        """Let every gradient leave, and as many rounds of buckets on each rank. -> what each of `params` is missing."""
+        assigned = [param.grad is not None and id(param) not in self.waiting for param in params]  # by the user
+        late = [by_user and (self.grads_synced or id(p) in self.used) for by_user, p in zip(assigned, params)]
+        if self.grads_synced and not any(late):
+            return []
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if self.next_bucket or not self.n_rounds:
             self._finish_round()
-        named = named_params(self.param_groups)
-        left = any(param.grad is not None for _, param in named)  # from a backward pass inside no_sync
-        used = [id(param) in self.used or param.grad is not None for _, param in named]
-        report = torch.tensor([*used, *(not u for u in used), self.n_rounds + left], dtype=torch.int32)
-        report = report.to(named[0][1].device)
+        left = any(param.grad is not None for param in params)  # from a backward pass inside no_sync
+        used = [id(param) in self.used or param.grad is not None for param in params]
+        missing = [LATE if is_late else not is_used for is_late, is_used in zip(late, used)]
+        report = torch.tensor([*used, *missing, self.n_rounds + left], dtype=torch.int32).to(params[0].device)
         dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
         *report, n_rounds = report.tolist()
         while self.n_rounds < n_rounds:
             self._finish_round()
-        used, missing = report[: len(named)], report[len(named) :]
-        self.unused = {id(param) for (_, param), use in zip(named, used) if not use}
+        used, missing = report[: len(params)], report[len(params) :]
+        self.unused = {id(param) for param, use in zip(params, used) if not use}
         self.grads_synced = True
-        names = [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad]
-        if names and not self.find_unused_parameters:
-            self.zero_grad()
-            raise RuntimeError(
-                f"no gradient on some rank for parameter {', '.join(names)}: use it in the loss, freeze it with "
-                "requires_grad_(False), or pass find_unused_parameters=True"
-            )
+        return missing
 
     def _finish_oldest_grad_sync(self):
         self.idle.append(self.travelling.popleft())
@@ -372,11 +404,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Step the buckets of which nothing is under way any more."""
         travelling = [buffer.bucket for buffer in self.travelling]
         arrived = [bucket for bucket in self.buckets if not bucket.gradient.is_empty and bucket not in travelling]
+        self.optimizer.zero_grad()  # what finish_grad_sync, or the call before this one, has handed out is not stepped
         for bucket in arrived:
             bucket.hand_out_grads(self.unused)
             bucket.gradient.is_empty = True
         self.optimizer.step()
-        self.optimizer.zero_grad()  # none of them is stepped a second time
 
     def _wait_for_params(self, module):
         """The hook of each module: before it reads its parameters, they must have arrived."""
@@ -387,14 +419,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.not_awaited.remove(id(param))
 
     def _total_norm(self, grads, norm_type):
-        """The norm over the gradients of all shards, from this rank's `grads`."""
+        """The norm over the gradients of all shards, from this rank's `grads`: that of the norms of all ranks."""
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buckets[0].gradient.shard.device)
-        if norm_type == torch.inf:
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_group)
-            return norm
-        norm **= norm_type
-        dist.all_reduce(norm, group=self.process_group)
-        return norm ** (1 / norm_type)
+        norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
+        dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
+        return torch.linalg.vector_norm(norms, float(norm_type))
 
     def _closure_loss(self, closure):
         if closure is None:
@@ -463,14 +492,14 @@ def check_elementwise(optimizer_cls, device, kwargs):
     values = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
     whole, pieces = values.view(8, 8).clone(), list(values.clone().split([13, 51]))
     try:
-        one, two = optimizer_cls([whole], **kwargs), optimizer_cls(pieces, **kwargs)
+        optimizers = [optimizer_cls(params, **kwargs) for params in ([whole], pieces[:1], pieces[1:])]
         for step in range(3):
             grad = torch.sin(values * 5 + step)
             whole.grad = grad.view(8, 8)
             for piece, piece_grad in zip(pieces, grad.split([13, 51])):
                 piece.grad = piece_grad
-            one.step()
-            two.step()
+            for optimizer in optimizers:
+                optimizer.step()
         alike = torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-12, atol=0)
     except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
         alike = False
