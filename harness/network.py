@@ -252,10 +252,8 @@ def main():
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         result["other_rates"] = earlier(args)
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-        recorded = [(row["name"], row["timeline"][0]) for row in result["rows"] if "timeline" in row]
-        drawn = [(name, step) for name, step in recorded if "bf16" not in name]
-        console.print("One step, on rank 0", timeline.text(drawn), sep="\n")
-        title = f"One step on rank 0 of 2 hosts, {args.rate}: {args.model}, {args.batch_size} x {args.sequence_length}"
+        drawn, title = timeline.on_two_hosts(result)
+        console.print(title, timeline.text(drawn), sep="\n")
         Path(args.json).with_suffix(".svg").write_text(timeline.svg(drawn, title))
         console.print(f"written to {args.json} and {Path(args.json).with_suffix('.svg')}")
 

@@ -3,7 +3,7 @@
     python -m harness.report        # or: make report
 
 writes the tables in README.md and the chapters anew, from results/*.json, wherever a line says <!-- report: NAME -->,
-up to <!-- end -->. NAME is one of BLOCKS. No figure between these lines is typed by hand.
+up to <!-- end -->. NAME is one of BLOCKS. No figure between these lines is typed by hand. PICTURES are drawn anew too.
 
 Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
@@ -20,6 +20,8 @@ import rich.box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from harness import timeline
 
 NONE = "–"
 
@@ -286,14 +288,21 @@ def rewritten(text):
     return re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
 
 
+def network_picture():
+    return timeline.svg(*timeline.on_two_hosts(_load("network.json")))
+
+
+PICTURES = {ROOT / "results" / "network.svg": network_picture}
+
+
 def files():
     return [ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))]
 
 
 def main():
-    for path in files():
-        before = path.read_text()
-        after = rewritten(before)
+    for path in [*files(), *PICTURES]:
+        before = path.read_text() if path.exists() else ""
+        after = PICTURES[path]() if path in PICTURES else rewritten(before)
         path.write_text(after)
         print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 

@@ -1,6 +1,7 @@
 """One step of a row, as rank x time: what computes when, and what travels when. Recorded from outside, no stage knows.
 
     python -m harness.timeline [--rows "stage 4"] [--ranks 2] [--model tiny]        # or: make timeline STAGE=4
+    python -m harness.timeline --rows all       # ddp and the four stages on one axis, or: make timeline STAGE=all
 
 prints it, and writes results/timeline.svg, and results/timeline.json for https://ui.perfetto.dev and chrome://tracing.
 
@@ -258,6 +259,15 @@ def svg(rows, title):
                       f"<style>{style}</style>", *out, "</svg>\n"])
 
 
+def on_two_hosts(result):
+    """The result of harness.network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
+    c = result["conditions"]
+    rows = [(row["name"], row["timeline"][0]) for row in result["rows"] if row["name"] in peers.LADDER
+            and "timeline" in row]
+    return rows, (f"One step on rank 0 of {c['hosts']} hosts, {c['rate']}: {c['model']}, {c['batch_size']} x "
+                  f"{c['sequence_length']}")
+
+
 def trace(rows):
     """The same as events of Chrome's trace format: a process a row, a thread a lane. Times in microseconds."""
     events = []
@@ -283,7 +293,8 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     add = parser.add_argument
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
+        "stages, on rank 0")
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
@@ -292,10 +303,12 @@ def parse():
     args = parser.parse_args()
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
-    if not any(args.rows in name for name in names):
-        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     if args.ranks < 1:
         fail(f"--ranks is {args.ranks}: it must be at least 1")
+    if args.rows == "all":
+        return args, peers.LADDER
+    if not any(args.rows in name for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     return args, names
 
 
@@ -307,9 +320,10 @@ def fail(message):
 def main():
     args, names = parse()
     settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
+    n_drawn = 1 if args.rows == "all" else args.ranks
     with Workers(args.ranks) as workers:
         rows = [(f"{name}, rank {rank}", step) for name in names
-                for rank, step in enumerate(workers.run(record, settings, name))]
+                for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     print(text(rows))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"

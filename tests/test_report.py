@@ -1,4 +1,4 @@
-"""The tables in README.md and the chapters are those of results/*.json."""
+"""The tables and pictures in README.md and the chapters are those of results/*.json."""
 
 import re
 
@@ -11,6 +11,11 @@ from harness import report
 def test_every_block_agrees_with_its_json(path):
     text = path.read_text()
     assert report.rewritten(text) == text, "run make report"
+
+
+@pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
+def test_every_picture_agrees_with_its_json(path):
+    assert report.PICTURES[path]() == path.read_text(), "run make report"
 
 
 def test_there_are_blocks_in_the_readme_and_the_chapter_of_stage_4():

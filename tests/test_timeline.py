@@ -99,14 +99,19 @@ def test_the_memory_curve_ends_where_the_counter_ends(run, name):
         assert recorded > {"stage 3 grad buffer": 3}.get(name, 4) * params
 
 
-@pytest.mark.parametrize("row", ["stage 4", "fsdp2"])
+@pytest.mark.parametrize("row", ["stage 4", "fsdp2", "all"])
 def test_the_command_writes_a_picture_and_a_trace(row, tmp_path):
     out = tmp_path / "timeline.svg"
     run = subprocess.run(
         [sys.executable, "-m", "harness.timeline", "--rows", row, "--model", "nano", "--sequence-length", "16", "--out",
          str(out)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "rank 1: " in run.stdout and "F" in run.stdout and "B" in run.stdout
+    bands = [line.split(":")[0] for line in run.stdout.splitlines() if " ms of communication" in line]
+    if row == "all":
+        assert bands == [f"{name}, rank 0" for name in peers.LADDER] and len(bands) == 5
+    else:
+        assert bands[:2] == ["ddp, rank 0", "ddp, rank 1"] and len(bands) >= 4
+    assert "F" in run.stdout and "B" in run.stdout and "█" in run.stdout
     ElementTree.fromstring(out.read_text())
     events = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
