@@ -206,10 +206,7 @@ def measure_here(args):
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
     together = Together(rank)
     result = measure.measure(together, settings, names, progress)
-    for row in result["rows"]:
-        if "error" not in row:
-            progress(f"timeline: {row['name']}")
-            row["timeline"] = together.run(timeline.record, settings, row["name"])
+    timeline.record_rows(together, settings, result["rows"], progress)
     if args.accumulation:
         result["accumulation"] = measure.accumulation(together, settings, progress)
     if rank.rank == 0:
@@ -221,11 +218,13 @@ def measure_here(args):
 
 def earlier(args):
     """The results at other rates that the file holds -> list of results; of their timelines the exposed time only."""
+    from harness import timeline
+
     path = Path(args.json)
     before = json.loads(path.read_text()) if path.exists() else None
     found = [before, *before.pop("other_rates")] if before else []
-    for row in (row for result in found for row in result["rows"] if "timeline" in row):
-        row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
+    for result in found:
+        timeline.keep_exposed_only(result["rows"])
     return [result for result in found if result["conditions"]["rate"] != args.rate]
 
 

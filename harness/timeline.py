@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness import peers
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
-from harness.measure import WARMUP_STEPS, Settings, adamw, make_batches, make_model
+from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
 from harness.memory import Memory
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
@@ -70,7 +70,7 @@ class Recorder(Ledger):
 
 
 def record(rank, settings, name):
-    """Record three steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
+    """Record two steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
     row, batches = peers.find(name), make_batches(settings, rank)
     gc.collect()
     with Memory(rank.device) as memory:
@@ -80,7 +80,7 @@ def record(rank, settings, name):
         training.finish()
         dist.barrier()
         with Recorder(memory) as recorder:
-            for step in range(3):
+            for step in range(2):
                 tokens, targets = batches[step % len(batches)]
                 with recorder.phase("forward"):
                     loss = training.forward(tokens, targets)
@@ -93,14 +93,28 @@ def record(rank, settings, name):
         return one_step(recorder)
 
 
+def record_rows(workers, settings, rows, progress=lambda text: None):
+    """Records every row of a result of measure.measure that has no error: row["timeline"], see `one_step`, by rank."""
+    for row in rows:
+        if "error" not in row:
+            progress(f"timeline: {row['name']}")
+            attempt(row, lambda: row.update(timeline=workers.run(record, settings, row["name"])))
+
+
+def keep_exposed_only(rows):
+    """Of the recorded steps, what the tables show."""
+    for row in (row for row in rows if "timeline" in row):
+        row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
+
+
 def one_step(recorder):
-    """The second step of the recorded ones, from the start of its forward to the start of the next one's.
+    """The second of two recorded steps, from the start of its forward until the next one's could start.
 
     What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
     start, that of the step before.
     """
-    forwards = [start for name, start, _ in recorder.phases if name == "forward"]
-    start, end = forwards[1], forwards[2]
+    start = [start for name, start, _ in recorder.phases if name == "forward"][1]
+    end = recorder.phases[-1][2]
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
     busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]

@@ -23,8 +23,8 @@ def message(kind, launched_at, completed_at):
 
 
 def recorded():
-    """Three steps of 10 seconds. In the second, from 10 to 20, nothing computes from 13 to 14 and from 18 to 19."""
-    phases = [(name, 10 * step + start, 10 * step + end) for step in range(3)
+    """Two steps of 10 seconds. In the second, from 10 to 20, nothing computes from 13 to 14 and from 18 to 19."""
+    phases = [(name, 10 * step + start, 10 * step + end) for step in range(2)
               for name, start, end in (("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10))]
     entries = [message("all_gather", 9, 11), message("recv", 12, 15), message("all_reduce", 17.5, 18.5),
                message("all_gather", 19.5, 21), message("recv", 22, 23)]
