@@ -197,7 +197,8 @@ def describe(rank, settings):
     on_gpu = rank.device.type == "cuda"
     machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
     return {"machine": machine, "torch": torch.__version__, "python": platform.python_version(),
-            "backend": rank.backend, "device": rank.device.type, "ranks": rank.world_size,
+            "backend": rank.backend, "device": rank.device.type, "gpus": torch.cuda.device_count() if on_gpu else 0,
+            "ranks": rank.world_size,
             "threads_per_rank": torch.get_num_threads(), **settings._asdict(), "parameters": numel,
             "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "date": date.today().isoformat()}
 
