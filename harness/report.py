@@ -212,9 +212,10 @@ def _number(value):
 
 def conditions_line(conditions):
     c = conditions
+    shared = f" that share {c['gpus']} GPU(s)" if 0 < c.get("gpus", 0) < c["ranks"] else ""
     return " · ".join([
         c["machine"], f"torch {c['torch']}",
-        f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s)",
+        f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s){shared}",
         f"{c['model']}: {c['parameters'] / 1e6:.1f} M parameters, {c['dtype']}, AdamW",
         f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
         f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
@@ -275,12 +276,12 @@ def _by_rate():
 
 def _bench_sheets(*numbers):
     result = _load("bench.json")
-    return [_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
+    return [sheet_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
 
 
 def _network_sheets():
     results = _by_rate()
-    return [_text(_line_sheet(result)) for result in results] + [_conditions(results[-1])]
+    return [sheet_text(_line_sheet(result)) for result in results] + [_conditions(results[-1])]
 
 
 def _accumulation_sheets():
@@ -288,11 +289,35 @@ def _accumulation_sheets():
     for result in _by_rate():
         if "accumulation" in result:
             sheet = _accumulation_sheet(result["accumulation"])
-            found.append(_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
+            found.append(sheet_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
     return found
 
 
+COUNTED = {  # row -> its formulas: bytes a parameter, collectives, bytes that a rank sends
+    "stage 1 naive broadcast": ("8 + 8/d", "1 all-reduce, d broadcast", "3 · 4Ψ · (d-1)/d"),
+    "stage 2 all-gather": ("8 + 8/d", "1 all-reduce, 1 all-gather", "3 · 4Ψ · (d-1)/d + padding"),
+}
+
+
+def _counted_sheets(name):
+    """What a chapter promises of its row, and what the bench has counted; no times."""
+    result = _load("bench.json")
+    row = next(row for row in result["rows"] if row["name"] == name)
+    state, collectives, sent = COUNTED[name]
+    c = result["conditions"]
+    counted = Sheet(
+        f"{name}, d = {c['ranks']}, Ψ = {c['parameters'] / 1e6:.1f} M", [("", ""), ("formula", ""), ("counted", "")],
+        [["model state, bytes a parameter", f"{state} = {row['bytes_per_param_theory']:.2f}",
+          f"{row['bytes_per_param']:.2f}"],
+         ["collectives in a step", collectives, _collectives(row).replace("\n", ", ")],
+         ["MB sent by a rank in a step", f"{sent} = {row['wire_bytes_theory'] / 1e6:.1f}",
+          f"{row['wire_bytes'] / 1e6:.1f}"]], [])
+    return [sheet_text(counted)]
+
+
 BLOCKS = {
+    "stage1": lambda: _counted_sheets("stage 1 naive broadcast"),
+    "stage2": lambda: _counted_sheets("stage 2 all-gather"),
     "bench": lambda: _bench_sheets(0, 1, 2),
     "state": lambda: _bench_sheets(2)[:1],
     "network": _network_sheets,
@@ -300,7 +325,7 @@ BLOCKS = {
 }
 
 
-def _text(sheet):
+def sheet_text(sheet):
     """A sheet as it looks in a terminal of 100 columns, without colours."""
     console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
     console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), sep="\n")

@@ -1,9 +1,9 @@
 """The ledger: every kind of collective of every stage, its number and its bytes, against numbers written by hand.
 
 The model is three parameters: 5 x 7, 11 and 4 x 3, of 58 elements. What follows is arithmetic on paper, for d ranks.
-Stages 1 and 2 own whole parameters, the largest first to whoever has the least: with 2 ranks 35 | 12 + 11 elements, with
-3 ranks 35 | 12 | 11, with 4 the same and nothing. Stages 3 and 4 pad to d shards of equal length, a multiple of 64 bytes:
-of 16 elements in fp32, and of 32 where parameters have 16 bits.
+Stages 1 and 2 own whole parameters, the largest first to whoever has the least: with 2 ranks 35 | 12 + 11 elements,
+with 3 ranks 35 | 12 | 11, with 4 the same and nothing. Stages 3 and 4 pad to d shards of equal length, a multiple of
+64 bytes: of 16 elements in fp32, and of 32 where parameters have 16 bits.
 """
 
 import pytest

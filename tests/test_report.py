@@ -74,7 +74,7 @@ def test_exposed_communication_is_that_of_the_rank_with_more_of_it(result, capsy
 
 def test_a_table_of_times_is_no_wider_than_100_columns(result):
     for sheet in report.sheets(result):
-        assert max(map(len, report._text(sheet).splitlines())) <= 100 and "…" not in report._text(sheet)
+        assert max(map(len, report.sheet_text(sheet).splitlines())) <= 100 and "…" not in report.sheet_text(sheet)
 
 
 def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
