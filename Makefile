@@ -1,4 +1,4 @@
-# make bench | test | train STAGE=3 NPROC=2 | network RATE=1gbit | timeline STAGE=4 | show | report | diff A=2 B=3
+# make bench | test | train STAGE=3 NPROC=2 | network RATE=1gbit | timeline STAGE=4|all | show | cuda | report | diff
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
@@ -11,16 +11,18 @@ B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test train network timeline show report diff clean
+.PHONY: help bench test train network timeline show cuda report diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip")'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make network RATE=300mbit   the same on two hosts, made here, with a line of that rate  (needs root, iproute2)'
-	@echo 'make timeline STAGE=4       one step as rank x time: what computes, what travels; SVG and a trace for Perfetto'
+	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
+	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
-	@echo 'make report                 the tables in README.md and the chapters anew, from results/*.json'
+	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
+	@echo 'make report                 tables and pictures of README.md and the chapters anew, from results/*.json'
 	@echo 'make diff A=2 B=3           what one stage changes in the one before'
 	@echo 'make clean                  remove the environment and caches'
 
@@ -37,10 +39,13 @@ network: $(ENV)
 	$(PYTHON) -m harness.network --rate $(RATE) --json results/network.json $(ARGS)
 
 timeline: $(ENV)
-	$(PYTHON) -m harness.timeline --rows "stage $(STAGE)" $(ARGS)
+	$(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
 
 show: $(ENV)
 	$(PYTHON) -m stage3_gradbuffer.show $(ARGS)
+
+cuda: $(ENV)
+	$(PYTHON) -m harness.cuda $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report

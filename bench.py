@@ -23,8 +23,8 @@ def parse(rows, models):
     add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="rows with such parameters, and ddp")
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")
-    add("--quick", action="store_true", help="2 rounds of 2 steps: a look, not a measurement")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
+    add("--quick", action="store_true", help="1 round of 2 steps, no exposed time, no model state: a look")
     add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
     add("--json", metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
@@ -36,7 +36,8 @@ def parse(rows, models):
         fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
     if args.sequence_length > models[args.model].block_size:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
-    names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype or row.kind == "reference"]
+    names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype
+             or row.kind in ("reference", "noise")]
     if args.rows and not any(args.rows in name for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
     return args, names
@@ -51,11 +52,11 @@ def main():
     import rich.console  # here, and not at the top: Ctrl-C is then one word, even while torch is being loaded
     import rich.progress
 
-    from harness import measure, peers, report, workload
+    from harness import measure, peers, report, timeline, workload
     from harness.launch import WorkerError, Workers
 
     args, names = parse(peers.ROWS, workload.MODELS)
-    rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
+    rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
     try:
         train, _ = workload.split(workload.load_bytes(args.data))
@@ -69,11 +70,17 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names) + 1)
-            result = measure.measure(workers, settings, names,
-                                     lambda text: bar.update(task, advance=1, description=text))
-            bar.update(task, advance=1, description="model state at any number of ranks")
-            result["model_state"] = measure.model_state(settings)
+            more = 0 if args.quick else len(names) + 1
+            task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names) + more)
+
+            def progress(text):
+                bar.update(task, advance=1, description=text)
+            result = measure.measure(workers, settings, names, progress)
+            if not args.quick:
+                timeline.record_rows(workers, settings, result["rows"], progress)
+                timeline.keep_exposed_only(result["rows"])
+                progress("model state at any number of ranks")
+                result["model_state"] = measure.model_state(settings)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     console = report.show(result)

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import platform
 import queue
 import signal
 import sys
@@ -33,11 +34,22 @@ class Rank(NamedTuple):
 
 
 def choose_device(local_rank, local_world_size):
-    """The one place where backend and device are chosen -> (backend, device). One GPU a rank, or everything on CPU."""
-    if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_world_size:
-        device = torch.device("cuda", local_rank)
+    """The one place where backend and device are chosen -> (backend, device). One GPU a rank, or everything on CPU.
+
+    With fewer GPUs than ranks, SHARE_GPU=nccl or SHARE_GPU=gloo in the environment lets ranks share them. NCCL refuses
+    two ranks on one GPU of one host, so each says that it is a host of its own, and they talk through sockets.
+    Neither is the default: gloo has only some collectives for CUDA tensors, and no NCCL has to accept the other.
+    """
+    n_gpus, shared_by = torch.cuda.device_count() if torch.cuda.is_available() else 0, os.environ.get("SHARE_GPU")
+    if shared_by not in (None, "", "nccl", "gloo"):
+        raise ValueError(f"SHARE_GPU is {shared_by!r}: it may be nccl or gloo")
+    has_own = dist.is_nccl_available() and n_gpus >= local_world_size
+    if has_own or n_gpus and shared_by:
+        device = torch.device("cuda", local_rank % n_gpus)
         torch.cuda.set_device(device)
-        return "nccl", device
+        if not has_own and shared_by == "nccl":
+            os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
+        return "nccl" if has_own else shared_by, device
     keep_freed_memory()
     # More threads than one would make ranks on the same machine fight for its cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
@@ -91,7 +103,7 @@ def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
     """`store` is where ranks find each other."""
     backend, device = choose_device(local_rank, local_world_size)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
-                            world_size=world_size, device_id=device if device.type == "cuda" else None)
+                            world_size=world_size, device_id=device if backend == "nccl" else None)
     return Rank(rank, world_size, device, backend)
 
 

@@ -119,6 +119,8 @@ def examine(rank, settings, name):
         held = memory.settled()
         training.zero_grad()
         phases["peak"] = memory.peak
+        if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
+            phases["reserved"] = memory.reserved
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
@@ -195,7 +197,8 @@ def describe(rank, settings):
     on_gpu = rank.device.type == "cuda"
     machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
     return {"machine": machine, "torch": torch.__version__, "python": platform.python_version(),
-            "backend": rank.backend, "device": rank.device.type, "ranks": rank.world_size,
+            "backend": rank.backend, "device": rank.device.type, "gpus": torch.cuda.device_count() if on_gpu else 0,
+            "ranks": rank.world_size,
             "threads_per_rank": torch.get_num_threads(), **settings._asdict(), "parameters": numel,
             "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "date": date.today().isoformat()}
 
@@ -271,10 +274,12 @@ def measure(workers, settings, names, progress=lambda text: None):
             row = rows[names.index(name)]
             progress(f"round {turn + 1}: {name}")
             if "error" not in row:
-                _attempt(row, lambda: times[name].append(_on_rank_0(workers, time_steps, settings, name)))
+                attempt(row, lambda: times[name].append(_on_rank_0(workers, time_steps, settings, name)))
     for row in rows:
         if "error" not in row:
             _add_times(row, times[row["name"]], times[peers.REFERENCE])
+            if row["kind"] == "noise":
+                conditions["noise"] = [one / other for one, other in zip(times[row["name"]], times[peers.REFERENCE])]
     return {"conditions": conditions, "rows": rows}
 
 
@@ -300,7 +305,7 @@ def _examine(workers, settings, name, progress):
     row = {"name": name, "kind": peers.find(name).kind, "dtype": peers.find(name).dtype, "step_ms": None,
            "vs_reference": None, "max_abs_diff": None}
     progress(f"check: {name}")
-    if _attempt(row, lambda: row.update(_over_ranks(workers.run(examine, settings, name)))):
+    if attempt(row, lambda: row.update(_over_ranks(workers.run(examine, settings, name)))):
         movement, allowed = row.pop("movement"), tolerance(workers.world_size)
         if row["kind"] == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
             row["max_abs_diff"] = None
@@ -315,7 +320,7 @@ def _fail(row, reason):
     row.update(error=reason, step_ms=None)
 
 
-def _attempt(row, run):
+def attempt(row, run):
     """-> True, or, when a rank fails, False, with the reason in the row."""
     try:
         run()

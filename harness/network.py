@@ -206,10 +206,7 @@ def measure_here(args):
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
     together = Together(rank)
     result = measure.measure(together, settings, names, progress)
-    for row in result["rows"]:
-        if "error" not in row:
-            progress(f"timeline: {row['name']}")
-            row["timeline"] = together.run(timeline.record, settings, row["name"])
+    timeline.record_rows(together, settings, result["rows"], progress)
     if args.accumulation:
         result["accumulation"] = measure.accumulation(together, settings, progress)
     if rank.rank == 0:
@@ -221,11 +218,13 @@ def measure_here(args):
 
 def earlier(args):
     """The results at other rates that the file holds -> list of results; of their timelines the exposed time only."""
+    from harness import timeline
+
     path = Path(args.json)
     before = json.loads(path.read_text()) if path.exists() else None
     found = [before, *before.pop("other_rates")] if before else []
-    for row in (row for result in found for row in result["rows"] if "timeline" in row):
-        row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
+    for result in found:
+        timeline.keep_exposed_only(result["rows"])
     return [result for result in found if result["conditions"]["rate"] != args.rate]
 
 
@@ -252,10 +251,8 @@ def main():
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         result["other_rates"] = earlier(args)
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-        recorded = [(row["name"], row["timeline"][0]) for row in result["rows"] if "timeline" in row]
-        drawn = [(name, step) for name, step in recorded if "bf16" not in name]
-        console.print("One step, on rank 0", timeline.text(drawn), sep="\n")
-        title = f"One step on rank 0 of 2 hosts, {args.rate}: {args.model}, {args.batch_size} x {args.sequence_length}"
+        drawn, title = timeline.on_two_hosts(result)
+        console.print(title, timeline.text(drawn), sep="\n")
         Path(args.json).with_suffix(".svg").write_text(timeline.svg(drawn, title))
         console.print(f"written to {args.json} and {Path(args.json).with_suffix('.svg')}")
 

@@ -146,7 +146,8 @@ def _optimizer_class(package):
 
 
 class Row(NamedTuple):
-    """`kind`: floor (no communication), reference (what all are compared with), stage (of this tutorial), or peer.
+    """`kind`: floor (no communication), reference (what all are compared with), stage (of this tutorial), peer, or
+    noise (the reference once more: how far apart two timings of the same thing are).
 
     `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
     hold for a parameter after a step, its gradient included. `starts_apart`: the constructor broadcasts the weights
@@ -206,12 +207,15 @@ ROWS = [
     Row("ddp + torch ZeRO", "peer", ddp_and_zero, travels(3), sharded_moments),
     Row("fsdp2", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False),
     Row("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), travels(3), sharded_all, starts_apart=False),
+    Row("ddp again", "noise", ddp, travels(2), replicated),
     Row("compute only bf16", "floor", compute_only_16bit, travels(0), replicated_main_params, starts_apart=False,
         dtype="bfloat16", reference=replicated_16bit),
     Row("stage 4 overlap bf16", "stage", stage_with_prefetch("stage4_overlap"), travels(1), sharded_main_params,
         dtype="bfloat16", reference=replicated_16bit),
 ]
 REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
+# The reference and the four stages by themselves: what one picture shows.
+LADDER = [REFERENCE, *(row.name for row in ROWS if row.name.startswith("stage") and row.dtype == "float32")]
 
 
 def find(name):

@@ -3,7 +3,7 @@
     python -m harness.report        # or: make report
 
 writes the tables in README.md and the chapters anew, from results/*.json, wherever a line says <!-- report: NAME -->,
-up to <!-- end -->. NAME is one of BLOCKS. No figure between these lines is typed by hand.
+up to <!-- end -->. NAME is one of BLOCKS. No figure between these lines is typed by hand. PICTURES are drawn anew too.
 
 Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
@@ -21,7 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harness import timeline
+
 NONE = "–"
+EXPOSED = "Exposed: communication during which nothing computes, in one recorded step, on the rank with more of it."
 
 
 class Sheet(NamedTuple):
@@ -39,16 +42,19 @@ def sheets(result):
     wire_notes, memory_notes = Notes(), Notes()
     time = Sheet(
         "Time and traffic of a step",
-        [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
-         ("collectives", "counted"), ("MB sent\nby a rank", "counted"), ("", "formula")],
-        [[row["name"], *_time(row), _collectives(row), *_wire(row, conditions, wire_notes)] for row in rows],
-        ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.", *wire_notes, *failures])
+        [("", ""), ("ms/step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
+         ("exposed\nms", "measured"), ("collectives", "counted"), ("MB sent\na rank", "counted"), ("", "formula")],
+        [[row["name"], *_time(row, conditions), _exposed(row), _collectives(row), *_wire(row, conditions, wire_notes)]
+         for row in rows],
+        ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
+         *[EXPOSED] * any("timeline" in row for row in rows), *_noise_note(conditions), *wire_notes, *failures])
     memory = Sheet(
         "Memory of a rank, and the difference from ddp",
         [("", ""), ("model\ninit", "counted"), ("optimizer\ninit", "counted"), ("forward\nbackward", "counted"),
-         ("step", "counted"), ("peak", "counted"), ("bytes a\nparam.", "counted"), ("", "formula"),
-         ("largest\n|Δ|", "measured")],
-        [[row["name"], *_memory(row), *_bytes_per_param(row, memory_notes), _difference(row)] for row in rows],
+         ("step", "counted"), *((key, "counted") for key in _peaks(conditions)), ("bytes a\nparam.", "counted"),
+         ("", "formula"), ("largest\n|Δ|", "measured")],
+        [[row["name"], *_memory(row, conditions), *_bytes_per_param(row, memory_notes), _difference(row)]
+         for row in rows if row["kind"] != "noise"],
         ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
          "optimizer state after a step, mean over the ranks.",
          "Largest |Δ|: of any parameter on any rank, from ddp, after 3 steps; "
@@ -90,15 +96,14 @@ def _line_sheet(result):
         line_ms = row.get("wire_bytes_theory", 0) * 8 / rate * 1000
         floors = [max(line_ms, one) for one in compute or []]
         floor = f"{statistics.median(floors):.0f}" if floors else NONE
-        exposed = [step["exposed_seconds"] * 1000 for step in row.get("timeline", [])]
-        rows.append([row["name"], *_time(row)[:2], f"{max(exposed):.0f}" if exposed else NONE, f"{line_ms:.0f}", floor,
+        rows.append([row["name"], *_time(row, result["conditions"])[:2], _exposed(row), f"{line_ms:.0f}", floor,
                      ratio(mine, floors), ratio(stage4, mine)])
     return Sheet(
         f"What the line of {result['conditions']['rate']} allows",
         [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("exposed\nms", "measured"),
          ("the line\nms", "formula"), ("the floor\nms", "measured"), ("x floor", "measured"),
          ("stage 4\nx this row", "measured")], rows,
-        ["Exposed: communication during which nothing computes, in one recorded step, on the rank with more of it.",
+        [EXPOSED,
          "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
          "dtype. Ratios: medians, round by round."])
 
@@ -129,12 +134,31 @@ class Notes(list):
         return "*" * (lines.index(reason) + 1)
 
 
-def _time(row):
+def _time(row, conditions):
     if row["step_ms"] is None:
         return [NONE, NONE, NONE]
-    times = row["step_ms"]
-    ratio = NONE if row["vs_reference"] is None else f"{row['vs_reference']:.2f}"
+    times, ratio = row["step_ms"], NONE
+    if row["vs_reference"] is not None:
+        is_noise = row["kind"] != "reference" and abs(row["vs_reference"] - 1) <= _noise(conditions)
+        ratio = f"{row['vs_reference']:.2f}{'~' * is_noise}"
     return [f"{times['median']:.0f}", f"{times['min']:.0f}–{times['max']:.0f}", ratio]
+
+
+def _noise(conditions):
+    """How far two timings of the same thing were apart in any round: 0.05 is 5 %."""
+    return max((abs(ratio - 1) for ratio in conditions.get("noise", [])), default=0)
+
+
+def _noise_note(conditions):
+    """What `~` means, with the ratios that say it; nothing where nothing was timed twice."""
+    ratios = conditions.get("noise")
+    return [f"~ within the noise of this run: ddp, timed again in each round, took {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times as long, {_noise(conditions):.0%} off at most."] if ratios else []
+
+
+def _exposed(row):
+    exposed = [step["exposed_seconds"] * 1000 for step in row.get("timeline", [])]
+    return f"{max(exposed):.0f}" if exposed else NONE
 
 
 def _collectives(row):
@@ -154,9 +178,14 @@ def _wire(row, conditions, notes):
     return [f"{counted / 1e6:.1f}{mark}", f"{theory / 1e6:.1f}"]
 
 
-def _memory(row):
+def _peaks(conditions):
+    """What there is of the largest moment: bytes of tensors, and on CUDA what torch's allocator took for them."""
+    return ["peak", "reserved"] if conditions["device"] == "cuda" else ["peak"]
+
+
+def _memory(row, conditions):
     phases = row.get("memory_bytes")
-    keys = ("model", "optimizer", "backward", "step", "peak")
+    keys = ("model", "optimizer", "backward", "step", *_peaks(conditions))
     return [f"{phases[key] / 1e6:.1f}" if phases else NONE for key in keys]
 
 
@@ -183,18 +212,19 @@ def _number(value):
 
 def conditions_line(conditions):
     c = conditions
+    shared = f" that share {c['gpus']} GPU(s)" if 0 < c.get("gpus", 0) < c["ranks"] else ""
     return " · ".join([
         c["machine"], f"torch {c['torch']}",
-        f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s)",
+        f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s){shared}",
         f"{c['model']}: {c['parameters'] / 1e6:.1f} M parameters, {c['dtype']}, AdamW",
         f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
         f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
 
 
 def show(result):
-    """Prints all tables, made for 100 columns -> the console, for what comes after them."""
+    """Prints all tables, made for 100 columns, 110 on CUDA -> the console, for what comes after them."""
     console = Console(highlight=False)
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 110 if result["conditions"]["device"] == "cuda" else 100)
     for sheet in sheets(result):
         console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), "", sep="\n")
     console.print(_dim(conditions_line(result["conditions"])))
@@ -246,12 +276,12 @@ def _by_rate():
 
 def _bench_sheets(*numbers):
     result = _load("bench.json")
-    return [_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
+    return [sheet_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
 
 
 def _network_sheets():
     results = _by_rate()
-    return [_text(_line_sheet(result)) for result in results] + [_conditions(results[-1])]
+    return [sheet_text(_line_sheet(result)) for result in results] + [_conditions(results[-1])]
 
 
 def _accumulation_sheets():
@@ -259,11 +289,35 @@ def _accumulation_sheets():
     for result in _by_rate():
         if "accumulation" in result:
             sheet = _accumulation_sheet(result["accumulation"])
-            found.append(_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
+            found.append(sheet_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
     return found
 
 
+COUNTED = {  # row -> its formulas: bytes a parameter, collectives, bytes that a rank sends
+    "stage 1 naive broadcast": ("8 + 8/d", "1 all-reduce, d broadcast", "3 · 4Ψ · (d-1)/d"),
+    "stage 2 all-gather": ("8 + 8/d", "1 all-reduce, 1 all-gather", "3 · 4Ψ · (d-1)/d + padding"),
+}
+
+
+def _counted_sheets(name):
+    """What a chapter promises of its row, and what the bench has counted; no times."""
+    result = _load("bench.json")
+    row = next(row for row in result["rows"] if row["name"] == name)
+    state, collectives, sent = COUNTED[name]
+    c = result["conditions"]
+    counted = Sheet(
+        f"{name}, d = {c['ranks']}, Ψ = {c['parameters'] / 1e6:.1f} M", [("", ""), ("formula", ""), ("counted", "")],
+        [["model state, bytes a parameter", f"{state} = {row['bytes_per_param_theory']:.2f}",
+          f"{row['bytes_per_param']:.2f}"],
+         ["collectives in a step", collectives, _collectives(row).replace("\n", ", ")],
+         ["MB sent by a rank in a step", f"{sent} = {row['wire_bytes_theory'] / 1e6:.1f}",
+          f"{row['wire_bytes'] / 1e6:.1f}"]], [])
+    return [sheet_text(counted)]
+
+
 BLOCKS = {
+    "stage1": lambda: _counted_sheets("stage 1 naive broadcast"),
+    "stage2": lambda: _counted_sheets("stage 2 all-gather"),
     "bench": lambda: _bench_sheets(0, 1, 2),
     "state": lambda: _bench_sheets(2)[:1],
     "network": _network_sheets,
@@ -271,7 +325,7 @@ BLOCKS = {
 }
 
 
-def _text(sheet):
+def sheet_text(sheet):
     """A sheet as it looks in a terminal of 100 columns, without colours."""
     console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
     console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), sep="\n")
@@ -286,14 +340,21 @@ def rewritten(text):
     return re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
 
 
+def network_picture():
+    return timeline.svg(*timeline.on_two_hosts(_load("network.json")))
+
+
+PICTURES = {ROOT / "results" / "network.svg": network_picture}
+
+
 def files():
     return [ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))]
 
 
 def main():
-    for path in files():
-        before = path.read_text()
-        after = rewritten(before)
+    for path in [*files(), *PICTURES]:
+        before = path.read_text() if path.exists() else ""
+        after = PICTURES[path]() if path in PICTURES else rewritten(before)
         path.write_text(after)
         print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 

@@ -1,14 +1,17 @@
 """One step of a row, as rank x time: what computes when, and what travels when. Recorded from outside, no stage knows.
 
     python -m harness.timeline [--rows "stage 4"] [--ranks 2] [--model tiny]        # or: make timeline STAGE=4
+    python -m harness.timeline --rows all       # ddp and the four stages on one axis, or: make timeline STAGE=all
 
 prints it, and writes results/timeline.svg, and results/timeline.json for https://ui.perfetto.dev and chrome://tracing.
 
 Computing is what the dispatcher runs: a dispatch mode notes when each operator starts and ends, and where nothing runs
-for longer than GAP_S the rank waits. What travels is the ledger's.
+for longer than GAP_S the rank waits. What travels is the ledger's. Memory is what is alive after each operator, of all
+that was made since before the model was built, counted as in the bench (harness/memory.py).
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -21,23 +24,29 @@ import torch.distributed as dist
 from harness import peers
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
-from harness.measure import Settings, adamw, make_batches, make_model
+from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
+from harness.memory import Memory
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
-WARMUP_STEPS = 3
+MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
 
 
 class Recorder(Ledger):
-    """A ledger that also writes down when operators ran and which phase of the step the rank was in.
+    """A ledger that also writes down when operators ran, in which phase of the step, and how much was alive.
+
+    Args:
+        memory: a `harness.memory.Memory` that has been entered.
 
     Attributes:
         busy: [[start, end], …] in seconds of time.perf_counter, in order.
         phases: [(name, start, end), …].
+        live: [(time, bytes), …]: what is alive from that time on.
     """
 
-    def __init__(self):
+    def __init__(self, memory):
         super().__init__()
-        self.busy, self.phases = [], []
+        self.memory = memory
+        self.busy, self.phases, self.live = [], [], [(time.perf_counter(), memory.live)]
 
     @contextmanager
     def phase(self, name):
@@ -46,11 +55,13 @@ class Recorder(Ledger):
         self.phases.append((name, start, time.perf_counter()))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            return super().__torch_dispatch__(function, types, args, kwargs)
         start = time.perf_counter()
-        result = function(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
         end = time.perf_counter()
+        if (live := self.memory.live) != self.live[-1][1]:
+            self.live.append((end, live))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            return result
         if self.busy and start - self.busy[-1][1] < GAP_S:
             self.busy[-1][1] = end
         else:
@@ -59,35 +70,51 @@ class Recorder(Ledger):
 
 
 def record(rank, settings, name):
-    """Record three steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
+    """Record two steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
     row, batches = peers.find(name), make_batches(settings, rank)
-    training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
-    for step in range(WARMUP_STEPS):
-        training.step(batches[step % len(batches)])
-    training.finish()
-    dist.barrier()
-    with Recorder() as recorder:
-        for step in range(3):
-            tokens, targets = batches[step % len(batches)]
-            with recorder.phase("forward"):
-                loss = training.forward(tokens, targets)
-            with recorder.phase("backward"):
-                loss.backward()
-            with recorder.phase("step"):
-                training.update()
-                training.zero_grad()
+    gc.collect()
+    with Memory(rank.device) as memory:
+        training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
+        for step in range(WARMUP_STEPS):
+            training.step(batches[step % len(batches)])
         training.finish()
-    return one_step(recorder)
+        dist.barrier()
+        with Recorder(memory) as recorder:
+            for step in range(2):
+                tokens, targets = batches[step % len(batches)]
+                with recorder.phase("forward"):
+                    loss = training.forward(tokens, targets)
+                with recorder.phase("backward"):
+                    loss.backward()
+                with recorder.phase("step"):
+                    training.update()
+                    training.zero_grad()
+            training.finish()
+        return one_step(recorder)
+
+
+def record_rows(workers, settings, rows, progress=lambda text: None):
+    """Records every row of a result of measure.measure that has no error: row["timeline"], see `one_step`, by rank."""
+    for row in rows:
+        if "error" not in row:
+            progress(f"timeline: {row['name']}")
+            attempt(row, lambda: row.update(timeline=workers.run(record, settings, row["name"])))
+
+
+def keep_exposed_only(rows):
+    """Of the recorded steps, what the tables show."""
+    for row in (row for row in rows if "timeline" in row):
+        row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
 
 
 def one_step(recorder):
-    """The second step of the recorded ones, from the start of its forward to the start of the next one's.
+    """The second of two recorded steps, from the start of its forward until the next one's could start.
 
     What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
     start, that of the step before.
     """
-    forwards = [start for name, start, _ in recorder.phases if name == "forward"]
-    start, end = forwards[1], forwards[2]
+    start = [start for name, start, _ in recorder.phases if name == "forward"][1]
+    end = recorder.phases[-1][2]
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
     busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]
@@ -100,7 +127,19 @@ def one_step(recorder):
         "communication": [{"kind": entry.kind, "bytes": entry.size, "start": since(entry.launched_at)[0],
                            "end": since(entry.completed_at)[0]} for entry in inside],
         "exposed_seconds": round(length(union(spans)) - length(overlap(union(spans), busy)), 6),
+        "memory": most_alive(recorder.live, start, end),
     }
+
+
+def most_alive(live, start, end):
+    """`live`: [(time, bytes), …] -> the most bytes that were alive in each of MEMORY_PARTS equal parts of a step."""
+    parts = [0] * MEMORY_PARTS
+    for (since, n_bytes), (until, _) in zip(live, [*live[1:], (end, 0)]):
+        if since < end and until > start:
+            first, last = (int((moment - start) / (end - start) * MEMORY_PARTS) for moment in (since, until))
+            for i in range(max(first, 0), min(last + 1, MEMORY_PARTS)):
+                parts[i] = max(parts[i], n_bytes)
+    return parts
 
 
 def union(spans):
@@ -148,12 +187,22 @@ def arrivals(step, kinds):
     return [span for span in spans if span[0] < step["seconds"]]
 
 
+def peak(rows):
+    """The most bytes that any row held: where the memory lanes end."""
+    return max(max(step.get("memory", [0])) for _, step in rows)
+
+
+def megabytes(step):
+    return f"{max(step['memory']) / 1e6:.0f} MB"
+
+
 LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
+HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
-def text(rows, width=88):
+def text(rows, width=80):
     """`rows`: [(name, recorded step), …], on one axis -> text for the terminal; a letter: most of its moment."""
-    longest = max(step["seconds"] for _, step in rows)
+    longest, most_bytes = max(step["seconds"] for _, step in rows), peak(rows)
     out = []
     for name, step in rows:
         out.append(f"{name}: {step['seconds'] * 1000:.0f} ms, {step['exposed_seconds'] * 1000:.0f} ms of communication "
@@ -168,13 +217,21 @@ def text(rows, width=88):
                 most = max(shares, key=shares.get, default=None)
                 cells.append(LETTERS[most] if most and shares[most] > longest / width / 3 else "·")
             out.append(f"{lane:>10} {''.join(cells)}".replace("·" * width, "·"))
+        if "memory" in step:
+            cells = round(width * step["seconds"] / longest)
+            parts = [step["memory"][i * MEMORY_PARTS // cells:(i + 1) * MEMORY_PARTS // cells] for i in range(cells)]
+            heights = "".join(HEIGHTS[round(max(part) / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
+            out.append(f"{'memory':>10} {heights} ≤ {megabytes(step)}")
     return "\n".join([*out, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
 
 
 def svg(rows, title):
-    """The same picture: one band a row, a lane each for what computes and what travels. Readable on light and dark."""
-    left, width, lane_height, band = 96, 880, 14, 78  # pixels
-    longest = max(step["seconds"] for _, step in rows)
+    """The same picture: one band a row, a lane each for what computes and what travels, and memory below them.
+
+    Readable on light and dark.
+    """
+    left, width, lane_height, curve_height, band = 96, 880, 14, 26, 110  # pixels
+    longest, most_bytes = max(step["seconds"] for _, step in rows), peak(rows)
     out, y = [f'<text y="16" class="title">{escape(title)}</text>'], 28
     for name, step in rows:
         waits = f"{step['seconds'] * 1000:.0f} ms, {step['exposed_seconds'] * 1000:.0f} ms of it communication during "
@@ -190,22 +247,39 @@ def svg(rows, title):
                 x, wide = left + width * start / longest, width * (end - start) / longest
                 out.append(f'<rect x="{x:.1f}" y="{top}" width="{max(wide - 0.4, 0.3):.1f}" height="{lane_height}" '
                            f'class="{what}"/>')
+        if "memory" in step:
+            bottom, wide = y + 20 + 3 * (lane_height + 2) + curve_height, width * step["seconds"] / longest
+            heights = [f"{left + wide * (i + side) / MEMORY_PARTS:.1f},{bottom - curve_height * part / most_bytes:.1f}"
+                       for i, part in enumerate(step["memory"]) for side in (0, 1)]
+            points = " ".join([f"{left},{bottom}", *heights, f"{left + wide:.1f},{bottom}"])
+            out.append(f'<text x="{left - 8}" y="{bottom - 14}" text-anchor="end">memory</text>'
+                       f'<text x="{left - 8}" y="{bottom - 1}" text-anchor="end">≤ {megabytes(step)}</text>'
+                       f'<polygon points="{points}" class="memory"/>')
         y += band
     for i in range(6):
         anchor = "end" if i == 5 else "middle" if i else "start"
         out.append(f'<text x="{left + width * i / 5:.0f}" y="{y + 12}" text-anchor="{anchor}">'
                    f'{longest * 200 * i:.0f} ms</text>')
     x = left
-    for what in LETTERS:
+    for what in (*LETTERS, "memory"):
         out.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" class="{what}"/>'
                    f'<text x="{x + 17}" y="{y + 34}">{what}</text>')
         x += 110
     style = (".title{font-weight:bold} text{font:12px sans-serif;fill:#777} .nothing{fill:#8883} "
              ".forward{fill:#4a90d9} .backward{fill:#2a5f9e} .step{fill:#d9822b} .gradients{fill:#3a9d5d} "
-             ".parameters{fill:#b04a9d}")
+             ".parameters{fill:#b04a9d} .memory{fill:#c9a227}")
     size = f'viewBox="0 0 {left + width + 8} {y + 44}" width="{left + width + 8}" height="{y + 44}"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>{escape(title)}</title>'
                       f"<style>{style}</style>", *out, "</svg>\n"])
+
+
+def on_two_hosts(result):
+    """The result of harness.network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
+    c = result["conditions"]
+    rows = [(row["name"], row["timeline"][0]) for row in result["rows"] if row["name"] in peers.LADDER
+            and "timeline" in row]
+    return rows, (f"One step on rank 0 of {c['hosts']} hosts, {c['rate']}: {c['model']}, {c['batch_size']} x "
+                  f"{c['sequence_length']}")
 
 
 def trace(rows):
@@ -217,6 +291,8 @@ def trace(rows):
                     for message in step["communication"]]
         phases = [(start, end, phase, "phases") for phase, start, end in step["phases"]]
         computes = [(start, end, "computes", "computes") for start, end in step["busy"]]
+        events += [{"ph": "C", "name": "memory", "pid": process, "ts": i / MEMORY_PARTS * step["seconds"] * 1e6,
+                    "args": {"bytes": n_bytes}} for i, n_bytes in enumerate(step.get("memory", []))]
         threads = {}
         for start, end, what, lane in phases + computes + messages:
             thread = threads.setdefault(lane, len(threads))
@@ -231,7 +307,8 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     add = parser.add_argument
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
+        "stages, on rank 0")
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
@@ -240,10 +317,12 @@ def parse():
     args = parser.parse_args()
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
-    if not any(args.rows in name for name in names):
-        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     if args.ranks < 1:
         fail(f"--ranks is {args.ranks}: it must be at least 1")
+    if args.rows == "all":
+        return args, peers.LADDER
+    if not any(args.rows in name for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     return args, names
 
 
@@ -255,9 +334,10 @@ def fail(message):
 def main():
     args, names = parse()
     settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
+    n_drawn = 1 if args.rows == "all" else args.ranks
     with Workers(args.ranks) as workers:
         rows = [(f"{name}, rank {rank}", step) for name in names
-                for rank, step in enumerate(workers.run(record, settings, name))]
+                for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     print(text(rows))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"

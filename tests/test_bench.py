@@ -32,10 +32,21 @@ def test_schema(result):
         assert keys <= set(row), row["name"]
         assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}
         assert {"model", "optimizer", "backward", "step", "peak"} <= set(row["memory_bytes"])
-        assert row["kind"] in ("floor", "reference", "stage", "peer")
+        assert row["kind"] in ("floor", "reference", "stage", "peer", "noise")
+        assert [set(step) for step in row["timeline"]] == [{"exposed_seconds"}] * 2
     kinds = [row["kind"] for row in result["rows"]]
-    assert kinds.count("floor") == kinds.count("reference") == 1 and kinds.count("stage") == 6
+    assert kinds.count("floor") == kinds.count("reference") == kinds.count("noise") == 1 and kinds.count("stage") == 6
     assert {"torch", "backend", "ranks", "model", "batch_size", "dtype", "rounds"} <= set(result["conditions"])
+
+
+def test_the_noise_is_ddp_beside_itself(result):
+    rounds = {row["kind"]: row["step_ms"]["rounds"] for row in result["rows"]}
+    assert result["conditions"]["noise"] == [one / other for one, other in zip(rounds["noise"], rounds["reference"])]
+
+
+def test_whoever_sends_nothing_has_nothing_exposed(result):
+    exposed = {row["name"]: [step["exposed_seconds"] for step in row["timeline"]] for row in result["rows"]}
+    assert exposed["compute only"] == [0, 0]
 
 
 def test_no_stage_differs_from_ddp(result):

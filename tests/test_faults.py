@@ -53,13 +53,14 @@ def equal_to_the_bit(folder, other, scratch):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(stage, undisturbed, tmp_path):
-    """Two parts of one schedule: after the first, the checkpoint of step 20 is the newest."""
-    torchrun(f"{stage}/train.py", tmp_path / "run")
-    for step in (30,):
-        (tmp_path / "run" / f"step-{step:08}").rename(tmp_path / "away")
-    printed = torchrun(f"{stage}/train.py", tmp_path / "run")
-    assert f"resumed from {tmp_path}/run/step-00000020" in printed and "step 21/30" in printed
-    assert equal_to_the_bit(tmp_path / "run", undisturbed(stage)[0], tmp_path)
+    """What an interruption after step 20 leaves: the checkpoints until then, and the beginning of one."""
+    folder, _ = undisturbed(stage)
+    for step in (10, 20):
+        (tmp_path / f"step-{step:08}").symlink_to(folder / f"step-{step:08}")
+    (tmp_path / "step-00000030.partial").mkdir()
+    printed = torchrun(f"{stage}/train.py", tmp_path)
+    assert f"resumed from {tmp_path}/step-00000020" in printed and "step 21/30" in printed
+    assert equal_to_the_bit(tmp_path, folder, tmp_path)
 
 
 def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturbed, tmp_path):
@@ -73,8 +74,10 @@ def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturb
     assert "step 21/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
 
 
-@pytest.mark.parametrize("moment", ["backward", "step", "prefetch", "save"])
-@pytest.mark.parametrize("stage", STAGES[2:])
+MOMENTS = [(STAGES[3], moment) for moment in ("backward", "step", "prefetch", "save")]
+
+
+@pytest.mark.parametrize("stage, moment", [*MOMENTS, (STAGES[2], "step")])
 def test_torchrun_goes_on_by_itself_after_a_kill(stage, moment, undisturbed, tmp_path):
     wrapper = ["tests/killed.py", moment]
     printed = torchrun(f"{stage}/train.py", tmp_path / "run", restarts=1, wrapper=wrapper)
@@ -83,8 +86,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(stage, moment, undisturbed, tmp
     assert equal_to_the_bit(tmp_path / "run", undisturbed(stage)[0], tmp_path)
 
 
-@pytest.mark.parametrize("moment", ["backward", "step", "prefetch", "save"])
-@pytest.mark.parametrize("stage", STAGES[2:])
+@pytest.mark.parametrize("stage, moment", [*MOMENTS, (STAGES[2], "backward")])
 def test_when_a_rank_is_killed_the_others_end_with_one_line(stage, moment, tmp_path):
     """Without torchrun, which would end them itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:

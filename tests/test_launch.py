@@ -93,3 +93,30 @@ if __name__ == "__main__":
     process.communicate(timeout=30)
     assert process.returncode != 0
     assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    "n_gpus, share, backend, device, host",
+    [(2, None, "nccl", "cuda:1", None), (4, "gloo", "nccl", "cuda:1", None), (0, None, "gloo", "cpu", None),
+     (0, "nccl", "gloo", "cpu", None), (1, None, "gloo", "cpu", None), (1, "gloo", "gloo", "cuda:0", None),
+     (1, "nccl", "nccl", "cuda:0", "here rank 1")],
+)
+def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, backend, device, host):
+    """A GPU each, or everything on the CPU, or a GPU that is shared because somebody asked for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(launch.platform, "node", lambda: "here")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(launch, "keep_freed_memory", lambda: None)
+    for name, value in (("SHARE_GPU", share), ("NCCL_HOSTID", "")):
+        monkeypatch.setenv(name, value or "")
+    assert launch.choose_device(1, 2) == (backend, torch.device(device))
+    assert os.environ["NCCL_HOSTID"] == (host or "")
+
+
+def test_a_way_to_share_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("SHARE_GPU", "mpi")
+    with pytest.raises(ValueError, match="nccl or gloo"):
+        launch.choose_device(0, 1)

@@ -1,16 +1,22 @@
-"""The tables in README.md and the chapters are those of results/*.json."""
+"""The tables and pictures in README.md and the chapters are those of results/*.json."""
 
+import json
 import re
 
 import pytest
 
-from harness import report
+from harness import measure, report
 
 
 @pytest.mark.parametrize("path", report.files(), ids=lambda path: path.parent.name + "/" + path.name)
 def test_every_block_agrees_with_its_json(path):
     text = path.read_text()
     assert report.rewritten(text) == text, "run make report"
+
+
+@pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
+def test_every_picture_agrees_with_its_json(path):
+    assert report.PICTURES[path]() == path.read_text(), "run make report"
 
 
 def test_there_are_blocks_in_the_readme_and_the_chapter_of_stage_4():
@@ -22,6 +28,65 @@ def test_a_figure_that_somebody_typed_is_found():
     text = (report.ROOT / "README.md").read_text()
     at = text.index("ddp + stage 1")
     assert report.rewritten(text[:at] + text[at:].replace("3 all-reduce", "2 all-reduce", 1)) == text
+
+
+@pytest.fixture
+def result():
+    """That of bench.py, without any times but those of ddp, of ddp again and of stage 1: two rounds each."""
+    result = json.loads((report.ROOT / "results" / "bench.json").read_text())
+    times = {"ddp": [100, 200], "ddp again": [104, 190], "stage 1 naive broadcast": [105, 210]}
+    rows = {row["name"]: row for row in result["rows"]}
+    for row in rows.values():
+        row.update(step_ms=None, vs_reference=None)
+    rows["ddp again"] = {**rows["ddp"], "name": "ddp again", "kind": "noise"}
+    result["rows"] = list(rows.values())
+    for name, found in times.items():
+        measure._add_times(rows[name], found, times["ddp"])
+    result["conditions"]["noise"] = [1.04, 0.95]
+    return result
+
+
+def cells(out, name):
+    return next(line for line in out.splitlines() if line.startswith(name)).split()
+
+
+def test_what_lies_within_the_noise_is_marked(result, capsys):
+    """5 % from ddp: as far as ddp is from itself in the second round. And 6 % is further than that."""
+    report.show(result)
+    out = capsys.readouterr().out
+    assert "1.05~" in cells(out, "stage 1 naive broadcast") and "1.00" in cells(out, "ddp  ")
+    assert "took 0.95 to 1.04 times as long, 5% off at most" in " ".join(out.split())
+    assert out.count("ddp again") == 1  # beside the times, and not beside the memory
+    find(result, "stage 1 naive broadcast")["vs_reference"] = 1.06
+    report.show(result)
+    assert "1.06" in cells(capsys.readouterr().out, "stage 1 naive broadcast")
+
+
+def find(result, name):
+    return next(row for row in result["rows"] if row["name"] == name)
+
+
+def test_exposed_communication_is_that_of_the_rank_with_more_of_it(result, capsys):
+    find(result, "ddp")["timeline"] = [{"exposed_seconds": 0.012}, {"exposed_seconds": 0.034}]
+    report.show(result)
+    assert "34" in cells(capsys.readouterr().out, "ddp  ")
+
+
+def test_a_table_of_times_is_no_wider_than_100_columns(result):
+    for sheet in report.sheets(result):
+        assert max(map(len, report.sheet_text(sheet).splitlines())) <= 100 and "…" not in report.sheet_text(sheet)
+
+
+def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
+    result["conditions"]["device"] = "cuda"
+    for row in result["rows"]:
+        row["memory_bytes"]["reserved"] = 314.2e6
+    report.show(result)
+    out = capsys.readouterr().out
+    memory = out[out.index("Memory of a rank"):]
+    assert "reserved" in memory and "…" not in out
+    assert cells(memory, "stage 1 naive broadcast").count("314.2") == 1
+    assert {len(line) for line in memory.splitlines() if line.startswith("─")} <= set(range(111))
 
 
 def test_an_unknown_block_is_an_error():

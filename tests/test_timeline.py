@@ -1,5 +1,6 @@
 """The timeline: spans by hand, and one real step."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import timeline
+from harness import peers, timeline
 from harness.ledger import Collective
+from harness.measure import Settings, adamw, make_batches, make_model
+from harness.memory import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,12 +23,13 @@ def message(kind, launched_at, completed_at):
 
 
 def recorded():
-    """Three steps of 10 seconds. In the second, from 10 to 20, nothing computes from 13 to 14 and from 18 to 19."""
-    phases = [(name, 10 * step + start, 10 * step + end) for step in range(3)
+    """Two steps of 10 seconds. In the second, from 10 to 20, nothing computes from 13 to 14 and from 18 to 19."""
+    phases = [(name, 10 * step + start, 10 * step + end) for step in range(2)
               for name, start, end in (("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10))]
     entries = [message("all_gather", 9, 11), message("recv", 12, 15), message("all_reduce", 17.5, 18.5),
                message("all_gather", 19.5, 21), message("recv", 22, 23)]
-    return SimpleNamespace(phases=phases, busy=[[0, 13], [14, 18], [19, 30]], entries=entries)
+    live = [(0, 100), (12, 300), (13.5, 50), (25, 900)]
+    return SimpleNamespace(phases=phases, busy=[[0, 13], [14, 18], [19, 30]], entries=entries, live=live)
 
 
 def test_spans_by_hand():
@@ -43,6 +47,7 @@ def test_one_step_by_hand():
     assert [(one["kind"], one["start"], one["end"]) for one in step["communication"]] == [
         ("all_gather", -1, 1), ("recv", 2, 5), ("all_reduce", 7.5, 8.5), ("all_gather", 9.5, 11)]
     assert step["exposed_seconds"] == 1.5
+    assert step["memory"] == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
 
 def test_drawings_have_what_was_recorded():
@@ -54,22 +59,59 @@ def test_drawings_have_what_was_recorded():
     ]
     lines = timeline.text([("a row", step)], width=10).splitlines()
     assert lines[0].startswith("a row: 10000 ms, 1500 ms of communication")
+    assert lines[4] == "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"
     assert [line.split()[1] for line in lines[1:4]] == ["FFF·BBBB·S", "··▒▒▒··▒▒·", "▓········▓"]
     root = ElementTree.fromstring(timeline.svg([("a <row>", step)], "title"))
     classes = [rect.get("class") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert classes.count("forward") == 2 and classes.count("gradients") == 3  # one of each in the legend
+    (curve,) = root.iter("{http://www.w3.org/2000/svg}polygon")
+    corners = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
+    bottom, top = max(y for _, y in corners), min(y for _, y in corners)
+    assert {round((bottom - y) / (bottom - top), 2) for _, y in corners} == {0, 1, 0.33, 0.17}  # 300, 100, 50 bytes
     events = timeline.trace([("a row", step)])["traceEvents"]
     assert {"ph": "X", "name": "recv 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
+    assert {"ph": "C", "name": "memory", "pid": 0, "ts": 2e6, "args": {"bytes": 300}} in events
 
 
-@pytest.mark.parametrize("row", ["stage 4", "fsdp2"])
+def peaks(rank, name):
+    """-> the most in the recorded step, the most in a step without a recorder, and the bytes of the parameters."""
+    settings = Settings("nano", batch_size=2, sequence_length=16)
+    recorded = timeline.record(rank, settings, name)
+    batches = make_batches(settings, rank)
+    gc.collect()
+    with Memory(rank.device) as memory:
+        training = peers.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
+        for batch in batches[:2]:
+            training.step(batch)
+        training.finish()
+        memory.settled()
+        memory.reset_peak()
+        training.step(batches[1])
+    return max(recorded["memory"]), memory.peak, sum(param.nbytes for param in training.model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", ["compute only", "ddp", "stage 3 grad buffer"])
+def test_the_memory_curve_ends_where_the_counter_ends(run, name):
+    """Up to the loss of the step before, which only the recorded loop still knows. Model and state are in it."""
+    for recorded, counted, params in run(peaks, name):
+        assert recorded == pytest.approx(counted, abs=64)
+        assert recorded > {"stage 3 grad buffer": 3}.get(name, 4) * params
+
+
+@pytest.mark.parametrize("row", ["stage 4", "fsdp2", "all"])
 def test_the_command_writes_a_picture_and_a_trace(row, tmp_path):
     out = tmp_path / "timeline.svg"
     run = subprocess.run(
         [sys.executable, "-m", "harness.timeline", "--rows", row, "--model", "nano", "--sequence-length", "16", "--out",
          str(out)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "rank 1: " in run.stdout and "F" in run.stdout and "B" in run.stdout
+    bands = [line.split(":")[0] for line in run.stdout.splitlines() if " ms of communication" in line]
+    if row == "all":
+        assert bands == [f"{name}, rank 0" for name in peers.LADDER] and len(bands) == 5
+    else:
+        assert bands[:2] == ["ddp, rank 0", "ddp, rank 1"] and len(bands) >= 4
+    assert "F" in run.stdout and "B" in run.stdout and "█" in run.stdout
     ElementTree.fromstring(out.read_text())
     events = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X"}
+    assert {event["ph"] for event in events} == {"M", "X", "C"}

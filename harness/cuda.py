@@ -1,0 +1,134 @@
+"""What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, and how well it uses the memory.
+
+    python -m harness.cuda [--json results/cuda.json]        # or: make cuda
+
+One process plays rank 0 of d with torch's fake process group, in which collectives return at once: what is measured is
+the sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness import report, workload
+from harness.memory import Memory
+
+STAGES = ["stage3_gradbuffer", "stage4_overlap"]
+UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
+WARMUP_STEPS = 2  # the first one makes the state
+
+
+def seconds_of(function, device):
+    """Of one call, until the device has done what it launched."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - start
+
+
+def n_allocations(device):
+    """How often torch's allocator was asked for memory so far; 0 on a CPU, whose allocator doesn't count."""
+    return torch.cuda.memory_stats(device)["allocation.all.allocated"] if device.type == "cuda" else 0
+
+
+def copy_rate(device, n_bytes=2**30, repeats=10):
+    """Bytes a second, read and written, of a copy from device memory to device memory: what no update can exceed."""
+    source, target = (torch.zeros(n_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    times = [seconds_of(lambda: target.copy_(source), device) for _ in range(repeats)]
+    return 2 * n_bytes / statistics.median(times)
+
+
+def time_steps(model, optimizer, device, n_steps):
+    """-> (median seconds of `optimizer.step()`, how many allocations the last one made)."""
+    tokens, times = torch.zeros(1, 1, dtype=torch.int64, device=device), []
+    for _ in range(WARMUP_STEPS + n_steps):
+        model(tokens, tokens).backward()
+        before = n_allocations(device)
+        times.append(seconds_of(optimizer.step, device))
+        made = n_allocations(device) - before
+        optimizer.zero_grad()
+    return statistics.median(times[WARMUP_STEPS:]), made
+
+
+def facts(stage, model_name, d, device, n_steps=10):
+    """-> dict of one row; `stage`: a package, or None for torch's fused AdamW of the whole model.
+
+    "peak_bytes", "reserved_bytes": of tensors, and what the allocator took for them (None on a CPU). An out-of-memory
+    is a result as well: "error".
+    """
+    row = {"stage": stage or "fused AdamW", "model": model_name, "d": d}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
+    try:
+        with Memory(device) as memory:
+            model = workload.GPT(workload.MODELS[model_name]).to(device)
+            numel = sum(param.numel() for param in model.parameters())
+            optimizer = (importlib.import_module(stage).DistributedOptimizer(model.parameters(), lr=1e-4) if stage else
+                         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+            seconds, made = time_steps(model, optimizer, device, n_steps)
+            row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made,
+                       peak_bytes=memory.peak, reserved_bytes=getattr(memory, "reserved", None))
+    except torch.OutOfMemoryError as error:
+        row["error"] = str(error).splitlines()[0]
+    finally:
+        dist.destroy_process_group()
+    return row
+
+
+def measure(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied_bytes=2**30):
+    """-> {"conditions": …, "rows": […]}: plain AdamW, then both stages at each d, for each model."""
+    on_gpu = device.type == "cuda"
+    conditions = {"machine": torch.cuda.get_device_name(device) if on_gpu else "CPU", "torch": torch.__version__,
+                  "dtype": "float32", "steps": n_steps, "copy_bytes_per_s": copy_rate(device, copied_bytes)}
+    rows = [facts(stage, name, d, device, n_steps) for name in models
+            for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
+    return {"conditions": conditions, "rows": rows}
+
+
+def sheet(result):
+    """The table of a result."""
+    plain = {row["model"]: row.get("step_ms") for row in result["rows"] if row["stage"] == "fused AdamW"}
+    rate, rows = result["conditions"]["copy_bytes_per_s"], []
+    for row in result["rows"]:
+        name = [f"{row['model']}: {row['stage']}", str(row["d"])]
+        if "error" in row:
+            rows.append([*name, "out of memory", *[report.NONE] * 6])
+            continue
+        base, reserved = plain[row["model"]], row["reserved_bytes"]
+        beside = f"{row['step_ms'] / base:.2f}" if base and row["d"] == 1 else report.NONE
+        rows.append([*name, f"{row['step_ms']:.2f}", beside, f"{row['bytes_per_s'] / 1e9:.0f}",
+                     f"{row['bytes_per_s'] / rate:.2f}", str(row["allocations"]), f"{row['peak_bytes'] / 1e6:.0f}",
+                     f"{reserved / 1e6:.0f}" if reserved is not None else report.NONE])
+    c = result["conditions"]
+    return report.Sheet(
+        "The sharded update on a GPU",
+        [("", ""), ("d", ""), ("step\nms", "measured"), ("x AdamW", "measured"), ("GB/s", "measured"),
+         ("x copy", "measured"), ("new", "counted"), ("peak", "counted"), ("reserved", "counted")], rows,
+        [f"GB/s: {UPDATE_BYTES} bytes for each parameter that this rank owns, over the whole step; a copy on the "
+         f"device moves {rate / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB.",
+         f"{c['machine']} · torch {c['torch']} · {c['dtype']} · median of {c['steps']} steps, no communication"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("results/cuda.json"), help="where the result is written")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        return print("cuda: there is no GPU here: nothing was measured")
+    result = measure(torch.device("cuda", 0))
+    print(report.sheet_text(sheet(result)))
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The ledger: every kind of collective of every stage, its number and its bytes, against numbers written by hand.
+
+The model is three parameters: 5 x 7, 11 and 4 x 3, of 58 elements. What follows is arithmetic on paper, for d ranks.
+Stages 1 and 2 own whole parameters, the largest first to whoever has the least: with 2 ranks 35 | 12 + 11 elements,
+with 3 ranks 35 | 12 | 11, with 4 the same and nothing. Stages 3 and 4 pad to d shards of equal length, a multiple of
+64 bytes: of 16 elements in fp32, and of 32 where parameters have 16 bits.
+"""
+
+import pytest
+import torch
+
+from harness.ledger import Ledger
+from tests.common import optimizer_of
+
+SIZES = [(5, 7), (11,), (4, 3)]
+N = 58  # elements
+
+
+def counted(rank, stage, dtype="float32", **kwargs):
+    """-> {kind: (how many, bytes of their full tensors)} of one step, of which the first one has seen nothing."""
+    params = [torch.nn.Parameter(torch.ones(size, dtype=getattr(torch, dtype), device=rank.device)) for size in SIZES]
+    optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1, **kwargs)
+    for step in range(2):
+        with Ledger() as ledger:
+            sum((param * (rank.rank + 1)).sum() for param in params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {}
+    for entry in ledger.entries:
+        number, size = found.get(entry.kind, (0, 0))
+        found[entry.kind] = number + 1, size + entry.size
+    return found, ledger.wire_bytes
+
+
+LARGEST = 35  # elements of the rank that owns most
+OWNERS = {2: 2, 3: 3, 4: 3}  # ranks that own something
+PADDED = {2: 64, 3: 96, 4: 64}  # 58 elements, in d shards of multiples of 16
+PADDED_16BIT = {2: 64, 3: 96, 4: 128}  # of multiples of 32
+FLAGS = 4 * (2 * 3 + 1)  # stage 4: used, not used, for each parameter, and the number of rounds, int32
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_stage_1(run, world_size):
+    """One all-reduce of all gradients, with 3 flags for those that are used; each owner broadcasts what it stepped."""
+    d = world_size
+    for found, sent in run(counted, "stage1_naive_broadcast"):
+        assert found == {"all_reduce": (1, 4 * (N + 3)), "broadcast": (OWNERS[d], 4 * N)}
+        assert sent == round((2 * 4 * (N + 3) + 4 * N) * (d - 1) / d)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_stage_2(run, world_size):
+    """One all-reduce of all gradients and 3 flags, one all-gather of d shards as long as the longest."""
+    d = world_size
+    for found, sent in run(counted, "stage2_allgather"):
+        assert found == {"all_reduce": (1, 4 * (N + 3)), "all_gather": (1, 4 * d * LARGEST)}
+        assert sent == round((2 * 4 * (N + 3) + 4 * d * LARGEST) * (d - 1) / d)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype, grad_dtype, itemsizes", [("float32", None, (4, 4)), ("bfloat16", None, (2, 2)),
+                                                          ("bfloat16", torch.float32, (4, 2))])
+def test_stage_3(run, world_size, dtype, grad_dtype, itemsizes):
+    """One reduce-scatter and one all-gather of the padded buffer; gloo's reduce-scatter counts twice on the wire."""
+    d, (grad, param) = world_size, itemsizes
+    n = (PADDED if dtype == "float32" else PADDED_16BIT)[d]
+    for found, sent in run(counted, "stage3_gradbuffer", dtype=dtype, grad_dtype=grad_dtype):
+        assert found == {"reduce_scatter": (1, grad * n), "all_gather": (1, param * n)}
+        assert sent == round(((1 if torch.cuda.is_available() else 2) * grad + param) * n * (d - 1) / d)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on NCCL there is one reduce-scatter instead")
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
+def test_stage_4(run, world_size, dtype, itemsize):
+    """One bucket: a part for each other rank, one from each, the flags of used parameters, one all-gather."""
+    d, n = world_size, (PADDED if itemsize == 4 else PADDED_16BIT)[world_size]
+    parts = d - 1, itemsize * n * (d - 1) // d
+    for found, sent in run(counted, "stage4_overlap", dtype=dtype):
+        assert found == {"send": parts, "recv": parts, "all_reduce": (1, FLAGS), "all_gather": (1, itemsize * n)}
+        assert sent == round((2 * itemsize * n + 2 * FLAGS) * (d - 1) / d)

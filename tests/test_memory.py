@@ -1,0 +1,87 @@
+"""The memory counter: against bytes that are known, and against what Linux says of the process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.memory import Memory
+
+ROOT = Path(__file__).resolve().parents[1]
+MB = 2**20  # a MiB
+
+
+def test_tensors_views_and_ends():
+    before = torch.ones(1000)
+    with Memory("cpu") as memory:
+        a = torch.ones(1000)  # 4000 bytes
+        b = a.view(10, 100)[3:]  # nothing
+        assert memory.live == 4000
+        c = torch.cat([a, before])  # 8000
+        assert (memory.live, memory.peak) == (12000, 12000)
+        del a
+        assert memory.live == 12000  # the view still needs it
+        del b
+        assert (memory.live, memory.peak) == (8000, 12000)
+        memory.reset_peak()
+        c.untyped_storage().resize_(0)
+        assert (memory.live, memory.peak) == (0, 8000)
+        memory.track([before])
+        assert memory.live == 4000
+
+
+def test_a_linear_layer_and_adamw():
+    """1000 x 1000 and no bias: 4 MB of weights, as much gradient, two moments; at the peak what the input takes too."""
+    with Memory("cpu") as memory:
+        layer = torch.nn.Linear(1000, 1000, bias=False)
+        assert memory.live == 4_000_000
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        x = torch.ones(500, 1000)  # 2 MB, and y as much
+        y = layer(x)
+        assert memory.live == 8_000_000
+        y.sum().backward()
+        del x, y
+        assert memory.live == 8_000_000
+        optimizer.step()
+        assert memory.live == 16_000_000 + 4  # the number of the step
+
+
+# In a process of its own: its peak is not yet somebody else's. Before the counted part all code has run once, so that
+# what Linux counts besides (libraries, code, threads) doesn't grow any more.
+PROGRAM = """
+import torch
+from harness.memory import Memory
+
+def peak_rss():
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+def train(width):
+    layer = torch.nn.Linear(width, width, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    for _ in range(2):
+        layer(torch.ones(8, width)).sum().backward()
+        optimizer.step()
+
+torch.set_num_threads(1)
+with Memory("cpu"):
+    train(64)
+before = peak_rss()
+with Memory("cpu") as memory:
+    train(4096)
+print(memory.peak, peak_rss() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak of the process")
+def test_the_peak_is_that_of_the_process():
+    """4096 x 4096, 64 MiB: weights, gradient, two moments, and the second step's gradient before it is added.
+
+    What else the process holds may differ by 16 MiB, 5 %.
+    """
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    counted, measured = map(int, run.stdout.split())
+    assert 5 * 64 * MB <= counted < 5 * 64 * MB + MB
+    assert abs(measured - counted) < 16 * MB
