@@ -1,4 +1,4 @@
-# make bench | test | train STAGE=3 NPROC=2 | network RATE=1gbit | timeline STAGE=4|all | show | cuda | report | diff
+# make bench | test | train STAGE=3 NPROC=2 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | report | diff
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
@@ -11,7 +11,7 @@ B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test train network timeline show cuda report diff clean
+.PHONY: help bench test train network timeline show faults cuda report diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -21,6 +21,7 @@ help:
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
+	@echo 'make faults                 kill ranks of a training run at random, 50 times: is anything lost?'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make report                 tables and pictures of README.md and the chapters anew, from results/*.json'
 	@echo 'make diff A=2 B=3           what one stage changes in the one before'
@@ -44,8 +45,11 @@ timeline: $(ENV)
 show: $(ENV)
 	$(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
+faults: $(ENV)
+	$(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
+
 cuda: $(ENV)
-	$(PYTHON) -m harness.cuda $(ARGS)
+	$(PYTHON) -m harness.gpu $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report

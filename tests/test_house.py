@@ -107,6 +107,11 @@ def test_files_that_all_stages_share_are_equal(name):
     assert len({(ROOT / stage / name).read_text() for stage in STAGES}) == 1
 
 
+@pytest.mark.parametrize("name", ["full_state.py", "checkpoint.py"])
+def test_files_that_stages_3_and_4_share_are_equal(name):
+    assert (ROOT / STAGES[2] / name).read_text() == (ROOT / STAGES[3] / name).read_text()
+
+
 def test_shared_functions_of_the_buffers_are_equal():
     three, four = (dict(definitions(ROOT / stage / "buffer.py")) for stage in STAGES[2:])
     for name in ("padded_numel", "ranges_in_shard", "split_like", "cut_ranges"):
