@@ -1,11 +1,14 @@
-"""Kills ranks of a training run at random moments, until it has lost nothing often enough.
+"""Kills ranks of a training run at random moments; then moves a run through stages, numbers of ranks, and plain torch.
 
     python -m harness.faults [--kills 50] [--stage 4] [--ranks 2]        # or: make faults
 
-torchrun starts train.py, which saves a checkpoint every few steps and goes on from the newest complete one. Again and
-again one rank is ended by SIGKILL, after a random time; torchrun starts all of them anew. Two things are checked: every
-start goes on from a checkpoint that is no older than the newest complete one was at the kill; and at the end parameters
-and optimizer state are, to the bit, those of a run that nobody disturbed.
+`faults`: torchrun starts train.py, which saves a checkpoint every few steps and goes on from the newest complete one.
+Again and again one rank is ended by SIGKILL, after a random time; torchrun starts all of them anew. Two things are
+checked: every start goes on from a checkpoint that is no older than the newest complete one was at the kill; and at the
+end parameters and optimizer state are, to the bit, those of a run that nobody disturbed.
+
+`journey`: a run begins in stage 3 on 3 ranks and is killed, goes on in stage 4 on 2 ranks and is killed, is converted
+by torch's own tool, and ends in plain torch in one process. Its losses stand beside those of DDP, undisturbed.
 """
 
 import argparse
@@ -23,7 +26,9 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+from harness import workload
 from stage4_overlap.checkpoint import latest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,12 +41,12 @@ START_LIMIT_S = 120  # an attempt that says nothing for so long hangs
 class Run:
     """torchrun with a train.py. `lines`: what it has printed so far."""
 
-    def __init__(self, stage, ranks, steps, folder, seed, max_restarts=0):
-        script = next(ROOT.glob(f"stage{stage}_*")) / "train.py"
+    def __init__(self, script, ranks, steps, folder, *, seed=0, batch_size=4, save_every=SAVE_EVERY, max_restarts=0):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                   f"--max-restarts={max_restarts}", str(script), "--model=nano", "--sequence-length=32",
-                   "--batch-size=4", f"--steps={steps}", f"--seed={seed}", f"--checkpoint={folder}",
-                   f"--save-every={SAVE_EVERY}"]
+                   f"--max-restarts={max_restarts}", script, "--model=nano", "--sequence-length=32",
+                   f"--batch-size={batch_size}", f"--steps={steps}", f"--seed={seed}", f"--checkpoint={folder}",
+                   f"--save-every={save_every}"]
+        self.command = " ".join(["torchrun", *command[3:]])
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines, self.unread = [], queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -77,10 +82,19 @@ class Run:
             self.process.terminate()
 
 
+def train_script(stage):
+    return str(next(ROOT.glob(f"stage{stage}_*")).relative_to(ROOT) / "train.py")
+
+
+def converted(checkpoint, scratch):
+    """A checkpoint, as torch's own tool reads it -> {"model": …, "optimizer": …}, both by name."""
+    dcp_to_torch_save(checkpoint, scratch)
+    return torch.load(scratch, weights_only=True)
+
+
 def final_state(folder, scratch):
-    """The last checkpoint of a run as torch's own tool reads it: parameters and state by name."""
-    dcp_to_torch_save(latest(folder), scratch)
-    found = torch.load(scratch, weights_only=True)
+    """Parameters and optimizer state of the last checkpoint of a run, by name."""
+    found = converted(latest(folder), scratch)
     return {**found["model"], **{f"{name} {key}": value for name, state in found["optimizer"]["state"].items()
                                  for key, value in state.items()}}
 
@@ -88,7 +102,8 @@ def final_state(folder, scratch):
 def faults(stage, ranks, kills, seed, folder, say=print):
     """-> dict: what was killed, and when. Raises AssertionError if anything was lost, queue.Empty if a run hangs."""
     chance, steps = random.Random(seed), kills * STEPS_A_KILL
-    run, killed, while_saving, newest = Run(stage, ranks, steps, folder / "killed", seed, kills), 0, 0, ""
+    run = Run(train_script(stage), ranks, steps, folder / "killed", seed=seed, max_restarts=kills)
+    killed, while_saving, newest = 0, 0, ""
     for start in run.starts():
         assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
         if killed == kills:
@@ -99,7 +114,7 @@ def faults(stage, ranks, kills, seed, folder, say=print):
         killed += run.kill_a_rank(chance)
         say(f"kill {killed}: the newest complete checkpoint is {newest or 'none'}")
     assert run.end() == 0 and killed == kills, "\n".join([f"ended after {killed} kills", *run.lines[-20:]])
-    undisturbed = Run(stage, ranks, steps, folder / "undisturbed", seed)
+    undisturbed = Run(train_script(stage), ranks, steps, folder / "undisturbed", seed=seed)
     assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
     one, other = (final_state(folder / name, folder / "state.pt") for name in ("killed", "undisturbed"))
     differ = [key for key in other if not torch.equal(one[key], other[key])]
@@ -107,6 +122,70 @@ def faults(stage, ranks, kills, seed, folder, say=print):
     return {"kills": killed, "while_saving": while_saving, "steps": steps, "tensors": len(other), "stage": stage,
             "ranks": ranks, "save_every": SAVE_EVERY, "seed": seed, "torch": torch.__version__,
             "date": date.today().isoformat()}
+
+
+def journey(folder, say=print, steps=1500, save_every=100):
+    """-> list of dicts, one for each stop: after which step, where it was trained until there, its loss, and DDP's."""
+    stops = []
+    for script, ranks, until in ((train_script(3), 3, steps // 3), (train_script(4), 2, steps * 2 // 3)):
+        run = Run(script, ranks, steps, folder / "run", batch_size=12 // ranks, save_every=save_every)
+        say(f"$ {run.command}")
+        say(f"goes on from {next(run.starts()) or 'the beginning'}")
+        while getattr(latest(folder / "run"), "name", "") < f"step-{until:08}":
+            threading.Event().wait(0.01)
+        run.kill_a_rank(random.Random(0))
+        assert run.end() != 0, "torchrun has not noticed that a rank was killed"
+        stops.append((f"{Path(script).parent.name}, {ranks} ranks, killed", latest(folder / "run")))
+        say(f"killed; the newest complete checkpoint is {stops[-1][1].name}")
+    say(f"$ python -m torch.distributed.checkpoint.format_utils dcp_to_torch {stops[-1][1]} {folder / 'run.pt'}")
+    begin = int(stops[-1][1].name.removeprefix("step-"))
+    model = in_plain_torch(converted(stops[-1][1], folder / "run.pt"), begin, steps)
+    say(f"plain torch, in one process: steps {begin + 1} to {steps}")
+    undisturbed = Run("harness/train_ddp.py", 1, steps, folder / "ddp", batch_size=12, save_every=save_every)
+    say(f"$ {undisturbed.command}")
+    assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
+    rows = []
+    for where, checkpoint in [*stops, ("plain torch, 1 process", folder / "run" / f"step-{steps:08}")]:
+        ours = converted(checkpoint, folder / "one.pt")["model"] if checkpoint.exists() else model.state_dict()
+        losses = [validation_loss(weights) for weights in (
+            ours, converted(folder / "ddp" / checkpoint.name, folder / "other.pt")["model"])]
+        rows.append({"step": int(checkpoint.name.removeprefix("step-")), "where": where, "loss": losses[0],
+                     "undisturbed": losses[1]})
+        say(f"after step {rows[-1]['step']}: validation loss {losses[0]:.6f}, undisturbed {losses[1]:.6f} ({where})")
+    assert all(abs(row["loss"] - row["undisturbed"]) < 1e-3 for row in rows), rows
+    return rows
+
+
+def nano():
+    return workload.GPT(workload.MODELS["nano"])
+
+
+def in_plain_torch(found, begin, steps):
+    """Steps `begin` to `steps` of the same run, without anything of this project but model and data -> the model."""
+    model, lr = nano(), workload.MODELS["nano"].lr
+    model.load_state_dict(found["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(steps))
+    set_optimizer_state_dict(model, optimizer, found["optimizer"])
+    scheduler.last_epoch = begin
+    train, _ = workload.split(workload.load_bytes())
+    batches = workload.Batches(train, batch_size=12, sequence_length=32, rank=0, world_size=1)
+    for step in range(begin, steps):
+        model(*batches.batch(step)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model
+
+
+def validation_loss(weights):
+    """Of a nano model with these weights, in nats a byte."""
+    model = nano()
+    model.load_state_dict(weights)
+    _, validation = workload.split(workload.load_bytes())
+    batches = workload.validation_batches(validation, 16, 32, rank=0, world_size=1)
+    with torch.no_grad():
+        return sum(model(*batch).item() * len(batch[0]) for batch in batches) / workload.VALIDATION_SEQUENCES
 
 
 def main():
@@ -119,8 +198,9 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
-    print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint was "
-          f"being written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
+        result["journey"] = journey(Path(folder))
+    print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
+          f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -315,7 +315,26 @@ def _counted_sheets(name):
     return [sheet_text(counted)]
 
 
+def _faults_sheets():
+    """The loop of kills, and the run that moved on: results/faults.json."""
+    result = _load("faults.json")
+    losses = Sheet(
+        "A run that moves on, beside DDP undisturbed",
+        [("after\nstep", ""), ("trained until there by", ""), ("validation\nloss", "measured"),
+         ("of DDP", "measured"), ("|Δ|", "measured")],
+        [[f"{row['step']}", row["where"], f"{row['loss']:.4f}", f"{row['undisturbed']:.4f}",
+          f"{abs(row['loss'] - row['undisturbed']):.0e}"] for row in result["journey"]],
+        ["The number of ranks changes the order of sums, and so the last bits.",
+         f"Random kills: {result['kills']} ranks ended by SIGKILL in {result['steps']} steps of stage {result['stage']} "
+         f"on {result['ranks']} ranks, {result['while_saving']} of them while a checkpoint was written, one every "
+         f"{result['save_every']} steps. Nothing before a complete checkpoint was lost, and at the end all "
+         f"{result['tensors']} tensors of parameters and state were, to the bit, those of an undisturbed run.",
+         f"torch {result['torch']} · {result['date']}"])
+    return [sheet_text(losses)]
+
+
 BLOCKS = {
+    "faults": _faults_sheets,
     "stage1": lambda: _counted_sheets("stage 1 naive broadcast"),
     "stage2": lambda: _counted_sheets("stage 2 all-gather"),
     "bench": lambda: _bench_sheets(0, 1, 2),
