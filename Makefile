@@ -1,4 +1,4 @@
-# make bench | test | train STAGE=3 NPROC=2 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | report | diff
+# make bench | test | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | report | diff
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python

@@ -1,9 +1,13 @@
 """The contract runs over every stage and every world size; `--stage my_package` runs it on a package of your own."""
 
+import os
+
 import pytest
 
 from harness.launch import WorkerError, Workers
 from tests.common import STAGES
+
+os.environ.setdefault("SHARE_GPU", "no")  # tests need more ranks than most machines have GPUs
 
 
 def pytest_addoption(parser):

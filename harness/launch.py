@@ -33,27 +33,51 @@ class Rank(NamedTuple):
     backend: str
 
 
-def choose_device(local_rank, local_world_size):
-    """The one place where backend and device are chosen -> (backend, device). One GPU a rank, or everything on CPU.
+def choices(local_rank, local_world_size):
+    """The one place where backend and device are chosen -> [(backend, device), …], to be tried in this order.
 
-    With fewer GPUs than ranks, SHARE_GPU=nccl or SHARE_GPU=gloo in the environment lets ranks share them. NCCL refuses
-    two ranks on one GPU of one host, so each says that it is a host of its own, and they talk through sockets.
-    Neither is the default: gloo has only some collectives for CUDA tensors, and no NCCL has to accept the other.
+    One GPU a rank with NCCL, or everything on the CPU. With fewer GPUs than ranks, these share them if that works:
+    NCCL refuses two ranks on one GPU of one host, but not if each says, by NCCL_HOSTID, that it is a host of its own;
+    they then talk through sockets. gloo has collectives for CUDA tensors, in some releases all that are needed here.
+    SHARE_GPU=no in the environment leaves the GPUs alone unless there is one for each rank.
     """
-    n_gpus, shared_by = torch.cuda.device_count() if torch.cuda.is_available() else 0, os.environ.get("SHARE_GPU")
-    if shared_by not in (None, "", "nccl", "gloo"):
-        raise ValueError(f"SHARE_GPU is {shared_by!r}: it may be nccl or gloo")
-    has_own = dist.is_nccl_available() and n_gpus >= local_world_size
-    if has_own or n_gpus and shared_by:
-        device = torch.device("cuda", local_rank % n_gpus)
+    n_gpus, cpu = torch.cuda.device_count() if torch.cuda.is_available() else 0, ("gloo", torch.device("cpu"))
+    if n_gpus >= local_world_size and dist.is_nccl_available():
+        return [("nccl", torch.device("cuda", local_rank))]
+    if not n_gpus or os.environ.get("SHARE_GPU") == "no":
+        return [cpu]
+    os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
+    shared = torch.device("cuda", local_rank % n_gpus)
+    return [*[("nccl", shared)] * dist.is_nccl_available(), ("gloo", shared), cpu]
+
+
+def prepare(device):
+    """Settings of this process for tensors on `device`."""
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        if not has_own and shared_by == "nccl":
-            os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
-        return "nccl" if has_own else shared_by, device
+        return
     keep_freed_memory()
     # More threads than one would make ranks on the same machine fight for its cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    return "gloo", torch.device("cpu")
+
+
+def works(device, store):
+    """Whether what the stages call works on `device` in the default group, on every rank; they tell by `store`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        ones, one = torch.ones(world_size, device=device), torch.ones(1, device=device)
+        dist.all_reduce(ones)
+        dist.broadcast(ones, src=0)
+        dist.all_gather_into_tensor(ones, one)
+        dist.reduce_scatter_tensor(one, ones)
+        neighbours = [(dist.isend, ones, (rank + 1) % world_size), (dist.irecv, ones.clone(), (rank - 1) % world_size)]
+        for work in dist.batch_isend_irecv([dist.P2POp(*neighbour) for neighbour in neighbours]):
+            work.wait()
+        answer = str(one.item())
+    except RuntimeError as refusal:
+        answer = str(refusal)
+    store.set(str(rank), answer)
+    return all(store.get(str(other)).decode() == str(float(world_size)) for other in range(world_size))
 
 
 def keep_freed_memory():
@@ -77,7 +101,7 @@ def connect(timeout_s=120):
     sys.excepthook = _report_lost_rank
     if "RANK" not in os.environ:
         return _connect(0, 1, 0, 1, timeout_s, dist.HashStore())
-    # After torchrun has started ranks anew, its store still holds the addresses of those before: they get a corner each.
+    # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -100,8 +124,18 @@ def _report_lost_rank(kind, error, trace):
 
 
 def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
-    """`store` is where ranks find each other."""
-    backend, device = choose_device(local_rank, local_world_size)
+    """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
+    *others, last = choices(local_rank, local_world_size)
+    for backend, device in others:
+        prepare(device)
+        corner = dist.PrefixStore(f"{backend} on {device.type}", store)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=corner, rank=rank,
+                                world_size=world_size)
+        if works(device, dist.PrefixStore("works", corner)):
+            return Rank(rank, world_size, device, backend)
+        dist.destroy_process_group()
+    backend, device = last
+    prepare(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
                             world_size=world_size, device_id=device if backend == "nccl" else None)
     return Rank(rank, world_size, device, backend)

@@ -325,8 +325,8 @@ def _faults_sheets():
         [[f"{row['step']}", row["where"], f"{row['loss']:.4f}", f"{row['undisturbed']:.4f}",
           f"{abs(row['loss'] - row['undisturbed']):.0e}"] for row in result["journey"]],
         ["The number of ranks changes the order of sums, and so the last bits.",
-         f"Random kills: {result['kills']} ranks ended by SIGKILL in {result['steps']} steps of stage {result['stage']} "
-         f"on {result['ranks']} ranks, {result['while_saving']} of them while a checkpoint was written, one every "
+         f"{result['kills']} random kills by SIGKILL, in {result['steps']} steps of stage {result['stage']} on "
+         f"{result['ranks']} ranks; {result['while_saving']} of them while a checkpoint was written, which was every "
          f"{result['save_every']} steps. Nothing before a complete checkpoint was lost, and at the end all "
          f"{result['tensors']} tensors of parameters and state were, to the bit, those of an undisturbed run.",
          f"torch {result['torch']} · {result['date']}"])

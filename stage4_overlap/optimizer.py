@@ -373,8 +373,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Let every gradient leave, and as many rounds of buckets on each rank. -> what each of `params` is missing."""
         assigned = [param.grad is not None and id(param) not in self.waiting for param in params]  # by the user
         late = [by_user and (self.grads_synced or id(p) in self.used) for by_user, p in zip(assigned, params)]
-        if self.grads_synced and not any(late):
-            return []
+        if self.grads_synced:  # the other ranks have gone on: there is nobody to agree with
+            return [LATE * is_late for is_late in late]
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if self.next_bucket or not self.n_rounds:

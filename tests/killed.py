@@ -29,7 +29,7 @@ def while_saving():
 MOMENTS = {
     "backward": lambda: register_module_full_backward_hook(dies_at_call(21 * 15)),
     "step": lambda: register_optimizer_step_pre_hook(dies_at_call(40)),
-    "prefetch": lambda: register_module_forward_pre_hook(dies_at_call(21 * (11 + 15) + 9)),  # parameters are on their way
+    "prefetch": lambda: register_module_forward_pre_hook(dies_at_call(21 * (11 + 15) + 9)),  # parameters travel
     "save": while_saving,
 }
 

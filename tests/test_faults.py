@@ -1,4 +1,4 @@
-"""Runs that are killed: the other ranks end with one line, and what goes on from a checkpoint is what would have been."""
+"""Runs that are killed: the other ranks end with one line, and what goes on from a checkpoint ends as it should."""
 
 import os
 import re

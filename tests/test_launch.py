@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,28 +96,52 @@ if __name__ == "__main__":
     assert all(gone(pid) for pid in pids)
 
 
+CPU, OWN, SHARED = ("gloo", "cpu"), ("nccl", "cuda:1"), "cuda:0"
+
+
 @pytest.mark.parametrize(
-    "n_gpus, share, backend, device, host",
-    [(2, None, "nccl", "cuda:1", None), (4, "gloo", "nccl", "cuda:1", None), (0, None, "gloo", "cpu", None),
-     (0, "nccl", "gloo", "cpu", None), (1, None, "gloo", "cpu", None), (1, "gloo", "gloo", "cuda:0", None),
-     (1, "nccl", "nccl", "cuda:0", "here rank 1")],
+    "n_gpus, share, expected, host",
+    [(2, None, [OWN], None), (4, "no", [OWN], None), (0, None, [CPU], None), (1, "no", [CPU], None),
+     (1, None, [("nccl", SHARED), ("gloo", SHARED), CPU], "here rank 1")],
 )
-def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, backend, device, host):
-    """A GPU each, or everything on the CPU, or a GPU that is shared because somebody asked for it."""
+def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, expected, host):
+    """A GPU each, or everything on the CPU; with one GPU for both, whichever way to share it works first."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(launch.platform, "node", lambda: "here")
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(launch, "keep_freed_memory", lambda: None)
     for name, value in (("SHARE_GPU", share), ("NCCL_HOSTID", "")):
         monkeypatch.setenv(name, value or "")
-    assert launch.choose_device(1, 2) == (backend, torch.device(device))
+    assert launch.choices(1, 2) == [(backend, torch.device(device)) for backend, device in expected]
     assert os.environ["NCCL_HOSTID"] == (host or "")
 
 
-def test_a_way_to_share_that_there_is_not(monkeypatch):
-    monkeypatch.setenv("SHARE_GPU", "mpi")
-    with pytest.raises(ValueError, match="nccl or gloo"):
-        launch.choose_device(0, 1)
+FALLS_BACK = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from harness import launch
+cpu, meta = torch.device("cpu"), torch.device("meta")
+launch.choices = lambda *_: [("gloo", meta if sys.argv[2] == "1" else cpu), ("gloo", cpu), ("gloo", meta)]
+rank = launch.connect(timeout_s=30)
+print(rank.device, rank.backend)
+launch.disconnect()
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_does_not_work_on_one_rank_is_left_by_all(tmp_path, world_size):
+    """The first choice works on all ranks but the last, where gloo doesn't know the device; the second on all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(world_size):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port)}
+        command = [sys.executable, "-c", FALLS_BACK, ROOT, str(int(rank == world_size - 1))]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True))
+    try:
+        printed = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert printed == [["cpu", "gloo"]] * world_size

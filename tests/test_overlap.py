@@ -447,7 +447,7 @@ def events(rank, prefetch):
     if prefetch:
         optimizer.prefetch_params(model)
     x = torch.ones(2, 300, device=rank.device)
-    with Recorder() as recorder:
+    with Memory(rank.device) as memory, Recorder(memory) as recorder:
         for _ in range(2):
             with recorder.phase("forward"):
                 loss = model(x).sum()
@@ -495,7 +495,7 @@ def all_gather_is_late(rank):
     model(x).sum().backward()
     if rank.rank == 0:
         optimizer.optimizer.register_step_post_hook(lambda *_: wait_long())
-    with Recorder() as recorder:
+    with Memory(rank.device) as memory, Recorder(memory) as recorder:
         optimizer.step()
         with recorder.phase("forward"):
             model(x)
