@@ -103,7 +103,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
 
     Args:
-        path: a folder that doesn't exist; meanwhile there is one of that name with ".partial" behind it.
+        path: a folder that doesn't exist, where all ranks can write; until it does, there is one with ".partial" more.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names.
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer.
         extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states.
@@ -135,8 +135,15 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     if dist.is_initialized():  # of its own: what two threads send must not mix; gloo, since everything is on the CPU
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         own_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def write_behind():
+        write(path, partial, tree, manifest, own_group)
+        if own_group is not None:
+            dist.barrier(own_group)  # gloo aborts ranks that leave while another still talks to them
+            dist.destroy_process_group(own_group)
+
     executor = ThreadPoolExecutor(1)
-    future = executor.submit(write, path, partial, tree, manifest, own_group)
+    future = executor.submit(write_behind)
     executor.shutdown(wait=False)
     return future
 
