@@ -6,11 +6,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from harness import workload
 from harness.faults import faults, final_state
+from stage4_overlap import DistributedOptimizer
 from stage4_overlap.checkpoint import latest
 from tests.common import STAGES
 
@@ -111,6 +114,33 @@ def test_when_a_rank_is_killed_the_others_end_with_one_line(stage, moment, tmp_p
         assert "Traceback" not in printed[rank]
     if moment == "save":
         assert latest(tmp_path).name == "step-00000010" and (tmp_path / "step-00000020.partial").exists()
+
+
+def random_states(rank, folder):
+    args = SimpleNamespace(checkpoint=folder, save_every=1, steps=3)
+
+    def start():
+        model = torch.nn.Linear(3, 3).to(rank.device)
+        optimizer = DistributedOptimizer(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer, scheduler, workload.Checkpoints(args, rank, model, optimizer, scheduler)
+
+    optimizer, scheduler, checkpoints = start()
+    assert checkpoints.first_step == 0
+    scheduler.step()
+    torch.manual_seed(rank.rank)
+    checkpoints.step_done()
+    expected = torch.rand(3)
+    again, other_scheduler, checkpoints = start()
+    assert checkpoints.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
+    assert torch.equal(torch.rand(3), expected)
+    return expected
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
+    one, other = run(random_states, tmp_path)
+    assert not torch.equal(one, other)  # each rank has its own
 
 
 def test_random_kills_lose_nothing(tmp_path):
