@@ -71,7 +71,8 @@ def works(device, store):
         dist.all_gather_into_tensor(ones, one)
         dist.reduce_scatter_tensor(one, ones)
         neighbours = [(dist.isend, ones, (rank + 1) % world_size), (dist.irecv, ones.clone(), (rank - 1) % world_size)]
-        for work in dist.batch_isend_irecv([dist.P2POp(*neighbour) for neighbour in neighbours]):
+        operations = [dist.P2POp(*neighbour) for neighbour in neighbours if world_size > 1]  # nobody sends to itself
+        for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         answer = str(one.item())
     except RuntimeError as refusal:
@@ -126,9 +127,9 @@ def _report_lost_rank(kind, error, trace):
 def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
     """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
     *others, last = choices(local_rank, local_world_size)
-    for backend, device in others:
+    for number, (backend, device) in enumerate(others):
         prepare(device)
-        corner = dist.PrefixStore(f"{backend} on {device.type}", store)
+        corner = dist.PrefixStore(f"choice {number}", store)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=corner, rank=rank,
                                 world_size=world_size)
         if works(device, dist.PrefixStore("works", corner)):

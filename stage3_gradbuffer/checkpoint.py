@@ -131,21 +131,20 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     manifest["ranks"] = world_size
     if not asynchronous:
         return _done(write(path, partial, tree, manifest, group))
-    own_group = None
-    if dist.is_initialized():  # of its own: what two threads send must not mix; gloo, since everything is on the CPU
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        own_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    thread, own_group = writer_of(optimizer, group)
+    return thread.submit(write, path, partial, tree, manifest, own_group)
 
-    def write_behind():
-        write(path, partial, tree, manifest, own_group)
-        if own_group is not None:
-            dist.barrier(own_group)  # gloo aborts ranks that leave while another still talks to them
-            dist.destroy_process_group(own_group)
 
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(write_behind)
-    executor.shutdown(wait=False)
-    return future
+def writer_of(optimizer, group):
+    """-> a thread that writes one checkpoint after the other, and its group: what two threads send must not mix."""
+    writers = optimizer.__dict__.setdefault("checkpoint_writers", {})  # ranks -> thread, group
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else ()
+    if ranks not in writers:
+        own_group = None
+        if ranks:  # gloo, since everything is on the CPU
+            own_group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        writers[ranks] = ThreadPoolExecutor(1), own_group
+    return writers[ranks]
 
 
 def _done(result):

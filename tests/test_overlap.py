@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Branches(torch.nn.Module):
-    """Six independent layers, called in any order: their gradients come in the reverse, and no two of them are equal."""
+    """Six layers, called in any order: their gradients come in the reverse order, and no two of them are equal."""
 
     def __init__(self, seed, dtype=torch.float32):
         super().__init__()
