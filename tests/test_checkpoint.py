@@ -1,11 +1,13 @@
 """Nothing is lost: one dict, files, other ranks and stages, plain torch. Each time the next step must be the same."""
 
+import contextlib
 import copy
 import importlib
 import json
 import pickle
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -351,17 +353,37 @@ def test_boxes_are_the_flat_elements_in_order(stage, shape):
             assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
+@contextlib.contextmanager
+def held_back(is_held_back):
+    """Writing begins when the event that is yielded is set, or at once."""
+    let_go, write = threading.Event(), dcp.FileSystemWriter.write_data
+    if not is_held_back:
+        let_go.set()
+
+    def write_later(*args):
+        let_go.wait(30)
+        return write(*args)
+
+    dcp.FileSystemWriter.write_data = write_later
+    try:
+        yield let_go
+    finally:
+        dcp.FileSystemWriter.write_data = write
+
+
 def save_and_load(rank, stage, folder, dtypes, asynchronous):
     """Saved with one dtype and bucket size, loaded with another -> whether the dtype was the same."""
     saved, loaded = dtypes
     checkpoint = checkpoint_of(stage)
     model, optimizer = a_run(rank, stage, None, dtype=saved, **ADAMW)
     train(rank, model, optimizer, range(2), dtype=saved)
-    done = checkpoint.save(folder / "one", model, optimizer, {"rank": rank.rank}, asynchronous=asynchronous)
-    before = optimizer.full_state_dict(to_all=True), [param.detach().clone() for param in model.parameters()]
-    if asynchronous:
-        train(rank, model, optimizer, (2, 3), dtype=saved)  # what is written is what was there before
-    assert done.result(30) is None
+    with held_back(asynchronous) as let_go:
+        done = checkpoint.save(folder / "one", model, optimizer, {"rank": rank.rank}, asynchronous=asynchronous)
+        before = optimizer.full_state_dict(to_all=True), [param.detach().clone() for param in model.parameters()]
+        if asynchronous:
+            train(rank, model, optimizer, (2, 3), dtype=saved)  # what is written is what was there before
+        let_go.set()
+        assert done.result(30) is None
     dist.barrier()
     other = Net(seed=9, frozen_seed=9).to(rank.device, loaded)
     kwargs = {"bucket_cap_mb": 0.0006} if stage == STAGES[3] else {}
