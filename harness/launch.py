@@ -142,9 +142,15 @@ def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
     return Rank(rank, world_size, device, backend)
 
 
+_left = []  # process groups until Python ends
+
+
 def disconnect():
     """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
     dist.barrier()
+    # A DDP model that outlives this call would take the group down while it holds the GIL, and wait for gloo's threads,
+    # one of which may wait for the GIL to let go of a tensor: on a busy machine 1 run of 8 hung so. Not if it is not last.
+    _left.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
