@@ -4,23 +4,23 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+import bench
+from tests.ranks import ROOT, run_alone
+
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
-
-
-def bench(*args, root=ROOT):
-    return subprocess.run([sys.executable, "bench.py", *args], cwd=root, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
+    """Of bench.py in this process, whose ranks then start at once."""
     path = tmp_path_factory.mktemp("results") / "bench.json"
-    run = bench(*NANO, "--json", str(path))
-    assert run.returncode == 0, run.stdout + run.stderr
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", ["bench.py", *NANO, "--json", str(path)])
+        bench.main()
+    assert not end.value.code
     return json.loads(path.read_text())
 
 
@@ -72,14 +72,16 @@ def test_collectives(result):
 
 
 def test_a_wrong_stage_gets_no_time(tmp_path):
+    """Of bench.py as people run it."""
     ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", "results", "tests")
     shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
     stage = tmp_path / "copy" / "stage2_allgather" / "optimizer.py"
     right = stage.read_text()
     stage.write_text(right.replace("flat /= self.world_size", "flat /= self.world_size + 1"))
     assert stage.read_text() != right
-    run = bench(*NANO, "--rows", "stage 2", "--json", "wrong.json", root=tmp_path / "copy")
-    assert run.returncode == 1
+    command = [sys.executable, "bench.py", *NANO, "--rows", "stage 2 all-gather", "--json", "wrong.json"]
+    run = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1, run.stderr
     rows = {row["name"]: row for row in json.loads((tmp_path / "copy" / "wrong.json").read_text())["rows"]}
     wrong = rows["stage 2 all-gather"]
     assert not wrong.get("step_ms") and "error" in wrong
@@ -97,6 +99,6 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     ids=str,
 )
 def test_bad_input_is_one_line(args, message):
-    run = bench(*args)
-    assert run.returncode == 2
+    run = run_alone("bench.py", *args)
+    assert run.code == 2
     assert run.stderr.count("\n") == 1 and message in run.stderr

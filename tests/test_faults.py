@@ -1,11 +1,8 @@
 """Runs that are killed: the other ranks end with one line, and what goes on from a checkpoint ends as it should."""
 
-import os
 import re
-import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,19 +13,21 @@ from harness.faults import faults, final_state
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.checkpoint import latest
 from tests.common import STAGES
+from tests.ranks import LIMIT_S, ROOT, run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
-LIMIT_S = 90  # for a run of 30 steps, with all starts; a rank that hangs takes 120
+SEQUENCES = 12  # a step, whatever the number of ranks
 
 
-def torchrun(script, folder, *args, ranks=2, batch_size=6, restarts=0, wrapper=()):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               f"--max-restarts={restarts}", *wrapper, script, *NANO, "--batch-size", str(batch_size),
-               "--checkpoint", str(folder), *args]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+def options(folder, ranks):
+    return [*NANO, "--batch-size", str(SEQUENCES // ranks), "--checkpoint", str(folder)]
+
+
+def train(script, folder, ranks=3):
+    """-> what rank 0 prints."""
+    ended = run_ranks(ranks, script, *options(folder, ranks))
+    assert [rank.code for rank in ended] == [0] * ranks, "\n".join(rank.stderr for rank in ended)
+    return ended[0].stdout
 
 
 def last_loss(printed):
@@ -37,14 +36,14 @@ def last_loss(printed):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """-> function(stage): the folder of a run that nobody disturbs, and its last loss."""
+    """-> function(stage, ranks): the folder of a run that nobody disturbs, and its last loss."""
     found = {}
 
-    def undisturbed(stage):
-        if stage not in found:
+    def undisturbed(stage, ranks=3):
+        if (stage, ranks) not in found:
             folder = tmp_path_factory.mktemp(stage)
-            found[stage] = folder, last_loss(torchrun(f"{stage}/train.py", folder))
-        return found[stage]
+            found[stage, ranks] = folder, last_loss(train(f"{stage}/train.py", folder, ranks))
+        return found[stage, ranks]
 
     return undisturbed
 
@@ -61,59 +60,50 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(stage, undisturbe
     for step in (10, 20):
         (tmp_path / f"step-{step:08}").symlink_to(folder / f"step-{step:08}")
     (tmp_path / "step-00000030.partial").mkdir()
-    printed = torchrun(f"{stage}/train.py", tmp_path)
+    printed = train(f"{stage}/train.py", tmp_path)
     assert f"resumed from {tmp_path}/step-00000020" in printed and "step 21/30" in printed
     assert equal_to_the_bit(tmp_path, folder, tmp_path)
 
 
 def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturbed, tmp_path):
     """From 2 ranks with 6 sequences each to 3 with 4, in another stage; then to 1 with 12, in plain torch."""
-    folder, loss = undisturbed(STAGES[3])
+    folder, loss = undisturbed(STAGES[3], ranks=2)
     (tmp_path / "step-00000010").symlink_to(folder / "step-00000010")
-    printed = torchrun(f"{STAGES[2]}/train.py", tmp_path, ranks=3, batch_size=4)
+    printed = train(f"{STAGES[2]}/train.py", tmp_path, ranks=3)
     assert "step 11/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
     (tmp_path / "step-00000030").rename(tmp_path / "one.partial")
-    printed = torchrun("harness/train_ddp.py", tmp_path, ranks=1, batch_size=12)
+    printed = train("harness/train_ddp.py", tmp_path, ranks=1)
     assert "step 21/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
 
 
 MOMENTS = [(STAGES[3], "backward"), (STAGES[2], "step"), (STAGES[3], "prefetch"), (STAGES[3], "save")]
 
 
-@pytest.mark.parametrize("stage, moment", MOMENTS)
+@pytest.mark.parametrize("stage, moment", [MOMENTS[0], MOMENTS[3]])
 def test_torchrun_goes_on_by_itself_after_a_kill(stage, moment, undisturbed, tmp_path):
-    wrapper = ["tests/killed.py", moment]
-    printed = torchrun(f"{stage}/train.py", tmp_path / "run", restarts=1, wrapper=wrapper)
-    assert len(re.findall("validation loss before", printed)) == 2  # two attempts
-    assert f"resumed from {tmp_path}/run/step-00000010" in printed
-    assert equal_to_the_bit(tmp_path / "run", undisturbed(stage)[0], tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
+               "tests/killed.py", moment, f"{stage}/train.py", *options(tmp_path / "run", ranks=2)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall("validation loss before", run.stdout)) == 2  # two attempts
+    assert f"resumed from {tmp_path}/run/step-00000010" in run.stdout
+    assert equal_to_the_bit(tmp_path / "run", undisturbed(stage, ranks=2)[0], tmp_path)
 
 
 @pytest.mark.parametrize("stage, moment", MOMENTS)
-def test_when_a_rank_is_killed_the_others_end_with_one_line(stage, moment, tmp_path):
-    """Without torchrun, which would end them itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = []
-    for rank in range(3):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "tests/killed.py", moment, f"{stage}/train.py", *NANO, "--batch-size", "4",
-                   "--checkpoint", str(tmp_path)]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, text=True,
-                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    try:
-        printed = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, -9, 1]
+def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(stage, moment, undisturbed, tmp_path):
+    """Without torchrun, which would end them itself. Then all are started again, with the same folder."""
+    folder = tmp_path / "run"
+    ended = run_ranks(3, "tests/killed.py", moment, f"{stage}/train.py", *options(folder, ranks=3))
+    assert [rank.code for rank in ended] == [1, -9, 1]
     for rank in (0, 2):
-        (line,) = [line for line in printed[rank].splitlines() if "error" in line]
+        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
         assert line.startswith(f"train.py: error: rank {rank} lost another rank: ")
-        assert "Traceback" not in printed[rank]
+        assert "Traceback" not in ended[rank].stderr
     if moment == "save":
-        assert latest(tmp_path).name == "step-00000010" and (tmp_path / "step-00000020.partial").exists()
+        assert latest(folder).name == "step-00000010" and (folder / "step-00000020.partial").exists()
+    assert f"resumed from {folder}/step-00000010" in train(f"{stage}/train.py", folder)
+    assert equal_to_the_bit(folder, undisturbed(stage)[0], tmp_path)
 
 
 def random_states(rank, folder):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from harness import launch
 from harness.launch import WorkerError, Workers
+from tests.ranks import hears_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,7 +89,8 @@ if __name__ == "__main__":
 """
     script = tmp_path / "program.py"
     script.write_text(program)
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=hears_ctrl_c)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)

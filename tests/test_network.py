@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.network import missing
+from tests.ranks import hears_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[1]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
@@ -84,7 +85,8 @@ def test_the_timeline_has_both_ranks_and_what_travelled(result):
 def test_an_interrupted_run_leaves_nothing_behind(number):
     before = hosts()
     command, options = network("--rate", "10mbit", *NANO[:6], "--rounds", "50")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c,
+                               **options)
     try:
         for line in iter(lambda: process.stderr.read(1), ""):
             if line == "r":  # of "round" or "stage 1 …": the ranks are at work

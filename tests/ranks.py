@@ -1,0 +1,115 @@
+"""Scripts run as ranks, in processes forked from one that has imported torch: a rank then starts in half a second.
+
+torchrun itself, and Python's own start and end, are left to the tests that start real processes.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import types
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.launch import start_forkserver
+
+ROOT = Path(__file__).resolve().parents[1]
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+               "TORCHELASTIC_RESTART_COUNT")
+LIMIT_S = 90  # a rank that hangs in a collective takes 120
+
+
+class Ended(NamedTuple):
+    """A rank that has ended. `code`: its exit code, or minus the signal that killed it."""
+    code: int
+    stdout: str
+    stderr: str
+
+
+def hears_ctrl_c():
+    """In the child: a shell that runs the tests in the background has them, and all that they start, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_ranks(n_ranks, script, *args, cwd=ROOT):
+    """Runs a script as `n_ranks` ranks, with torchrun's environment -> an Ended for each. None is left behind.
+
+    Nobody ends the others when a rank fails: they have to notice. Raises TimeoutError after LIMIT_S seconds.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+              "OMP_NUM_THREADS": 1}
+    return _run([{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(n_ranks)], script, args, cwd)
+
+
+def run_alone(script, *args, cwd=ROOT):
+    """Runs a script as `python script.py` does, without torchrun's environment -> Ended."""
+    (ended,) = _run([{}], script, args, cwd)
+    return ended
+
+
+def _run(environments, script, args, cwd):
+    start_forkserver()
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        command, processes = [str(script), *map(str, args)], []
+        files = [[Path(folder, f"{rank}.{name}") for name in ("out", "err")] for rank in range(len(environments))]
+        for file in sum(files, []):
+            file.touch()
+        try:
+            for environment, outputs in zip(environments, files):
+                arguments = (command, _environment(environment), str(cwd), outputs)
+                process = context.Process(target=_be_a_rank, args=arguments)
+                process.start()
+                processes.append(process)
+            _wait_for(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [Ended(process.exitcode, *(file.read_text() for file in outputs))
+                for process, outputs in zip(processes, files)]
+
+
+def _wait_for(processes):
+    deadline = time.monotonic() + LIMIT_S
+    alive = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while alive:
+        ended = wait(alive, max(0, deadline - time.monotonic()))
+        if not ended:
+            raise TimeoutError(f"rank {', '.join(map(str, alive.values()))} still runs after {LIMIT_S} seconds")
+        for sentinel in ended:
+            del alive[sentinel]
+
+
+def _environment(changes):
+    kept = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+    return {**kept, **{name: str(value) for name, value in changes.items()}}
+
+
+def _be_a_rank(command, environment, cwd, outputs):
+    """In the new process: becomes what `python script.py` would be, as far as the script can see; and ends like it."""
+    for number, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    # What the script imports of this repository it must find by itself, and new, not as the tests have left it.
+    sys.path[:] = [str(Path(command[0]).resolve().parent), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("harness", "tests")]:
+        del sys.modules[name]
+    sys.argv[:] = command
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = command[0]
+    try:
+        exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))
+    except SystemExit:
+        raise  # multiprocessing ends a process as Python does, but for exceptions it has a way of its own
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # which train.py replaces
+        sys.exit(1)
