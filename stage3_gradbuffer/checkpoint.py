@@ -105,7 +105,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     Args:
         path: a folder that doesn't exist, where all ranks can write; until it does, there is one with ".partial" more.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names.
-        optimizer: a DistributedOptimizer of any stage, or a torch optimizer.
+        optimizer: a DistributedOptimizer of any stage, or a torch optimizer; not of DTensors.
         extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states.
         asynchronous: copy everything to the CPU, and write while training goes on.
 
@@ -114,7 +114,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     Raises:
         CheckpointError: on every rank; `path` exists, or can't be written.
     """
-    path, group = Path(path), getattr(optimizer, "process_group", None)
+    path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
     partial = path.with_name(path.name + ".partial")
     error = None
@@ -127,7 +127,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         except OSError as refusal:
             error = refusal.strerror
     agree(all_gather(error, group)[0], f"checkpoint {path} can't be written", group)
-    tree, manifest = collect(model, optimizer, extra, rank, copy=asynchronous)
+    tree, manifest = collect(model, optimizer, names, extra, rank, copy=asynchronous)
     manifest["ranks"] = world_size
     if not asynchronous:
         return _done(write(path, partial, tree, manifest, group))
@@ -153,9 +153,9 @@ def _done(result):
     return future
 
 
-def collect(model, optimizer, extra, rank, copy):
+def collect(model, optimizer, names, extra, rank, copy):
     """What this rank writes, in the layout of torch's get_state_dict -> (tree, manifest without the files)."""
-    pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
+    pieces, params = pieces_of(optimizer), all_params(optimizer)
     index_of = {id(param): index for index, param in enumerate(params)}
 
     def kept(tensor):
@@ -190,7 +190,11 @@ def names_of(model, optimizer) -> list[str]:
     unknown = [index for index, param in enumerate(all_params(optimizer)) if id(param) not in name_of]
     if unknown:
         raise ValueError(f"parameter {unknown[0]} of the optimizer is not one of the model's: pass the model it trains")
-    return [name_of[id(param)] for param in all_params(optimizer)]
+    names = [name_of[id(param)] for param in all_params(optimizer)]
+    for name, param in zip(names, all_params(optimizer)):
+        if hasattr(param, "device_mesh"):
+            raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and optimizer.full_state_dict()")
+    return names
 
 
 def write(path, partial, tree, manifest, group):

@@ -14,7 +14,9 @@ for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
 warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
-def checked_groups(params, process_group, existing=(), *, one_dtype=False, contiguous=False, error=None):
+def checked_groups(
+    params, process_group, existing=(), *, one_dtype=False, contiguous=False, dtensors=False, error=None
+):
     """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
 
     Args:
@@ -22,12 +24,14 @@ def checked_groups(params, process_group, existing=(), *, one_dtype=False, conti
         existing: the groups that the optimizer has already.
         one_dtype: whether the stage needs all parameters in one dtype.
         contiguous: whether the stage views parameters as flat.
+        dtensors: whether the stage shards what a DTensor has on this rank.
         error: an exception with which the stage itself refuses, on this rank at least.
 
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
         TypeError: something is not a tensor.
-        ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, or ranks that disagree.
+        ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, DTensors that lie over
+            `process_group` already, or ranks that disagree.
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
@@ -38,6 +42,7 @@ def checked_groups(params, process_group, existing=(), *, one_dtype=False, conti
         groups = _as_groups(params)
         named = named_params([*existing, *groups])
         _check_params(named, one_dtype, contiguous)
+        _check_dtensors(named, dtensors, process_group)
         lines = [_describe(name, param) for name, param in named]
     except (TypeError, ValueError) as refusal:
         error = error or refusal
@@ -52,6 +57,17 @@ def named_params(groups) -> list[tuple[str, torch.Tensor]]:
         for g, group in enumerate(groups)
         for i, param in enumerate(group["params"])
     ]
+
+
+def local(tensor):
+    """Of a DTensor, as a tensor-parallel model has them, what lies on this rank; of any other tensor, itself."""
+    return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, whose data can't be replaced
+
+
+def spread_over(param) -> tuple:
+    """The process groups over which the elements of a DTensor are spread; of any other tensor, none."""
+    placements = enumerate(getattr(param, "placements", ()))
+    return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if placement.is_shard())
 
 
 def _as_groups(params) -> list[dict]:
@@ -100,13 +116,28 @@ def _check_params(named, one_dtype, contiguous) -> None:
             raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
         if one_dtype and param.dtype != first.dtype:
             raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
+        param = local(param)
         has_gaps = not param.is_contiguous() and param.stride() != torch.empty_like(param, device="meta").stride()
         if has_gaps or contiguous and not param.is_contiguous():
             raise ValueError(f"parameter {name} is not contiguous (strides {param.stride()}): use the default layout")
 
 
+def _check_dtensors(named, allowed, process_group) -> None:
+    ours = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    for name, param in named:
+        if hasattr(param, "device_mesh") and not allowed:
+            raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
+        for group in spread_over(param):
+            if len(ours.intersection(dist.get_process_group_ranks(group))) > 1:
+                raise ValueError(
+                    f"parameter {name} is spread over ranks of process_group already: pass the data-parallel dimension "
+                    'of the mesh, as process_group=mesh["dp"].get_group()'
+                )
+
+
 def _describe(name, param) -> str:
-    return f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+    placements = getattr(param, "placements", "")
+    return f"{name} {tuple(param.shape)} {param.dtype}{placements}{'' if param.requires_grad else ' frozen'}"
 
 
 def _agree(error, lines, process_group) -> None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .checks import local
+
 
 class Piece(NamedTuple):
     """What this rank steps of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`."""
@@ -86,7 +88,7 @@ def install(optimizer, states, groups):
         state = dict(states.get(index, {}))
         main_param = state.pop("main_param", None)
         if piece.main.dtype != params[index].dtype:
-            own = params[index].reshape(-1)[piece.start : piece.stop]
+            own = local(params[index]).reshape(-1)[piece.start : piece.stop]
             piece.main.copy_(own if main_param is None else main_param)
         if state:
             inner_states[place_of[id(piece.main)]] = state
@@ -106,9 +108,18 @@ def full_state_dict(optimizer, to_all=False) -> dict:
     dst, pieces, params = None if to_all else 0, pieces_of(optimizer), all_params(optimizer)
     state = {}
     for index, whole in gather(states_of(optimizer, pieces), pieces, params, optimizer.process_group, dst):
-        state[index] = {key: value.cpu().view(params[index].shape) if is_flat(value) else value
+        state[index] = {key: like(params[index], value.cpu()) if is_flat(value) else value
                         for key, value in whole.items()}
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, optimizer.rank) else {}
+
+
+def like(param, flat):
+    """Flat elements in the shape of a parameter. What is of a DTensor becomes one, on the device of its mesh."""
+    whole = flat.view(local(param).shape)
+    if not hasattr(param, "device_mesh"):
+        return whole
+    layout = {"shape": param.shape, "stride": param.stride()}
+    return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
 
 
 def gather(states, pieces, params, group, dst):
@@ -132,7 +143,7 @@ def gather(states, pieces, params, group, dst):
                     whole[key] = what
                 elif dst in (None, rank):
                     if key not in whole:
-                        whole[key] = torch.empty(param.numel(), dtype=what, device=param.device)
+                        whole[key] = torch.empty(local(param).numel(), dtype=what, device=param.device)
                     part = whole[key][start:stop]
                     if owner == rank:
                         part.copy_(states[index][key])
@@ -178,12 +189,13 @@ def load_full_state_dict(optimizer, state_dict):
             if not isinstance(what, torch.dtype):
                 states[index][key] = what
                 continue
-            whole = torch.empty(params[index].numel(), dtype=what, device=params[index].device)
+            param = local(params[index])
+            whole = torch.empty(param.numel(), dtype=what, device=param.device)
             if optimizer.rank == 0:
-                whole.copy_(state_dict["state"][index][key].reshape(-1))
+                whole.copy_(local(state_dict["state"][index][key]).reshape(-1))
             dist.broadcast(whole, group=group, group_src=0)
             if key == "main_param":
-                params[index].copy_(whole.view(params[index].shape))
+                param.copy_(whole.view(param.shape))
             if index in pieces:
                 states[index][key] = whole[pieces[index].start : pieces[index].stop].clone()
     install(optimizer, states, groups)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .checks import local
+
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
 
 
@@ -85,7 +87,7 @@ class Bucket:
         self.process_group = process_group
         self.dtype = params[0].dtype
         self.world_size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        self.numels = [param.numel() for param in params]
+        self.numels = [local(param).numel() for param in params]
         self.numel = padded_numel(sum(self.numels), self.world_size, alignment // self.dtype.itemsize)
         self.shard_numel = self.numel // self.world_size
         self.ranges = ranges_in_shard(self.numels, self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel)
@@ -95,7 +97,8 @@ class Bucket:
     def move_in(self, flat_params):
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
         self.flat_params = flat_params
-        for param, piece in zip(self.params, split_like(flat_params, self.params)):
+        params = [local(param) for param in self.params]
+        for param, piece in zip(params, split_like(flat_params, params)):
             param.data = piece.copy_(param)
         self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
@@ -135,7 +138,7 @@ class ParameterBuffer:
 
     def __init__(self, buckets):
         numels = [bucket.numel for bucket in buckets]
-        self.flat = buckets[0].params[0].new_zeros(sum(numels))
+        self.flat = local(buckets[0].params[0]).new_zeros(sum(numels))
         for bucket, flat_params in zip(buckets, self.flat.split(numels)):
             bucket.move_in(flat_params)
 
@@ -207,11 +210,11 @@ class BucketBuffer:
         self.bucket = bucket
         bucket.ready.clear()
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
-        for param, slot in zip(bucket.params, split_like(flat, bucket.params)):
+        for param, slot in zip(bucket.params, split_like(flat, [local(param) for param in bucket.params])):
             if param.grad is None:
                 slot.zero_()
             else:
-                torch.div(param.grad.to_dense(), bucket.world_size, out=slot)
+                torch.div(local_grad(param).to_dense(), bucket.world_size, out=slot)
                 param.grad = None
         flat[sum(bucket.numels) :].zero_()
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
@@ -243,6 +246,14 @@ class BucketBuffer:
                 operations.append(dist.P2POp(dist.isend, send, group=self.process_group, group_peer=to))
                 operations.append(dist.P2POp(dist.irecv, receive, group=self.process_group, group_peer=by))
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+def local_grad(param):
+    """What this rank has of a parameter's gradient; that of a DTensor may be a partial sum, or lie otherwise."""
+    grad = param.grad
+    if hasattr(param, "placements") and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local(grad)
 
 
 def split_like(flat, params):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
-from .checks import checked_groups, named_params
+from .checks import checked_groups, local, named_params, spread_over
 from .full_state import full_state_dict, load_full_state_dict, reshard
 
 LATE = 2  # of a gradient that was assigned when the parameter's own had left; missing is 1, or True
@@ -27,7 +27,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     construction the parameters are broadcast from rank 0, as DistributedDataParallel does.
 
     Args:
-        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device.
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device. Of a DTensor
+            each rank shards what it has, over `process_group`, which must be another dimension of the mesh.
         optimizer_cls: an element-wise torch optimizer class; its fused implementation is used where torch has one.
         process_group: the ranks that share the work; None is all of them.
         bucket_cap_mb: size at which a bucket is closed, in MB; None is 2 on a CPU and 25 on a GPU.
@@ -46,7 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
                  reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
-        groups = checked_groups(params, process_group, contiguous=True)
+        groups = checked_groups(params, process_group, contiguous=True, dtensors=True)
         check_elementwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
@@ -63,7 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.prefetching = False
         self.not_awaited = set()  # ids of the parameters that no forward hook has waited for since the last step
         self._start_accumulation()
-        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # a plain optimizer's groups say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
@@ -80,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.n_rounds or self.next_bucket or any(bucket.ready for bucket in self.buckets):
             error = RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         (param_group,) = checked_groups(
-            [param_group], self.process_group, self.param_groups, contiguous=True, error=error
+            [param_group], self.process_group, self.param_groups, contiguous=True, dtensors=True, error=error
         )
         super().add_param_group(param_group)
         if self.buckets:  # not while the constructor runs: it puts all its groups into the same buckets
@@ -164,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
         main_params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        total_norm = self._total_norm([param.grad for param in main_params if param.grad is not None], norm_type)
+        total_norm = self._total_norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
         return total_norm
 
@@ -234,10 +235,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
 
         Raises:
-            RuntimeError: between backward() and step().
+            RuntimeError: between backward() and step(), or there are DTensors.
         """
         if self.next_bucket or self.n_rounds:
             raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
+        if any(hasattr(param, "device_mesh") for group in self.param_groups for param in group["params"]):
+            raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
         reshard(self, process_group)
 
     def move_to(self, process_group):
@@ -272,12 +275,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Put the parameters of `groups` into buckets, and this rank's ranges of them into the inner optimizer."""
         params = [param for group in groups for param in group["params"]]
         for param in params:
-            self._broadcast([param], src=0)
+            self._broadcast([local(param)], src=0)
             if param.requires_grad:
                 self.hooks.append(param.register_post_accumulate_grad_hook(self._on_grad_ready))
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
-        layout = bucket_layout([param.nbytes for param in params], [param.dtype for param in params], cap_mb * 2**20)
+        sizes = [local(param).nbytes for param in params]
+        layout = bucket_layout(sizes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
             ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])
@@ -418,12 +422,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.bucket_of[id(param)].finish_param_sync()
                 self.not_awaited.remove(id(param))
 
-    def _total_norm(self, grads, norm_type):
-        """The norm over the gradients of all shards, from this rank's `grads`: that of the norms of all ranks."""
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buckets[0].gradient.shard.device)
-        norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
-        dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
-        return torch.linalg.vector_norm(norms, float(norm_type))
+    def _total_norm(self, norm_type):
+        """The norm over the gradients of all shards: that of the norms of all ranks, each element counted once."""
+        device = self.buckets[0].gradient.shard.device
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = {spread_over(param): [] for param in params}  # process groups -> gradients; the same keys on every rank
+        for bucket in self.buckets:
+            for r, main_param in zip(bucket.ranges, bucket.main_params):
+                if main_param.grad is not None:
+                    grads[spread_over(bucket.params[r.index])].append(main_param.grad)
+        norms = []
+        for tensor_parallel, part in grads.items():
+            norm = torch.nn.utils.get_total_norm(part, norm_type).to(device)
+            for group in (self.process_group, *tensor_parallel):  # a DTensor's elements are on the ranks of these too
+                gathered = norm.new_empty(dist.get_world_size(group))  # not reduced: a collective's MAX may lose a nan
+                dist.all_gather_into_tensor(gathered, norm.view(1), group=group)
+                norm = torch.linalg.vector_norm(gathered, float(norm_type))
+            norms.append(norm)
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
 
     def _closure_loss(self, closure):
         if closure is None:
@@ -454,7 +470,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if grads:
             factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
+        params = [param for group in self.param_groups for param in group["params"]]
+        tensor_parallel = dict.fromkeys(group for param in params for group in spread_over(param))
+        for group in (self.process_group, *tensor_parallel):
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
         return found_inf.item() > 0
 

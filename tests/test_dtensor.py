@@ -1,0 +1,209 @@
+"""Stage 4 on a model that is tensor-parallel already: a mesh of 2 x 2 ranks, data-parallel by tensor-parallel."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import stage4_overlap
+from stage4_overlap import checkpoint
+from stage4_overlap.checks import local
+from tests.common import STAGES, optimizer_of
+
+pytestmark = pytest.mark.parametrize("world_size", [4])
+
+
+class Block(nn.Module):
+    """`up` is cut by rows, `first` and `down` by columns, `norm` is whole but sees half a sequence, `scale` is plain."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):  # (batch, sequence, 6) -> (batch, sequence, 8)
+        return self.down(torch.tanh(self.up(self.norm(self.first(x))))) * self.scale
+
+
+@functools.lru_cache(maxsize=1)
+def mesh_of(rank):
+    return init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def tensor_parallel(rank):
+    """-> the model, cut over dimension "tp" of the mesh; the mesh."""
+    mesh = mesh_of(rank)
+    plan = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),  # its gradients are partial sums
+            "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
+    return parallelize_module(Block().to(rank.device), mesh["tp"], plan), mesh
+
+
+def data(rank, step, replica):
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return [torch.randn(3, 4, n, generator=generator).to(rank.device) for n in (6, 8)]
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def build(rank, **kwargs):
+    model, mesh = tensor_parallel(rank)
+    groups = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0005, **kwargs}
+    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.01, **groups)
+    return model, optimizer
+
+
+def backward(rank, model, step):
+    x, y = data(rank, step, mesh_of(rank)["dp"].get_local_rank())
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+class Plain:
+    """One process that sees the batches of both replicas."""
+
+    def __init__(self, rank):
+        self.rank, self.model = rank, Block().to(rank.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def step(self, step, max_norm):
+        self.optimizer.zero_grad()
+        for replica in range(2):
+            x, y = data(self.rank, step, replica)
+            (nn.functional.mse_loss(self.model(x), y) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        return norm
+
+
+def assert_like(model, plain):
+    for (name, param), expected in zip(model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(whole(param), expected, rtol=1e-4, atol=1e-6), name
+
+
+def trains(rank, prefetch):
+    model, optimizer = build(rank)
+    layouts = {name: param.placements for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    assert len(layouts) == 8 and len(optimizer.buckets) > 2
+    if prefetch:
+        optimizer.prefetch_params(model)
+    plain = Plain(rank)
+    for step in range(4):
+        backward(rank, model, step)
+        for norm_type in (1.0, float("inf")):
+            expected = [whole(g) for g in plain_grads(rank, plain, step)]
+            norm = optimizer.clip_grad_norm_(float("inf"), norm_type)
+            assert torch.allclose(norm, nn.utils.get_total_norm(expected, norm_type), rtol=1e-4)
+        norm = optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.allclose(norm, plain.step(step, 0.05), rtol=1e-4)
+    optimizer.finish_param_sync()
+    assert_like(model, plain)
+    assert layouts == {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    owned = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    here = sum(local(param).numel() for param in model.parameters())
+    assert 0.3 < owned / here < 0.7
+
+
+def plain_grads(rank, plain, step):
+    plain.optimizer.zero_grad()
+    for replica in range(2):
+        x, y = data(rank, step, replica)
+        (nn.functional.mse_loss(plain.model(x), y) / 2).backward()
+    return [param.grad for param in plain.model.parameters()]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_trains_like_one_process_and_counts_each_element_of_the_norm_once(run, prefetch):
+    run(trains, prefetch)
+
+
+def travels(rank):
+    """The full state is that of torch's own optimizer over the same DTensors, and goes into another optimizer."""
+    model, optimizer = build(rank)
+    other = tensor_parallel(rank)[0]
+    plain = torch.optim.AdamW(other.named_parameters(), lr=0.01)
+    for step in range(2):
+        for param in other.parameters():
+            param.grad = None
+        backward(rank, model, step)
+        backward(rank, other, step)
+        for param in other.parameters():
+            grad = param.grad.redistribute(placements=param.placements) if isinstance(param, DTensor) else param.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            dist.all_reduce(local, group=mesh_of(rank)["dp"].get_group())
+            param.grad = grad / 2
+        optimizer.step()
+        plain.step()
+    full, expected = optimizer.full_state_dict(to_all=True), plain.state_dict()
+    assert full["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+    for index, state in expected["state"].items():
+        assert state.keys() == full["state"][index].keys()
+        for key, value in state.items():
+            assert type(value) is type(full["state"][index][key]) and value.shape == full["state"][index][key].shape
+            assert torch.allclose(whole(value), whole(full["state"][index][key]), rtol=1e-5, atol=1e-8), (index, key)
+    again_model, again = build(rank, bucket_cap_mb=1)
+    again_model.load_state_dict(model.state_dict())
+    again.load_full_state_dict(expected)
+    for trained, by in ((model, optimizer), (again_model, again)):
+        backward(rank, trained, 5)
+        by.step()
+    for one, two in zip(model.parameters(), again_model.parameters()):
+        assert torch.allclose(whole(one), whole(two), rtol=1e-5, atol=1e-7)
+
+
+def test_the_full_state_is_that_of_the_plain_optimizer_over_the_same_dtensors(run):
+    run(travels)
+
+
+def skips(rank):
+    """The inf is in a part that one tensor-parallel rank has: all of them must skip the step."""
+    model, optimizer = build(rank)
+    scaler = torch.amp.GradScaler(rank.device.type, init_scale=4.0)
+    before = [whole(param).clone() for param in model.parameters()]
+    x, y = data(rank, 0, 0)
+    with optimizer.no_sync():
+        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+    if rank.rank == 3:
+        model.up.weight.grad.to_local()[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(whole(param), old) for param, old in zip(model.parameters(), before))
+
+
+def test_an_inf_on_one_tensor_parallel_rank_makes_all_skip(run):
+    run(skips)
+
+
+def refused(rank):
+    model, mesh = tensor_parallel(rank)
+    named, dp = list(model.named_parameters()), mesh["dp"].get_group()
+    with pytest.raises(ValueError, match=r'parameter first.weight is spread .* process_group=mesh\["dp"\]'):
+        stage4_overlap.DistributedOptimizer(named)
+    for stage in STAGES[:3]:
+        with pytest.raises(ValueError, match="parameter first.weight is a DTensor: use stage 4"):
+            optimizer_of(stage)(named, process_group=dp)
+    optimizer = stage4_overlap.DistributedOptimizer(named, process_group=dp)
+    with pytest.raises(RuntimeError, match="reshard.. can't move DTensors"):
+        optimizer.reshard(dp)
+    with pytest.raises(ValueError, match="parameter first.weight is a DTensor: save"):
+        checkpoint.save("never", model, optimizer)
+    uneven = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh["tp"], [Shard(0)]))  # 2 rows here, 1 row there
+    optimizer = stage4_overlap.DistributedOptimizer([uneven], torch.optim.SGD, lr=1.0, process_group=dp)
+    uneven.to_local().sum().backward()
+    optimizer.step()
+    assert torch.equal(whole(uneven), torch.zeros(3, 2))
+
+
+def test_what_it_can_not_do_is_said_in_one_line(run):
+    run(refused)
