@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize("world_size", [4])
 
 
 class Block(nn.Module):
-    """`up` is cut by rows, `first` and `down` by columns, `norm` is whole but sees half a sequence, `scale` is plain."""
+    """`up` is cut by rows, `first`, `down` by columns, `norm` is whole but sees half a sequence, `scale` is plain."""
 
     def __init__(self):
         super().__init__()
