@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
-from .full_state import full_state_dict, load_full_state_dict, reshard
+from .full_state import all_params, full_state_dict, load_full_state_dict, reshard
 
 LATE = 2  # of a gradient that was assigned when the parameter's own had left; missing is 1, or True
 
@@ -239,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self.next_bucket or self.n_rounds:
             raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
-        if any(hasattr(param, "device_mesh") for group in self.param_groups for param in group["params"]):
+        if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
         reshard(self, process_group)
 
@@ -425,8 +425,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _total_norm(self, norm_type):
         """The norm over the gradients of all shards: that of the norms of all ranks, each element counted once."""
         device = self.buckets[0].gradient.shard.device
-        params = [param for group in self.param_groups for param in group["params"]]
-        grads = {spread_over(param): [] for param in params}  # process groups -> gradients; the same keys on every rank
+        grads = {spread_over(param): [] for param in all_params(self)}  # by process groups; the same on every rank
         for bucket in self.buckets:
             for r, main_param in zip(bucket.ranges, bucket.main_params):
                 if main_param.grad is not None:
@@ -470,8 +469,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if grads:
             factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-        params = [param for group in self.param_groups for param in group["params"]]
-        tensor_parallel = dict.fromkeys(group for param in params for group in spread_over(param))
+        tensor_parallel = dict.fromkeys(group for param in all_params(self) for group in spread_over(param))
         for group in (self.process_group, *tensor_parallel):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
