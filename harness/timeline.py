@@ -165,33 +165,26 @@ def length(spans):
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawing. A lane is (name, spans): spans are (start, end, what), in seconds from the start of the step.
 
-GRADIENTS = ("all_reduce", "reduce_scatter", "all_to_all")
+GRADIENTS = ("all_reduce", "reduce_scatter", "recv", "all_to_all")
 PARAMETERS = ("all_gather", "broadcast")
 
 
 def lanes(step):
     """A recorded step -> [("computes", spans), ("gradients", spans), ("parameters", spans)]."""
     computes = [(start, end, name) for name, *phase in step["phases"] for start, end in overlap([phase], step["busy"])]
-    return [("computes", computes), *((what, arrivals(step, what)) for what in ("gradients", "parameters"))]
+    return [("computes", computes), *((name, arrivals(step, kinds))
+                                      for name, kinds in (("gradients", GRADIENTS), ("parameters", PARAMETERS)))]
 
 
-def arrivals(step, what):
+def arrivals(step, kinds):
     """One span for each message that arrives: from its launch, or from when the one before it had arrived."""
     spans, before = [], 0.0
     for message in sorted(step["communication"], key=lambda message: message["end"]):
-        if carries(step, message) == what:
+        if message["kind"] in kinds:
             start = max(message["start"], before)
-            spans.append((start, max(message["end"], start), what))
+            spans.append((start, max(message["end"], start), "gradients" if kinds is GRADIENTS else "parameters"))
             before = max(message["end"], start)
     return [span for span in spans if span[0] < step["seconds"]]
-
-
-def carries(step, message):
-    """-> "gradients", "parameters" or, if nothing arrives by it, None. What is received says when it was launched."""
-    if message["kind"] == "recv":
-        in_backward = any(name == "backward" and start <= message["start"] < end for name, start, end in step["phases"])
-        return "gradients" if in_backward else "parameters"
-    return "gradients" if message["kind"] in GRADIENTS else "parameters" if message["kind"] in PARAMETERS else None
 
 
 def peak(rows):

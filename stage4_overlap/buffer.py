@@ -92,7 +92,7 @@ class Bucket:
         self.shard_numel = self.numel // self.world_size
         self.ranges = ranges_in_shard(self.numels, self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel)
         self.ready = set()  # ids of the parameters whose gradient is there
-        self.param_sync = []  # the all-gather that is under way
+        self.param_sync = None  # the all-gather that is under way
 
     def move_in(self, flat_params):
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
@@ -117,18 +117,16 @@ class Bucket:
             main_param.grad = main_grad if param.requires_grad and id(param) not in unused else None
 
     def start_param_sync(self):
-        """Launch the all-gather of the stepped parameters, in place. That of gloo would copy them twice."""
+        """Launch the all-gather of the stepped parameters, in place."""
         self.parameter.copy_main_to_model()
-        shard, group = self.parameter.shard, self.process_group
-        if dist.get_backend(group) == "gloo":
-            rows = self.flat_params.view(self.world_size, -1)  # (d, shard_numel): row r is what rank r owns
-            self.param_sync = start_exchange([shard] * self.world_size, rows, group)
-        else:
-            self.param_sync = [dist.all_gather_into_tensor(self.flat_params, shard, group=group, async_op=True)]
+        self.param_sync = dist.all_gather_into_tensor(
+            self.flat_params, self.parameter.shard, group=self.process_group, async_op=True
+        )
 
     def finish_param_sync(self):
-        while self.param_sync:
-            self.param_sync.pop(0).wait()
+        if self.param_sync is not None:
+            self.param_sync.wait()
+            self.param_sync = None
 
 
 class ParameterBuffer:
@@ -222,7 +220,7 @@ class BucketBuffer:
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
         if self.exchange:
             self.theirs = self.received[: flat.nbytes].view(bucket.dtype).view_as(self.mine)
-            self.works = start_exchange(self.mine, self.theirs, self.process_group)
+            self.works = self._start_exchange(bucket)
         else:
             self.works = [
                 dist.reduce_scatter_tensor(self.mine[bucket.rank], flat, group=self.process_group, async_op=True)
@@ -237,18 +235,17 @@ class BucketBuffer:
             parts = [*self.theirs[: self.bucket.rank], *parts, *self.theirs[self.bucket.rank + 1 :]]
         self.bucket.gradient.add(parts)
 
-
-def start_exchange(sent, received, process_group):
-    """Send `sent[r]` to every other rank r, and receive `received[r]` from it, in pieces. -> what to wait for"""
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    piece = PIECE_BYTES // received[0].itemsize
-    operations = []
-    for distance in range(1, world_size):
-        to, by = (rank + distance) % world_size, (rank - distance) % world_size
-        for send, receive in zip(sent[to].split(piece), received[by].split(piece)):
-            operations.append(dist.P2POp(dist.isend, send, group=process_group, group_peer=to))
-            operations.append(dist.P2POp(dist.irecv, receive, group=process_group, group_peer=by))
-    return dist.batch_isend_irecv(operations) if operations else []
+    def _start_exchange(self, bucket):
+        """Send every other rank its row, and receive this rank's from each, in pieces."""
+        piece = PIECE_BYTES // bucket.dtype.itemsize
+        operations = []
+        for distance in range(1, bucket.world_size):
+            to, by = (bucket.rank + distance) % bucket.world_size, (bucket.rank - distance) % bucket.world_size
+            for start in range(0, bucket.shard_numel, piece):
+                send, receive = self.mine[to, start : start + piece], self.theirs[by, start : start + piece]
+                operations.append(dist.P2POp(dist.isend, send, group=self.process_group, group_peer=to))
+                operations.append(dist.P2POp(dist.irecv, receive, group=self.process_group, group_peer=by))
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 def local_grad(param):

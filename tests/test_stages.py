@@ -232,7 +232,7 @@ def many_buckets(rank, cap_mb, in_hooks):
         loss = loss_of(model, *batch(step, rank.rank, device=rank.device))
         loss.backward()
         optimizer.step()
-        assert not in_hooks or rank.world_size == 1 or any(bucket.param_sync for bucket in optimizer.buckets)
+        assert not in_hooks or any(bucket.param_sync for bucket in optimizer.buckets)
         optimizer.zero_grad()
         total = [None] * len(list(alone.parameters()))
         for r in range(rank.world_size):

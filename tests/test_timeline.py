@@ -26,8 +26,8 @@ def recorded():
     """Two steps of 10 seconds. In the second, from 10 to 20, nothing computes from 13 to 14 and from 18 to 19."""
     phases = [(name, 10 * step + start, 10 * step + end) for step in range(2)
               for name, start, end in (("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10))]
-    entries = [message("all_gather", 9, 11), message("recv", 13, 15), message("all_reduce", 17.5, 18.5),
-               message("recv", 19.5, 21), message("recv", 22, 23)]
+    entries = [message("all_gather", 9, 11), message("recv", 12, 15), message("all_reduce", 17.5, 18.5),
+               message("all_gather", 19.5, 21), message("recv", 22, 23)]
     live = [(0, 100), (12, 300), (13.5, 50), (25, 900)]
     return SimpleNamespace(phases=phases, busy=[[0, 13], [14, 18], [19, 30]], entries=entries, live=live)
 
@@ -45,7 +45,7 @@ def test_one_step_by_hand():
     assert step["phases"] == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
     assert step["busy"] == [[0, 3], [4, 8], [9, 10]]
     assert [(one["kind"], one["start"], one["end"]) for one in step["communication"]] == [
-        ("all_gather", -1, 1), ("recv", 3, 5), ("all_reduce", 7.5, 8.5), ("recv", 9.5, 11)]
+        ("all_gather", -1, 1), ("recv", 2, 5), ("all_reduce", 7.5, 8.5), ("all_gather", 9.5, 11)]
     assert step["exposed_seconds"] == 1.5
     assert step["memory"] == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
@@ -54,13 +54,13 @@ def test_drawings_have_what_was_recorded():
     step = timeline.one_step(recorded())
     assert timeline.lanes(step) == [
         ("computes", [(0, 3, "forward"), (4, 8, "backward"), (9, 10, "step")]),
-        ("gradients", [(3, 5, "gradients"), (7.5, 8.5, "gradients")]),
+        ("gradients", [(2, 5, "gradients"), (7.5, 8.5, "gradients")]),
         ("parameters", [(0, 1, "parameters"), (9.5, 11, "parameters")]),
     ]
     lines = timeline.text([("a row", step)], width=10).splitlines()
     assert lines[0].startswith("a row: 10000 ms, 1500 ms of communication")
     assert lines[4] == "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"
-    assert [line.split()[1] for line in lines[1:4]] == ["FFF·BBBB·S", "···▒▒··▒▒·", "▓········▓"]
+    assert [line.split()[1] for line in lines[1:4]] == ["FFF·BBBB·S", "··▒▒▒··▒▒·", "▓········▓"]
     root = ElementTree.fromstring(timeline.svg([("a <row>", step)], "title"))
     classes = [rect.get("class") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert classes.count("forward") == 2 and classes.count("gradients") == 3  # one of each in the legend
@@ -69,7 +69,7 @@ def test_drawings_have_what_was_recorded():
     bottom, top = max(y for _, y in corners), min(y for _, y in corners)
     assert {round((bottom - y) / (bottom - top), 2) for _, y in corners} == {0, 1, 0.33, 0.17}  # 300, 100, 50 bytes
     events = timeline.trace([("a row", step)])["traceEvents"]
-    assert {"ph": "X", "name": "recv 8 bytes", "pid": 0, "tid": 3, "ts": 3e6, "dur": 2e6} in events
+    assert {"ph": "X", "name": "recv 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
     assert {"ph": "C", "name": "memory", "pid": 0, "ts": 2e6, "args": {"bytes": 300}} in events
 
 
