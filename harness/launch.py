@@ -149,7 +149,7 @@ def disconnect():
     """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
     dist.barrier()
     # A DDP model that outlives this call would take the group down, holding the GIL, and wait for gloo's threads, of
-    # which one may wait for the GIL to let go of a tensor: on a busy machine 1 run of 8 hung. It must not be the last.
+    # which one may wait for the GIL to let go of a tensor: on a busy machine 1 run of 7 hung. It must not be the last.
     _left.append(dist.group.WORLD)
     dist.destroy_process_group()
 

@@ -113,6 +113,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
 
     Raises:
         CheckpointError: on every rank; `path` exists, or can't be written.
+        ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors.
     """
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
