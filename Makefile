@@ -34,6 +34,7 @@ test: $(ENV)
 	$(PYTHON) -m pytest $(ARGS)
 
 train: $(ENV)
+	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
@@ -55,6 +56,7 @@ report: $(ENV)
 	$(PYTHON) -m harness.report
 
 diff:
+	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
 	@git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
 
 .venv/.installed: pyproject.toml

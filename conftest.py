@@ -1,5 +1,6 @@
 """The contract runs over every stage and every world size; `--stage my_package` runs it on a package of your own."""
 
+import importlib.util
 import os
 
 import pytest
@@ -13,6 +14,12 @@ os.environ.setdefault("SHARE_GPU", "no")  # tests need more ranks than most mach
 def pytest_addoption(parser):
     parser.addoption("--stage", action="append", metavar="PACKAGE", help="a package with a DistributedOptimizer")
     parser.addoption("--ranks", type=int, action="append", help="a world size; by default 1, 2, 3 and 4")
+
+
+def pytest_configure(config):
+    for stage in config.getoption("--stage") or []:
+        if importlib.util.find_spec(stage) is None:
+            raise pytest.UsageError(f"--stage {stage}: there is no package of that name here; the stages are {STAGES}")
 
 
 def pytest_generate_tests(metafunc):

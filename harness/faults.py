@@ -188,14 +188,23 @@ def validation_loss(weights):
         return sum(model(*batch).item() * len(batch[0]) for batch in batches) / workload.VALIDATION_SEQUENCES
 
 
+def fail(message):
+    print(f"faults: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
     parser.add_argument("--kills", type=int, default=50, help="how often (default 50)")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3, 4), default=4, help="whose train.py (default 4)")
     parser.add_argument("--ranks", type=int, default=2, help="(default 2)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of the training (default 0)")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
+    for name in ("kills", "ranks"):
+        if getattr(args, name) < 1:
+            fail(f"--{name} is {getattr(args, name)}: it must be at least 1")
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))

@@ -217,14 +217,10 @@ def measure_here(args):
 
 
 def earlier(args):
-    """The results at other rates that the file holds -> list of results; of their timelines the exposed time only."""
-    from harness import timeline
-
+    """The results at other rates that the file holds -> list of results."""
     path = Path(args.json)
     before = json.loads(path.read_text()) if path.exists() else None
     found = [before, *before.pop("other_rates")] if before else []
-    for result in found:
-        timeline.keep_exposed_only(result["rows"])
     return [result for result in found if result["conditions"]["rate"] != args.rate]
 
 
@@ -249,11 +245,15 @@ def main():
     console = report.show(result)
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        result["other_rates"] = earlier(args)
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
         drawn, title = timeline.on_two_hosts(result)
         console.print(title, timeline.text(drawn), sep="\n")
-        Path(args.json).with_suffix(".svg").write_text(timeline.svg(drawn, title))
+        results = [result, *earlier(args)]
+        to_draw = timeline.to_draw(results)
+        for other in results:
+            if other is not to_draw:
+                timeline.keep_exposed_only(other["rows"])
+        Path(args.json).write_text(json.dumps({**result, "other_rates": results[1:]}, indent=1) + "\n")
+        Path(args.json).with_suffix(".svg").write_text(timeline.svg(*timeline.on_two_hosts(to_draw)))
         console.print(f"written to {args.json} and {Path(args.json).with_suffix('.svg')}")
 
 

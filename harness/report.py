@@ -8,6 +8,7 @@ up to <!-- end -->. NAME is one of BLOCKS. No figure between these lines is type
 Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
 
+import argparse
 import io
 import json
 import re
@@ -360,7 +361,8 @@ def rewritten(text):
 
 
 def network_picture():
-    return timeline.svg(*timeline.on_two_hosts(_load("network.json")))
+    latest = _load("network.json")
+    return timeline.svg(*timeline.on_two_hosts(timeline.to_draw([latest, *latest["other_rates"]])))
 
 
 PICTURES = {ROOT / "results" / "network.svg": network_picture}
@@ -371,6 +373,7 @@ def files():
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path in [*files(), *PICTURES]:
         before = path.read_text() if path.exists() else ""
         after = PICTURES[path]() if path in PICTURES else rewritten(before)

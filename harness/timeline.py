@@ -107,6 +107,13 @@ def keep_exposed_only(rows):
         row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
 
 
+def to_draw(results):
+    """Of the results at several rates, the one of which the picture is: at the lowest rate there is most to see."""
+    drawable = [result for result in results
+                if any("busy" in step for row in result["rows"] for step in row.get("timeline", []))]
+    return min(drawable or results, key=lambda result: result["conditions"]["bits_per_second"])
+
+
 def one_step(recorder):
     """The second of two recorded steps, from the start of its forward until the next one's could start.
 

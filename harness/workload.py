@@ -313,22 +313,26 @@ def parse_args(description):
     add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
     add("--weight-decay", type=_not_negative(float), default=0.1, help="of AdamW (default 0.1)")
     add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
-    add("--sequence-length", type=_positive(int), default=128, help="bytes per sequence (default 128)")
+    add("--sequence-length", type=_positive(int), help="bytes per sequence (default 128, with nano 64)")
     add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
     add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it")
-    add("--save-every", type=_positive(int), default=100, metavar="N", help="steps between two of them (default 100)")
+    add("--save-every", type=_positive(int), metavar="N", help="steps between two of them (default 100)")
     add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
         f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
 
     def parse():
         args = parser.parse_args()
         block_size = MODELS[args.model].block_size
+        args.sequence_length = args.sequence_length or min(128, block_size)
         if args.sequence_length > block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
                          f"most {block_size}")
+        if args.save_every and not args.checkpoint:
+            parser.error("argument --save-every: there is no --checkpoint DIR to save in")
+        args.save_every = args.save_every or 100
         args.lr = args.lr or MODELS[args.model].lr
         return args
     return on_all_ranks(parse)

@@ -97,6 +97,9 @@ class GradBuffer:
             self.main_grad_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
             self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
 
+        self.note_new_params()
+        self.addresses = {id(param): param.data_ptr() for param in params}
+
         self.hooks = []
         for index, param in enumerate(params):
             if self.in_main_grad:
@@ -135,6 +138,15 @@ class GradBuffer:
             if param.grad is not None and param.grad is not views.get(id(param), param.grad):
                 raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
 
+    def refuse_new_data(self, groups):
+        """What this rank steps are views of the parameters, and of no other memory that `param.data` may have now."""
+        for name, param in named_params(groups):
+            if param.data_ptr() != self.addresses.get(id(param), param.data_ptr()):
+                raise RuntimeError(
+                    f"the data of parameter {name} was replaced, by model.to() or vector_to_parameters(), and this "
+                    "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
+                )
+
     def reduce_scatter_grads(self):
         """To GRAD_SHARD: each rank's shard of the buffer becomes the average over the ranks. In place."""
         self.flat /= self.world_size
@@ -161,6 +173,20 @@ class GradBuffer:
     def copy_params_to_model(self):
         """The buffer keeps holding PARAMS."""
         copy_all(self.params, split_like(self.flat_params, self.params))
+        self.note_new_params()
+
+    def note_new_params(self):
+        """Remember autograd's count of the writes into each parameter, to see later ones."""
+        self.versions = [param._version for param in self.params]
+
+    def take_model_changes(self):
+        """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
+        if self.main_shard is None or self.versions == [param._version for param in self.params]:
+            return
+        for r, main_param in zip(self.ranges, self.main_params):
+            now = self.params[r.index].detach().view(-1)[r.start : r.stop]
+            changed = now != main_param.to(now.dtype)  # an element that it still rounds to keeps its fp32 value
+            main_param.copy_(torch.where(changed, now, main_param))
 
     def zero(self):
         """To ZEROS, ready for the next backward pass to add to."""

@@ -1,7 +1,7 @@
 """Stage 3, grad buffer: gradients and parameters take turns in one flat buffer, of which every rank owns 1/d.
 
-Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and a step
-allocates nothing.
+Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and after
+the first a step allocates nothing.
 Source of the idea: the distributed optimizer of Megatron-LM.
 """
 
@@ -48,7 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
-        self.chose_fused = "fused" not in optimizer_kwargs  # a plain optimizer's groups say None then
+        self.chose_fused = "fused" not in optimizer_kwargs  # full_state_dict says None then, as torch's does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -69,12 +69,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
         `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale. Gradients are zero
         afterwards: without a backward pass in between, a second step is one with gradients of zero.
+
+        Raises:
+            RuntimeError: the `data` of a parameter was replaced.
         """
         loss = self._closure_loss(closure)
         self.finish_grad_sync()
         if self._found_inf(grad_scaler):
+            self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
             return loss
         self._pass_on_hyperparameters()
+        self._take_model_changes()
         self.optimizer.step()
         for buffer in self.buffers:
             buffer.take_main_params()
@@ -92,6 +97,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
+        for buffer in self.buffers:
+            buffer.refuse_new_data(self.param_groups)
         for buffer in self.buffers:
             if buffer.holds in (Holds.ZEROS, Holds.GRADS):
                 buffer.collect_grads()
@@ -125,6 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
         self._pass_on_hyperparameters()
+        self._take_model_changes()
         return {
             **self.optimizer.state_dict(),
             "main_shards": [buffer.main_shard for buffer in self.buffers],  # None where the model's are in fp32
@@ -195,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def sharded_params(self):
         """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
+        self._take_model_changes()
         return self.buffers
 
     def _broadcast(self, params, src):
@@ -220,9 +229,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
 
+    def _take_model_changes(self):
+        """Where somebody has written into the model since the last step, main parameters of their own follow."""
+        for buffer in self.buffers:
+            buffer.take_model_changes()
+
     def _total_norm(self, grads, norm_type):
         """The norm over the gradients of all shards, from this rank's `grads`: that of the norms of all ranks."""
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buffers[0].flat.device)
+        dtype = functools.reduce(torch.promote_types, [buffer.flat.dtype for buffer in self.buffers], torch.float32)
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buffers[0].flat.device, dtype)
         norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
         dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
         return torch.linalg.vector_norm(norms, float(norm_type))

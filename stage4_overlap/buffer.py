@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .checks import local
 
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
+UNDER_WAY = set()  # BucketBuffers: one whose optimizer is gone must not take its messages with it, others expect them
 
 
 class Range(NamedTuple):
@@ -100,6 +101,8 @@ class Bucket:
         params = [local(param) for param in self.params]
         for param, piece in zip(params, split_like(flat_params, params)):
             param.data = piece.copy_(param)
+        self.addresses = {id(param): local(param).data_ptr() for param in self.params}
+        self.note_new_params()
         self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
@@ -110,11 +113,14 @@ class Bucket:
     def is_full(self):
         return all(id(param) in self.ready or not param.requires_grad for param in self.params)
 
+    def has_lost(self, param):
+        """Whether somebody has replaced `param.data`: it is no view of `flat_params` any more."""
+        return local(param).data_ptr() != self.addresses[id(param)]
+
     def hand_out_grads(self, unused):
-        """Give each main parameter its gradient, or None if its parameter is frozen or in `unused`, a set of ids."""
+        """Give each main parameter its gradient, or None if its parameter is in `unused`, a set of ids."""
         for r, main_param, main_grad in zip(self.ranges, self.parameter.main_params, self.gradient.main_grads):
-            param = self.params[r.index]
-            main_param.grad = main_grad if param.requires_grad and id(param) not in unused else None
+            main_param.grad = None if id(self.params[r.index]) in unused else main_grad
 
     def start_param_sync(self):
         """Launch the all-gather of the stepped parameters, in place."""
@@ -127,6 +133,18 @@ class Bucket:
         if self.param_sync is not None:
             self.param_sync.wait()
             self.param_sync = None
+            self.note_new_params()
+
+    def note_new_params(self):
+        """Tell autograd, which saw nothing, that the parameters are new: a graph that read the old ones is refused."""
+        params = [local(param) for param in self.params]
+        torch.autograd.graph.increment_version(params)
+        self.versions = [param._version for param in params]
+
+    def take_model_changes(self):
+        """Where somebody has written into the parameters since, model.load_state_dict() say, main_shard follows."""
+        if self.versions != [local(param)._version for param in self.params]:
+            self.parameter.copy_changes_to_main()
 
 
 class ParameterBuffer:
@@ -159,6 +177,11 @@ class PartitionedParameter:
 
     def copy_main_to_model(self):
         self.shard.copy_(self.main_shard)
+
+    def copy_changes_to_main(self):
+        """An element that is still what main_shard rounds to keeps its fp32 value."""
+        changed = self.shard != self.main_shard.to(self.shard.dtype)
+        self.main_shard.copy_(torch.where(changed, self.shard, self.main_shard))
 
 
 class PartitionedGradient:
@@ -208,6 +231,7 @@ class BucketBuffer:
     def start_grad_sync(self, bucket):
         """Take the gradients out of the parameters of `bucket`, scale them by 1/d, and send them off."""
         self.bucket = bucket
+        UNDER_WAY.add(self)
         bucket.ready.clear()
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
         for param, slot in zip(bucket.params, split_like(flat, [local(param) for param in bucket.params])):
@@ -230,6 +254,7 @@ class BucketBuffer:
         """Wait, and add the sum to the shard of the bucket."""
         for work in self.works:
             work.wait()
+        UNDER_WAY.remove(self)
         parts = [self.mine[self.bucket.rank]]
         if self.exchange:
             parts = [*self.theirs[: self.bucket.rank], *parts, *self.theirs[self.bucket.rank + 1 :]]

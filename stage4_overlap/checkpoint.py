@@ -112,12 +112,14 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     Returns a Future: `.result()` waits, and raises what went wrong. Without `asynchronous` it is done.
 
     Raises:
-        CheckpointError: on every rank; `path` exists, or can't be written.
+        CheckpointError: on every rank; `path` exists, or can't be written; or `asynchronous`, the optimizer's ranks are
+            not all there are, and some of them are in more process groups than others.
         ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors.
     """
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
     partial = path.with_name(path.name + ".partial")
+    thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     error = None
     if rank == 0:
         try:
@@ -132,7 +134,6 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     manifest["ranks"] = world_size
     if not asynchronous:
         return _done(write(path, partial, tree, manifest, group))
-    thread, own_group = writer_of(optimizer, group)
     return thread.submit(write, path, partial, tree, manifest, own_group)
 
 
@@ -143,7 +144,11 @@ def writer_of(optimizer, group):
     if ranks not in writers:
         own_group = None
         if ranks:  # gloo, since everything is on the CPU
-            own_group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this, and ...
+            n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it after these
+            if not is_everyone and len(set(n_groups)) > 1:
+                raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
+            own_group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=not is_everyone)
         writers[ranks] = ThreadPoolExecutor(1), own_group
     return writers[ranks]
 

@@ -16,8 +16,11 @@ import torch.distributed as dist
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
 from .full_state import all_params, full_state_dict, load_full_state_dict, reshard
+from .hooks import Hook, ModuleHook, hook_gradient, params_read_by
 
-LATE = 2  # of a gradient that was assigned when the parameter's own had left; missing is 1, or True
+# What `_agree_on_used` says of a parameter whose gradient is not missing (0) and not merely missing (1):
+LATE = 2  # the gradient was assigned when that of the backward pass had left
+MOVED = 3  # the parameter has other memory than this optimizer steps
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -40,14 +43,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently.
+        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently; or `bucket_cap_mb`
+            or `reduce_dtype` is none of the values above.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
                  reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
-        groups = checked_groups(params, process_group, contiguous=True, dtensors=True)
+        error = None
+        if reduce_dtype not in (None, torch.float32):
+            error = ValueError(f"reduce_dtype is {reduce_dtype}: it must be torch.float32 or None")
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            error = ValueError(f"bucket_cap_mb is {bucket_cap_mb}: it must be more than 0")
+        groups = checked_groups(params, process_group, contiguous=True, dtensors=True, error=error)
         check_elementwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
@@ -65,7 +74,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.not_awaited = set()  # ids of the parameters that no forward hook has waited for since the last step
         self._start_accumulation()
         self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
-        self.chose_fused = "fused" not in optimizer_kwargs  # a plain optimizer's groups say None then
+        self.chose_fused = "fused" not in optimizer_kwargs  # full_state_dict says None then, as torch's does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -97,14 +106,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Gradients are gone afterwards: a second step without a backward pass in between is one without gradients.
 
         Raises:
-            RuntimeError: a parameter received no gradient, or one by assignment when its own had left; on every rank.
+            RuntimeError: a parameter received no gradient, or one by assignment when its own had left, or its `data`
+                was replaced; on every rank.
         """
         loss = self._closure_loss(closure)
         self._start_remaining_grad_syncs()
         if self._found_inf(grad_scaler):
+            self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shards
             return loss
         self._pass_on_hyperparameters()
-        self.finish_param_sync()  # of buckets that no forward pass has asked for
+        self._take_model_changes()
         self._step_arrived()
         while self.travelling:
             self._finish_oldest_grad_sync()
@@ -128,17 +139,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def prefetch_params(self, model):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
         self.prefetching = True
-
-        @torch.compiler.disable
-        def wait(module, args):  # not a method: copy.deepcopy(model) would copy this optimizer with it
-            if module is model and not torch.is_grad_enabled():
-                self.finish_param_sync()  # no backward pass will find out who reads behind the hooks
-            self._wait_for_params(module)
-
         for module in model.modules():
+            wait = ModuleHook(self._wait_for_params, params_read_by(module), module is model)
             module.register_forward_pre_hook(wait, prepend=True)
-            module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync())
-            module.register_load_state_dict_pre_hook(lambda *_: self.finish_param_sync())
+            module.register_state_dict_pre_hook(Hook(self._wait_for_all_params))
+            module.register_load_state_dict_pre_hook(Hook(self._wait_for_all_params))
 
     def finish_param_sync(self):
         """Wait until every parameter has arrived: before reading them outside of `model.forward` and `state_dict`."""
@@ -151,9 +156,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Forget the gradients, those that have left too, of which `model.zero_grad()` doesn't know.
 
         They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective if there was a
-        backward pass since the last step.
+        backward pass since the last step, on any rank: what has begun must end, on all of them.
         """
-        if (self.waiting or self.next_bucket or self.n_rounds) and not self.grads_synced:  # what has begun must end
+        if (self.waiting or self.next_bucket or self.n_rounds) and not self.grads_synced:
             self._agree_on_used([param for group in self.param_groups for param in group["params"]])
         self._finish_grad_syncs()
         super().zero_grad()
@@ -175,11 +180,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
         """
-        self.accumulating = True
+        outside, self.accumulating = self.accumulating, True
         try:
             yield
         finally:
-            self.accumulating = False
+            self.accumulating = outside
 
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
@@ -187,6 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
         self._pass_on_hyperparameters()
+        self._take_model_changes()
         return {
             **self.optimizer.state_dict(),
             "main_shards": [bucket.parameter.main_shard for bucket in self.buckets],
@@ -259,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def sharded_params(self):
         """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
-        self.finish_param_sync()
+        self._take_model_changes()
         return self.buckets
 
     def _broadcast(self, params, src):
@@ -275,9 +281,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Put the parameters of `groups` into buckets, and this rank's ranges of them into the inner optimizer."""
         params = [param for group in groups for param in group["params"]]
         for param in params:
+            self.hooks.append(hook_gradient(param, self))
             self._broadcast([local(param)], src=0)
-            if param.requires_grad:
-                self.hooks.append(param.register_post_accumulate_grad_hook(self._on_grad_ready))
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
         sizes = [local(param).nbytes for param in params]
@@ -302,12 +307,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return sum(buffer.nbytes for buffer in [*self.idle, *self.travelling])
 
     def _start_accumulation(self):
-        """What holds from one step to the next."""
-        self.n_rounds = 0
-        self.used = set()  # ids of the parameters that received a gradient on this rank, and it has left
-        self.unused = set()  # and of those that received one on no rank: they are not stepped
-        self.waiting = set()  # and of those whose gradient autograd has put into param.grad, and it has not left
-        self.grads_synced = False
+        """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
+        self.n_rounds = 0  # in which every bucket has left
+        self.used = set()  # whose gradient, of this rank, has left
+        self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
+        self.unused = set()  # which received a gradient on no rank: they are not stepped
+        self.grads_synced = False  # whether the ranks have agreed on these, and everything has left
         for bucket in self.buckets:
             bucket.gradient.is_empty = True
 
@@ -359,6 +364,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         missing = self._agree_on_used([param for _, param in named])
         names = [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad]
         late = [name for (name, _), miss in zip(named, missing) if miss == LATE]
+        moved = [name for (name, _), miss in zip(named, missing) if miss == MOVED]
+        if moved:
+            self.zero_grad()
+            raise RuntimeError(
+                f"the data of parameter {moved[0]} was replaced, by model.to() or vector_to_parameters(), and this "
+                "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
+            )
         if late:
             self.zero_grad()
             raise RuntimeError(
@@ -374,7 +386,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _agree_on_used(self, params):
-        """Let every gradient leave, and as many rounds of buckets on each rank. -> what each of `params` is missing."""
+        """Let every gradient leave, and finish as many rounds on each rank.
+
+        -> for each of `params`: 0, or 1 if its gradient is missing on some rank, or LATE, or MOVED.
+        """
         assigned = [param.grad is not None and id(param) not in self.waiting for param in params]  # by the user
         late = [by_user and (self.grads_synced or id(p) in self.used) for by_user, p in zip(assigned, params)]
         if self.grads_synced:  # the other ranks have gone on: there is nobody to agree with
@@ -385,7 +400,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_round()
         left = any(param.grad is not None for param in params)  # from a backward pass inside no_sync
         used = [id(param) in self.used or param.grad is not None for param in params]
-        missing = [LATE if is_late else not is_used for is_late, is_used in zip(late, used)]
+        missing = [
+            MOVED if self.bucket_of[id(param)].has_lost(param) else LATE if is_late else not is_used
+            for param, is_late, is_used in zip(params, late, used)
+        ]
         report = torch.tensor([*used, *missing, self.n_rounds + left], dtype=torch.int32).to(params[0].device)
         dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
         *report, n_rounds = report.tolist()
@@ -414,17 +432,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.gradient.is_empty = True
         self.optimizer.step()
 
-    def _wait_for_params(self, module):
+    def _wait_for_params(self, params, is_model, module, _):
         """The hook of each module: before it reads its parameters, they must have arrived."""
-        inner_too = isinstance(module, torch.nn.MultiheadAttention)  # reads those of its out_proj without calling it
-        for param in module.parameters(recurse=inner_too):
-            if id(param) in self.not_awaited:
-                self.bucket_of[id(param)].finish_param_sync()
-                self.not_awaited.remove(id(param))
+        if is_model and not (module.training and torch.is_grad_enabled()):
+            self.finish_param_sync()  # no backward pass will find out who reads behind the hooks
+        if self.not_awaited:
+            for param in (*params, *module._parameters.values()):  # others than at first, if they were tied since
+                if id(param) in self.not_awaited:
+                    self.bucket_of[id(param)].finish_param_sync()
+                    self.not_awaited.remove(id(param))
+
+    def _wait_for_all_params(self, *_):
+        """The hook of each module before its state_dict is read or loaded."""
+        self.finish_param_sync()
+
+    def _take_model_changes(self):
+        """Where somebody has written into the model since the last step, main parameters of their own follow."""
+        self.finish_param_sync()
+        for bucket in self.buckets:
+            bucket.take_model_changes()
 
     def _total_norm(self, norm_type):
         """The norm over the gradients of all shards: that of the norms of all ranks, each element counted once."""
         device = self.buckets[0].gradient.shard.device
+        dtype = functools.reduce(torch.promote_types, [bucket.gradient.shard.dtype for bucket in self.buckets])
         grads = {spread_over(param): [] for param in all_params(self)}  # by process groups; the same on every rank
         for bucket in self.buckets:
             for r, main_param in zip(bucket.ranges, bucket.main_params):
@@ -432,7 +463,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     grads[spread_over(bucket.params[r.index])].append(main_param.grad)
         norms = []
         for tensor_parallel, part in grads.items():
-            norm = torch.nn.utils.get_total_norm(part, norm_type).to(device)
+            norm = torch.nn.utils.get_total_norm(part, norm_type).to(device, dtype)
             for group in (self.process_group, *tensor_parallel):  # a DTensor's elements are on the ranks of these too
                 gathered = norm.new_empty(dist.get_world_size(group))  # not reduced: a collective's MAX may lose a nan
                 dist.all_gather_into_tensor(gathered, norm.view(1), group=group)

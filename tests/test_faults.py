@@ -147,3 +147,11 @@ def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
+
+
+@pytest.mark.parametrize("args", [["--kills", "0"], ["--stage", "5"]], ids=str)
+def test_bad_input_is_one_line(args):
+    command = [sys.executable, "-m", "harness.faults", *args]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert run.returncode == 2
+    assert run.stderr.startswith("faults: error: ") and args[0] in run.stderr and run.stderr.count("\n") == 1

@@ -125,3 +125,12 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
     ElementTree.fromstring(out.read_text())
     events = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
+
+
+def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
+    recorded, counted = [{"busy": [], "exposed_seconds": 0}], [{"exposed_seconds": 0}]
+    results = [{"conditions": {"bits_per_second": rate}, "rows": [{}, {"timeline": steps}]}
+               for rate, steps in ((1e9, recorded), (1e7, counted), (1e8, recorded))]
+    assert timeline.to_draw(results) is results[2]
+    timeline.keep_exposed_only(results[2]["rows"])
+    assert timeline.to_draw(results) is results[0]

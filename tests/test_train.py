@@ -57,6 +57,7 @@ def test_every_stage_prints_the_losses_of_ddp(stage, losses):
         (["--data", "empty.txt"], "empty.txt"),
         (["--steps", "0"], "--steps"),
         (["--sequence-length", "100000"], "--sequence-length"),
+        (["--save-every", "5"], "--checkpoint"),
     ],
     ids=str,
 )
