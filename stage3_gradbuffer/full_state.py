@@ -33,6 +33,8 @@ def pieces_of(optimizer) -> dict[int, Piece]:
     index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
     if not hasattr(optimizer, "sharded_params"):
         return {index_of[id(p)]: Piece(0, p.numel(), p) for p in all_params(inner_of(optimizer))}
+    for shard in optimizer.sharded_params:
+        shard.take_model_changes()
     return {
         index_of[id(shard.params[r.index])]: Piece(r.start, r.stop, main)
         for shard in optimizer.sharded_params

@@ -203,7 +203,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def sharded_params(self):
         """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
-        self._take_model_changes()
         return self.buffers
 
     def _broadcast(self, params, src):
@@ -231,8 +230,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _take_model_changes(self):
         """Where somebody has written into the model since the last step, main parameters of their own follow."""
-        for buffer in self.buffers:
-            buffer.take_model_changes()
+        for shard in self.sharded_params:
+            shard.take_model_changes()
 
     def _total_norm(self, grads, norm_type):
         """The norm over the gradients of all shards, from this rank's `grads`: that of the norms of all ranks."""

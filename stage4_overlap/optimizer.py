@@ -115,6 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shards
             return loss
         self._pass_on_hyperparameters()
+        self.finish_param_sync()  # of buckets that no forward pass has asked for
         self._take_model_changes()
         self._step_arrived()
         while self.travelling:
@@ -265,7 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def sharded_params(self):
         """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
-        self._take_model_changes()
+        self.finish_param_sync()
         return self.buckets
 
     def _broadcast(self, params, src):
@@ -448,9 +449,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _take_model_changes(self):
         """Where somebody has written into the model since the last step, main parameters of their own follow."""
-        self.finish_param_sync()
-        for bucket in self.buckets:
-            bucket.take_model_changes()
+        for shard in self.sharded_params:
+            shard.take_model_changes()
 
     def _total_norm(self, norm_type):
         """The norm over the gradients of all shards: that of the norms of all ranks, each element counted once."""

@@ -89,7 +89,7 @@ IDEAS = {
     | {"state_dict", "load_state_dict"},
     (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
     | {"clip_grad_norm_", "state_dict", "load_state_dict", "reshard", "move_to", "sharded_params"}
-    | {"_shard", "_total_norm", "_found_inf", "_take_model_changes"},
+    | {"_shard", "_total_norm", "_found_inf"},
 }
 
 

@@ -167,7 +167,7 @@ def test_a_gradient_counts_if_its_parameter_is_frozen_afterwards(run, stage, wor
 def loaded(rank, stage, dtype):
     """With a learning rate of 0, what is loaded stays to the bit; what is not touched keeps its fp32 part."""
     model, other = net(rank, dtype=dtype), net(rank, seed=5, dtype=dtype)
-    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.SGD, lr=1e-4)
+    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.SGD, lr=1e-4, momentum=0.9)
     for _ in range(3):  # steps too small for 16 bits: only the fp32 parts move
         model[4].bias.grad = torch.ones_like(model[4].bias)
         for param in model.parameters():
@@ -178,6 +178,9 @@ def loaded(rank, stage, dtype):
     model[0].load_state_dict(other[0].state_dict())
     with torch.no_grad():
         model[4].bias.copy_(model[4].bias.clone())  # written, and not changed
+    if dtype != torch.float32:  # before the next step, too
+        saved = optimizer.full_state_dict(to_all=True)["state"]
+        assert all(torch.equal(saved[i]["main_param"], p.float().cpu()) for i, p in enumerate(model[0].parameters()))
     optimizer.param_groups[0]["lr"] = 0.0
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
