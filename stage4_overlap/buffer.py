@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import local
+from .hooks import awaited
 
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
 UNDER_WAY = set()  # BucketBuffers: one whose optimizer is gone must not take its messages with it, others expect them
@@ -94,6 +95,7 @@ class Bucket:
         self.ranges = ranges_in_shard(self.numels, self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel)
         self.ready = set()  # ids of the parameters whose gradient is there
         self.param_sync = None  # the all-gather that is under way
+        self.awaited = {kind: awaited(kind, self) for kind in map(type, params)}
 
     def move_in(self, flat_params):
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
@@ -128,11 +130,15 @@ class Bucket:
         self.param_sync = dist.all_gather_into_tensor(
             self.flat_params, self.parameter.shard, group=self.process_group, async_op=True
         )
+        for param in self.params:
+            param.__class__ = self.awaited[type(param)]
 
     def finish_param_sync(self):
         if self.param_sync is not None:
             self.param_sync.wait()
             self.param_sync = None
+            for param in self.params:
+                param.__class__ = param.kind
             self.note_new_params()
 
     def note_new_params(self):

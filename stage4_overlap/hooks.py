@@ -1,36 +1,90 @@
-"""What stage 4 hangs on the model: hooks that don't keep the optimizer alive, and do nothing in a copy of the model."""
+"""What stage 4 hangs on the model: a gradient calls the optimizer, and whoever reads a parameter waits for it."""
 
 import weakref
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the optimizer that has its gradient, weakly, and its hook
+ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
+READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way
+    *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
+    torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
+}
+
+
+class Awaited:
+    """Mixed into the class of a parameter that is under way: whoever reads it waits until its bucket has arrived.
+
+    The tensor stays the same and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
+
+    Attributes:
+        bucket: the one that is under way; gives the parameter its `kind` back when it has arrived.
+        kind: the class before and after.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in READ_NO_ELEMENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        wait_for(tree_leaves((args, kwargs)))
+        return function(*args, **kwargs)
+
+
+def _waits(name):
+    def method(self, *args, **kwargs):
+        wait_for([self])
+        return getattr(self, name)(*args, **kwargs)  # that of its kind
+    return method
+
+
+for _name in ("__deepcopy__", "__repr__", "to_local", "redistribute"):
+    setattr(Awaited, _name, _waits(_name))  # of parameters and DTensors; these are not torch functions
+
+
+def awaited(kind, bucket):
+    """-> the class of a parameter of class `kind` while `bucket` is under way."""
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), {"__slots__": (), "bucket": bucket, "kind": kind})
+
+
+def wait_for(values):
+    """Wait for those of `values` that are parameters under way."""
+    for value in values:
+        if isinstance(value, Awaited):
+            value.bucket.finish_param_sync()
+
+
+class ModuleHook:
+    """Before a module reads its parameters, they must have arrived. torch.compile would find their class change.
+
+    Inside torch.func.grad a module has other tensors, which were made past torch's functions: then all it had must.
+    """
+
+    def __init__(self, module):
+        self.params = list(module.parameters())
+
+    @torch.compiler.disable
+    def __call__(self, module, _):
+        in_transform = torch._C._functorch.maybe_current_level() is not None
+        wait_for(self.params if in_transform else module._parameters.values())
 
 
 class Hook:
-    """Calls `method`, of an optimizer, with `args` and then those of the hook, as long as that optimizer exists.
+    """Calls `method`, of an optimizer, as long as that optimizer exists."""
 
-    A module's hooks go with it when it is copied or pickled; a copy of this one does nothing.
-    """
-
-    def __init__(self, method=None, *args):
-        self.method = method and weakref.WeakMethod(method)
-        self.args = args
+    def __init__(self, method):
+        self.method = weakref.WeakMethod(method)
 
     def __call__(self, *args):
-        method = self.method and self.method()
+        method = self.method()
         if method:
-            method(*self.args, *args)
-
-    def __reduce__(self):
-        return Hook, ()
-
-
-class ModuleHook(Hook):
-    """The same, and torch.compile leaves it alone: what it finds differs from call to call."""
-
-    __call__ = torch.compiler.disable(Hook.__call__)
+            method(*args)
 
 
 def hook_gradient(param, optimizer):
@@ -48,13 +102,3 @@ def hook_gradient(param, optimizer):
     param.requires_grad_(requires_grad)
     GRADIENT_HOOKS[param] = weakref.ref(optimizer), handle
     return handle
-
-
-def params_read_by(module):
-    """Those that `module` reads when it is called: its own, and those of what it holds and doesn't call."""
-    params = list(module.parameters(recurse=False))
-    for child in module.children():
-        has_no_forward = type(child).forward is torch.nn.Module.forward  # a ParameterList, say
-        if has_no_forward or isinstance(module, torch.nn.MultiheadAttention):  # reads out_proj.weight itself
-            params += params_read_by(child)
-    return params

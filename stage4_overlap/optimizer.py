@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
 from .full_state import all_params, full_state_dict, load_full_state_dict, reshard
-from .hooks import Hook, ModuleHook, hook_gradient, params_read_by
+from .hooks import Awaited, ModuleHook, hook_gradient
 
 # What `_agree_on_used` says of a parameter whose gradient is not missing (0) and not merely missing (1):
 LATE = 2  # the gradient was assigned when that of the backward pass had left
@@ -71,7 +71,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.next_bucket = 0  # of this round; in a round every bucket leaves once
         self.accumulating = False  # inside no_sync
         self.prefetching = False
-        self.not_awaited = set()  # ids of the parameters that no forward hook has waited for since the last step
         self._start_accumulation()
         self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # full_state_dict says None then, as torch's does
@@ -123,7 +122,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._step_arrived()
         for bucket in reversed(self.buckets):  # the order of the forward pass
             bucket.start_param_sync()
-        self.not_awaited.update(self.bucket_of)
         if not self.prefetching:
             self.finish_param_sync()
         self._start_accumulation()
@@ -138,19 +136,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.hand_out_grads(self.unused)
 
     def prefetch_params(self, model):
-        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
+        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
+
+        Whoever else reads a parameter waits for it too.
+        """
         self.prefetching = True
         for module in model.modules():
-            wait = ModuleHook(self._wait_for_params, params_read_by(module), module is model)
-            module.register_forward_pre_hook(wait, prepend=True)
-            module.register_state_dict_pre_hook(Hook(self._wait_for_all_params))
-            module.register_load_state_dict_pre_hook(Hook(self._wait_for_all_params))
+            module.register_forward_pre_hook(ModuleHook(module), prepend=True)
 
     def finish_param_sync(self):
-        """Wait until every parameter has arrived: before reading them outside of `model.forward` and `state_dict`."""
+        """Wait until every parameter has arrived: before what reads them without torch's functions, as C++ code does."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
-        self.not_awaited.clear()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -320,7 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _on_grad_ready(self, param):
         """The hook of each parameter: buckets leave when they are full, in the same order on every rank."""
-        if id(param) in self.not_awaited:
+        if isinstance(param, Awaited):
             self._raise_stale(param)
         self.grads_synced = False
         self.waiting.add(id(param))
@@ -335,8 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _raise_stale(self, param):
         name = next(name for name, named in named_params(self.param_groups) if named is param)
         raise RuntimeError(
-            f"parameter {name} was read while it may not have arrived: no module that owns it was called since step(). "
-            "Call model(…), not model.forward(…), or optimizer.finish_param_sync() before it"
+            f"parameter {name} was read before it had arrived, past torch's functions, by a TorchScript model say: call "
+            "optimizer.finish_param_sync() before that"
         )
 
     def _start_full_buckets(self):
@@ -432,20 +429,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.hand_out_grads(self.unused)
             bucket.gradient.is_empty = True
         self.optimizer.step()
-
-    def _wait_for_params(self, params, is_model, module, _):
-        """The hook of each module: before it reads its parameters, they must have arrived."""
-        if is_model and not (module.training and torch.is_grad_enabled()):
-            self.finish_param_sync()  # no backward pass will find out who reads behind the hooks
-        if self.not_awaited:
-            for param in (*params, *module._parameters.values()):  # others than at first, if they were tied since
-                if id(param) in self.not_awaited:
-                    self.bucket_of[id(param)].finish_param_sync()
-                    self.not_awaited.remove(id(param))
-
-    def _wait_for_all_params(self, *_):
-        """The hook of each module before its state_dict is read or loaded."""
-        self.finish_param_sync()
 
     def _take_model_changes(self):
         """Where somebody has written into the model since the last step, main parameters of their own follow."""

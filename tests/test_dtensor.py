@@ -1,6 +1,8 @@
 """Stage 4 on a model that is tensor-parallel already: a mesh of 2 x 2 ranks, data-parallel by tensor-parallel."""
 
+import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import stage4_overlap
 from stage4_overlap import checkpoint
 from stage4_overlap.checks import local
+from stage4_overlap.hooks import Awaited
 from tests.common import STAGES, optimizer_of
 
 pytestmark = pytest.mark.parametrize("world_size", [4])
@@ -121,6 +124,38 @@ def trains(rank, prefetch):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_trains_like_one_process_and_counts_each_element_of_the_norm_once(run, prefetch):
     run(trains, prefetch)
+
+
+READS = {
+    "to_local": lambda param: param.to_local(),
+    "full_tensor": lambda param: param.full_tensor(),
+    "redistribute": lambda param: param.redistribute(placements=[Replicate()]),
+    "repr": lambda param: torch.tensor([ord(letter) for letter in repr(param)]),
+    "sum": lambda param: param.sum(),
+    "deepcopy": lambda param: copy.deepcopy(param),
+}
+
+
+def reads(rank):
+    """Whoever reads a DTensor that is under way waits for it."""
+    model, optimizer = build(rank)
+    optimizer.prefetch_params(model)
+    if mesh_of(rank)["dp"].get_local_rank() == 0:
+        optimizer.optimizer.register_step_post_hook(lambda *_: threading.Event().wait(0.1))
+    params = [param for param in model.parameters() if isinstance(param, DTensor)]
+    for step, (how, read) in enumerate(READS.items()):
+        backward(rank, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        param = params[step]
+        assert isinstance(param, Awaited) and param.shape, how
+        first = whole(read(param)).detach().clone()
+        optimizer.finish_param_sync()
+        assert type(param) is DTensor and torch.equal(first, whole(read(param))), how
+
+
+def test_whoever_reads_a_dtensor_waits_for_it(run):
+    run(reads)
 
 
 def travels(rank):

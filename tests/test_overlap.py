@@ -1,6 +1,7 @@
 """Stage 4: overlap that is right whatever the schedule, and that overlaps. Each row of DESIGN's list of real bugs."""
 
 import copy
+import io
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from harness.ledger import Ledger
 from harness.memory import Memory
 from harness.timeline import Recorder, overlap
 from stage4_overlap import DistributedOptimizer
+from stage4_overlap.hooks import Awaited
 from tests.common import STAGES, add, batch, loss_of
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -165,11 +167,11 @@ def test_messages_and_bytes_are_those_of_the_formula(run, dtype, n_rounds):
 # ----------------------------------------------------------------------------------------------------------- prefetch
 
 
-def starts(rank, model, cap_mb=ONE_PARAM):
+def starts(rank, model, cap_mb=ONE_PARAM, x=None):
     """-> the optimizer of `model`, after a step whose parameters are still under way."""
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=cap_mb, **ADAMW)
     optimizer.prefetch_params(model)
-    x, _ = inputs(0, rank)
+    x = inputs(0, rank)[0] if x is None else x
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -177,31 +179,101 @@ def starts(rank, model, cap_mb=ONE_PARAM):
     return optimizer, x
 
 
-def raised(function):
-    try:
-        function()
-    except RuntimeError as error:
-        return str(error)
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(5, 7), torch.nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
 
 
-def bypasses(rank, how):
-    model = Branches(seed=0).to(rank.device)
-    optimizer, x = starts(rank, model)
-    if how == "functional":
-        message = raised(lambda: torch.nn.functional.linear(x, model.layers[2].weight).sum().backward())
-        assert "layers" not in message and "parameter 4 " in message  # the optimizer was given no names
-    else:
-        model.layers[2].forward(x).sum()  # nothing is known yet
-        message = raised(lambda: model.layers[2].forward(x).sum().backward())
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return params_of(torch.load(file, weights_only=False))
+
+
+def averaged(model):
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, n: new)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    return list(average.parameters())
+
+
+def under_torch_func(model):
+    """What is differentiated there are other tensors than the module's."""
+    def function(params):
+        return torch.func.functional_call(model, params, (torch.arange(5),)).square().mean()
+    return list(torch.func.grad(function)(dict(model.named_parameters())).values())
+
+
+# All that go past `model(…)`, or that read before it is called
+READS = {
+    "functional": lambda model: [torch.nn.functional.linear(torch.ones(7), model.head.weight)],
+    "embedding, by another module": lambda model: [torch.nn.functional.embedding(torch.arange(5), model.embed.weight)],
+    "model.forward": lambda model: [model.forward(torch.arange(5))],
+    "in place": lambda model: [param.mul_(1.0) for param in model.parameters()],
+    "foreach": lambda model: torch._foreach_add(list(model.parameters()), 1.0),
+    "data": lambda model: [param.data.clone() for param in model.parameters()],
+    "data_ptr": lambda model: [model.head.weight.data_ptr() * 0 + model.head.weight.data],
+    "numpy": lambda model: [torch.tensor(model.head.bias.detach().numpy())],
+    "item": lambda model: [torch.tensor(model.head.bias[0].item())],
+    "parameters_to_vector": lambda model: [torch.nn.utils.parameters_to_vector(model.parameters())],
+    "deepcopy": lambda model: params_of(copy.deepcopy(model)),
+    "deepcopy of one": lambda model: [copy.deepcopy(model.head.weight)],
+    "save": pickled,
+    "AveragedModel": averaged,
+    "torch.func": under_torch_func,
+    "repr": lambda model: [torch.tensor([ord(letter) for letter in repr(model.head.bias)])],
+}
+
+
+def reads_past_hooks(rank, with_grad):
+    model = Words()
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+    if rank.rank == 0:  # whoever reads too early on other ranks reads old ones
+        optimizer.optimizer.register_step_post_hook(lambda *_: threading.Event().wait(0.05))
+    for how, read in READS.items():
+        model(torch.arange(5)).square().mean().backward()
+        optimizer.step()
+        with torch.set_grad_enabled(with_grad and how != "in place"):
+            model.zero_grad()
+            assert [param.shape for param in model.parameters()] == [(5, 7), (5, 7), (5,)]
+            assert all(bucket.param_sync for bucket in optimizer.buckets), how  # all that needed no waiting
+            first = read(model)
+            optimizer.finish_param_sync()
+            then = read(model)
+        assert equal(first, then) and not any(isinstance(one, Awaited) for one in first), how
+        assert [type(param) for param in model.parameters()] == [torch.nn.Parameter] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_whoever_reads_past_the_hooks_sees_finished_parameters(run, with_grad, world_size):
+    run(reads_past_hooks, with_grad)
+
+
+def scripted(rank):
+    """TorchScript reads past all that torch has for its functions to be watched."""
+    model = Words()
+    script = torch.jit.script(model)
+    optimizer, _ = starts(rank, model, x=torch.arange(5))
+    with pytest.raises(RuntimeError) as error:
+        script(torch.arange(5)).sum().backward()
+    optimizer.zero_grad()
     optimizer.finish_param_sync()
-    torch.nn.functional.linear(x, model.layers[2].weight).sum().backward()  # right after waiting
-    return message
+    script(torch.arange(5)).sum().backward()
+    optimizer.step()
+    return str(error.value)
 
 
-@pytest.mark.parametrize("how", ["functional", "forward"])
-def test_parameters_read_behind_the_hooks_are_an_error(run, how):
-    for message in run(bypasses, how):
-        assert "finish_param_sync()" in message and "model(" in message
+def test_parameters_read_past_torch_functions_are_an_error(run):
+    for message in run(scripted):
+        assert "finish_param_sync()" in message and "parameter 2 " in message  # the optimizer was given no names
 
 
 class Odd(torch.nn.Module):
