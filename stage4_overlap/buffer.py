@@ -138,7 +138,7 @@ class Bucket:
             self.param_sync.wait()
             self.param_sync = None
             for param in self.params:
-                param.__class__ = param.kind
+                param.__class__ = type(param).kind
             self.note_new_params()
 
     def note_new_params(self):

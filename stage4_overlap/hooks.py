@@ -8,7 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the optimizer that has its gradient, weakly, and its hook
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
-READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way
+READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
@@ -57,13 +57,13 @@ def wait_for(values):
     """Wait for those of `values` that are parameters under way."""
     for value in values:
         if isinstance(value, Awaited):
-            value.bucket.finish_param_sync()
+            type(value).bucket.finish_param_sync()
 
 
 class ModuleHook:
-    """Before a module reads its parameters, they must have arrived. torch.compile would find their class change.
+    """Waits for a module's own parameters before it is called, so that torch.compile finds them as they always are.
 
-    Inside torch.func.grad a module has other tensors, which were made past torch's functions: then all it had must.
+    Inside torch.func.grad it has other tensors, which were made past torch's functions: then for all that it had.
     """
 
     def __init__(self, module):
