@@ -53,6 +53,7 @@ def awaited(kind, bucket):
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {"__slots__": (), "bucket": bucket, "kind": kind})
 
 
+@torch.compiler.disable  # it would guard a class that changes
 def wait_for(values):
     """Wait for those of `values` that are parameters under way."""
     for value in values:
