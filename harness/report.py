@@ -281,8 +281,7 @@ def _bench_sheets(*numbers):
 
 
 def _network_sheets():
-    results = _by_rate()
-    return [sheet_text(_line_sheet(result)) for result in results] + [_conditions(results[-1])]
+    return [text for result in _by_rate() for text in (sheet_text(_line_sheet(result)), _conditions(result))]
 
 
 def _accumulation_sheets():
