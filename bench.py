@@ -7,9 +7,14 @@ Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 """
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
+
+import harness
+
+fail = functools.partial(harness.fail, "bench.py")
 
 
 def parse(rows, models):
@@ -41,11 +46,6 @@ def parse(rows, models):
     if args.rows and not any(args.rows in name for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
     return args, names
-
-
-def fail(message):
-    print(f"bench.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main():

@@ -12,6 +12,7 @@ by torch's own tool, and ends in plain torch in one process. Its losses stand be
 """
 
 import argparse
+import functools
 import json
 import os
 import queue
@@ -28,8 +29,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+import harness
 from harness import workload
 from stage4_overlap.checkpoint import latest
+
+fail = functools.partial(harness.fail, "faults")
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVE_EVERY = 20
@@ -186,11 +190,6 @@ def validation_loss(weights):
     batches = workload.validation_batches(validation, 16, 32, rank=0, world_size=1)
     with torch.no_grad():
         return sum(model(*batch).item() * len(batch[0]) for batch in batches) / workload.VALIDATION_SEQUENCES
-
-
-def fail(message):
-    print(f"faults: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main():

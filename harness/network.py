@@ -9,6 +9,7 @@ iproute2. Nothing else on the machine is touched, and the namespaces are gone wh
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import re
@@ -18,6 +19,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import harness
+
+fail = functools.partial(harness.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = ["compute only", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast", "stage 2 all-gather",
@@ -56,11 +61,6 @@ def bits_per_second(rate):
     if not match or float(match[1]) == 0:
         fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit")
     return float(match[1]) * UNITS[match[2]]
-
-
-def fail(message):
-    print(f"network: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

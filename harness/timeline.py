@@ -11,6 +11,7 @@ that was made since before the model was built, counted as in the bench (harness
 """
 
 import argparse
+import functools
 import gc
 import json
 import sys
@@ -21,11 +22,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import harness
 from harness import peers
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
 from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
 from harness.memory import Memory
+
+fail = functools.partial(harness.fail, "timeline")
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
 MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
@@ -331,11 +335,6 @@ def parse():
     if not any(args.rows in name for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     return args, names
-
-
-def fail(message):
-    print(f"timeline: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main():

@@ -6,7 +6,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the optimizer that has its gradient, weakly, and its hook
+GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that has its gradient
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
 READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
@@ -94,12 +94,9 @@ def hook_gradient(param, optimizer):
     A frozen parameter has the hook too: it may be unfrozen later.
     """
     if param in GRADIENT_HOOKS:
-        predecessor, handle = GRADIENT_HOOKS[param]
-        handle.remove()
-        if predecessor():
-            predecessor().finish_param_sync()  # this one begins with what that one has stepped
+        GRADIENT_HOOKS[param].remove()
     requires_grad = param.requires_grad
     handle = param.requires_grad_().register_post_accumulate_grad_hook(Hook(optimizer._on_grad_ready))
     param.requires_grad_(requires_grad)
-    GRADIENT_HOOKS[param] = weakref.ref(optimizer), handle
+    GRADIENT_HOOKS[param] = handle
     return handle

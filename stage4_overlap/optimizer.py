@@ -145,7 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             module.register_forward_pre_hook(ModuleHook(module), prepend=True)
 
     def finish_param_sync(self):
-        """Wait until every parameter has arrived: before what reads them without torch's functions, as C++ code does."""
+        """Wait until every parameter has arrived: before what reads them past torch's functions, as C++ code does."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
 
@@ -332,8 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _raise_stale(self, param):
         name = next(name for name, named in named_params(self.param_groups) if named is param)
         raise RuntimeError(
-            f"parameter {name} was read before it had arrived, past torch's functions, by a TorchScript model say: call "
-            "optimizer.finish_param_sync() before that"
+            f"parameter {name} was read before it had arrived, past torch's functions, by a TorchScript model say: "
+            "call optimizer.finish_param_sync() before that"
         )
 
     def _start_full_buckets(self):

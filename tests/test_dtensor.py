@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import stage4_overlap
 from stage4_overlap import checkpoint
 from stage4_overlap.checks import local
 from stage4_overlap.hooks import Awaited
-from tests.common import STAGES, optimizer_of
+from tests.common import STAGES, leave_late, optimizer_of
 
 pytestmark = pytest.mark.parametrize("world_size", [4])
 
@@ -141,7 +140,7 @@ def reads(rank):
     model, optimizer = build(rank)
     optimizer.prefetch_params(model)
     if mesh_of(rank)["dp"].get_local_rank() == 0:
-        optimizer.optimizer.register_step_post_hook(lambda *_: threading.Event().wait(0.1))
+        leave_late(optimizer)
     params = [param for param in model.parameters() if isinstance(param, DTensor)]
     for step, (how, read) in enumerate(READS.items()):
         backward(rank, model, step)

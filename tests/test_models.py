@@ -6,7 +6,6 @@ Each is what replicated training makes of it, or an error that says what to do: 
 import copy
 import gc
 import io
-import threading
 import weakref
 
 import pytest
@@ -17,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.ledger import Ledger
 from stage4_overlap import DistributedOptimizer
-from tests.common import STAGES, batch, optimizer_of
+from tests.common import STAGES, batch, leave_late, optimizer_of
 from tests.test_hostile import error_of
 
 SGD = {"optimizer_cls": torch.optim.SGD, "lr": 0.1}
@@ -47,12 +46,6 @@ def assert_same(model, other, world_size):
         torch.testing.assert_close(param, expected, rtol=0, atol=1e-6 if world_size > 1 else 0)
 
 
-def late(optimizer, rank):
-    """Rank 0's parameters leave late: whoever reads too early reads old ones."""
-    if rank.rank == 0:
-        optimizer.optimizer.register_step_post_hook(lambda *_: threading.Event().wait(0.2))
-
-
 # -------------------------------------------------------------------------------------------------- a second optimizer
 
 
@@ -68,7 +61,8 @@ def again(rank, stage, is_dropped):
         kept += [] if is_dropped else [optimizer]
         if stage == FOUR:
             optimizer.prefetch_params(model)
-            late(optimizer, rank)
+            if rank.rank == 0:
+                leave_late(optimizer)
         for step in range(2):
             for one, its_optimizer in ((model, optimizer), (ddp, plain)):
                 loss(one, rank, 2 * turn + step).backward()
@@ -305,7 +299,8 @@ def reads(rank, how):
     other, ddp, plain = with_ddp(rank, model)
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **SGD)
     optimizer.prefetch_params(model)
-    late(optimizer, rank)
+    if rank.rank == 0:
+        leave_late(optimizer)
     for step in range(3):
         if how == "torch.func":
             functional(model, rank, step)
@@ -341,7 +336,8 @@ def evaluates(rank, with_grad):
     model = Reader().to(rank.device)
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, find_unused_parameters=True, **SGD)
     optimizer.prefetch_params(model)
-    late(optimizer, rank)
+    if rank.rank == 0:
+        leave_late(optimizer)
     loss(model, rank).backward()
     optimizer.step()
     with torch.set_grad_enabled(with_grad):

@@ -17,7 +17,7 @@ from harness.memory import Memory
 from harness.timeline import Recorder, overlap
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.hooks import Awaited
-from tests.common import STAGES, add, batch, loss_of
+from tests.common import STAGES, add, batch, leave_late, loss_of
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
@@ -235,8 +235,8 @@ def reads_past_hooks(rank, with_grad):
     model = Words()
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
     optimizer.prefetch_params(model)
-    if rank.rank == 0:  # whoever reads too early on other ranks reads old ones
-        optimizer.optimizer.register_step_post_hook(lambda *_: threading.Event().wait(0.05))
+    if rank.rank == 0:
+        leave_late(optimizer, 0.05)
     for how, read in READS.items():
         model(torch.arange(5)).square().mean().backward()
         optimizer.step()
