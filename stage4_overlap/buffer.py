@@ -234,10 +234,9 @@ class BucketBuffer:
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
         self.nbytes = self.sent.nbytes + self.received.nbytes
 
-    def start_grad_sync(self, bucket):
-        """Take the gradients out of the parameters of `bucket`, scale them by 1/d, and send them off."""
-        self.bucket = bucket
-        UNDER_WAY.add(self)
+    def take_grads(self, bucket):
+        """Take the gradients out of the parameters of `bucket`, and scale them by 1/d."""
+        self.bucket, self.has_left = bucket, False
         bucket.ready.clear()
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
         for param, slot in zip(bucket.params, split_like(flat, [local(param) for param in bucket.params])):
@@ -248,13 +247,17 @@ class BucketBuffer:
                 param.grad = None
         flat[sum(bucket.numels) :].zero_()
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
+
+    def start_grad_sync(self):
+        """Send them off."""
+        self.has_left = True
+        UNDER_WAY.add(self)
         if self.exchange:
-            self.theirs = self.received[: flat.nbytes].view(bucket.dtype).view_as(self.mine)
-            self.works = self._start_exchange(bucket)
+            self.theirs = self.received[: self.mine.nbytes].view(self.mine.dtype).view_as(self.mine)
+            self.works = self._start_exchange(self.bucket)
         else:
-            self.works = [
-                dist.reduce_scatter_tensor(self.mine[bucket.rank], flat, group=self.process_group, async_op=True)
-            ]
+            own, flat = self.mine[self.bucket.rank], self.mine.view(-1)
+            self.works = [dist.reduce_scatter_tensor(own, flat, group=self.process_group, async_op=True)]
 
     def finish_grad_sync(self):
         """Wait, and add the sum to the shard of the bucket."""

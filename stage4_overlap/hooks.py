@@ -100,3 +100,14 @@ def hook_gradient(param, optimizer):
     param.requires_grad_(requires_grad)
     GRADIENT_HOOKS[param] = handle
     return handle
+
+
+def after_backward(function):
+    """Call `function` when the backward pass that is under way ends: the outer one, if a checkpoint is re-entrant."""
+    def end():
+        node = torch._C._current_autograd_node()  # inside which this backward pass was
+        if node is None:
+            function()
+        else:
+            node.register_hook(lambda *_: after_backward(function))
+    torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
 from .full_state import all_params, full_state_dict, load_full_state_dict, reshard
-from .hooks import Awaited, ModuleHook, hook_gradient
+from .hooks import Awaited, ModuleHook, after_backward, hook_gradient
 
 # What `_agree_on_used` says of a parameter whose gradient is not missing (0) and not merely missing (1):
 LATE = 2  # the gradient was assigned when that of the backward pass had left
@@ -38,7 +38,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
             in 16 bits; gloo always does.
         find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient
-            on some rank. True counts them as zero, and skips those that received none on every rank.
+            on some rank. True counts them as zero, and skips those that received none on every rank. Which they are may
+            depend on the rank and on the micro-batch; all ranks go backward equally often.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
 
     Raises:
@@ -86,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises what the constructor raises.
         """
         error = None
-        if self.n_rounds or self.next_bucket or any(bucket.ready for bucket in self.buckets):
+        if self.n_rounds or self._in_round():
             error = RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         (param_group,) = checked_groups(
             [param_group], self.process_group, self.param_groups, contiguous=True, dtensors=True, error=error
@@ -306,7 +307,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _start_accumulation(self):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
-        self.n_rounds = 0  # in which every bucket has left
+        self.n_rounds = 0  # in which every bucket has left; a round is a backward pass
+        self.in_backward = False
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
         self.unused = set()  # which received a gradient on no rank: they are not stepped
@@ -323,11 +325,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.waiting.add(id(param))
         if self.accumulating:
             return
-        bucket = self.bucket_of[id(param)]
-        if bucket in self.buckets[: self.next_bucket]:  # a micro-batch before this one has left some gradients out
-            self._finish_round()
-        bucket.ready.add(id(param))
+        if not self.in_backward:  # the first gradient of a backward pass; the one before may have left some out
+            self.in_backward = True
+            after_backward(self._end_backward)
+            if self._in_round():
+                self._finish_round()
+        self.bucket_of[id(param)].ready.add(id(param))
         self._start_full_buckets()
+
+    def _end_backward(self):
+        self.in_backward = False
+
+    def _in_round(self):
+        """Whether some gradients of a backward pass are there, and not every bucket has left."""
+        return self.next_bucket > 0 or any(bucket.ready for bucket in self.buckets)
 
     def _raise_stale(self, param):
         name = next(name for name, named in named_params(self.param_groups) if named is param)
@@ -340,15 +351,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets[self.next_bucket :]:
             if not bucket.is_full():
                 return
+            self._start_last_grad_sync()
             if not self.idle:
                 self._finish_oldest_grad_sync()
             self.used.update(id(param) for param in bucket.params if param.grad is not None)
             self.waiting.difference_update(id(param) for param in bucket.params)
             self.travelling.append(self.idle.popleft())
-            self.travelling[-1].start_grad_sync(bucket)
+            self.travelling[-1].take_grads(bucket)
+            if bucket is not self.buckets[-1]:
+                self.travelling[-1].start_grad_sync()
             self.next_bucket += 1
         self.next_bucket = 0
         self.n_rounds += 1
+
+    def _start_last_grad_sync(self):
+        """The last bucket of a round waits until the ranks have agreed to step, or until the next backward pass.
+
+        If it left at once the agreement would queue behind it, and nothing could be stepped while it travels.
+        """
+        if self.travelling and not self.travelling[-1].has_left:
+            self.travelling[-1].start_grad_sync()
 
     def _finish_round(self):
         """Let every bucket leave that has not left in this round; what is missing counts as zero."""
@@ -394,7 +416,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return [LATE * is_late for is_late in late]
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        if self.next_bucket or not self.n_rounds:
+        if self._in_round() or not self.n_rounds:
             self._finish_round()
         left = any(param.grad is not None for param in params)  # from a backward pass inside no_sync
         used = [id(param) in self.used or param.grad is not None for param in params]
@@ -407,6 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *report, n_rounds = report.tolist()
         while self.n_rounds < n_rounds:
             self._finish_round()
+        self._start_last_grad_sync()
         used, missing = report[: len(params)], report[len(params) :]
         self.unused = {id(param) for param, use in zip(params, used) if not use}
         self.grads_synced = True

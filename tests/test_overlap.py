@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -435,6 +436,39 @@ def test_the_old_gradient_of_an_unused_parameter_is_not_added_again(run):
     run(old_gradients)
 
 
+PASSES = {  # what a rank uses in each of its backward passes between two steps
+    "halves": lambda rank: [[5, 4], [3, 2, 1, 0]],
+    "the last bucket first": lambda rank: [[0], [5, 1], [3]],
+    "halves on rank 0, all elsewhere": lambda rank: [range(6)] * 2 if rank else [[5, 4], [3, 2, 1, 0]],
+    "all on rank 0, one elsewhere": lambda rank: [[rank]] * 4 if rank else [range(6)] * 4,
+    "one a pass on rank 0": lambda rank: [range(6)] * 6 if rank else [[i] for i in range(6)],
+}
+
+
+def passes_by_hand(rank, passes, checkpointed):
+    """SGD by hand: each use of a parameter on a rank moves it by -1/d."""
+    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(6)]
+    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM,
+                                     find_unused_parameters=True)
+    factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint wants one that does
+    for _ in range(2):
+        for used in PASSES[passes](rank.rank):
+            losses = [lambda factor, i=i: params[i].sum() * factor for i in used]
+            sum(checkpoint(l, factor, use_reentrant=True) if checkpointed else l(factor) for l in losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for i, param in enumerate(params):
+        uses = sum(i in used for r in range(rank.world_size) for used in PASSES[passes](r))
+        assert torch.allclose(param, torch.full_like(param, -2 * uses / rank.world_size)), (i, param.tolist())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("passes", PASSES)
+def test_micro_batches_whose_parameters_depend_on_the_rank(run, passes, checkpointed):
+    """Ranks that count the passes differently wait for each other, since a third bucket waits for the first."""
+    run(passes_by_hand, passes, checkpointed)
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -598,6 +632,28 @@ def steps_between_arrivals(rank, clip):
 def test_arrived_buckets_are_stepped_while_others_travel(run):
     for log in run(steps_between_arrivals, clip=False):
         assert log == ["step", "arrival", "step", "arrival", "step"]
+
+
+def last_leaves_after_a_step(rank):
+    """The last rank sends its last bucket when rank 0 has stepped others, which must not need that bucket."""
+    model = Branches(seed=0).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    store = dist.distributed_c10d._get_default_store()
+    if rank.rank == 0:
+        optimizer.optimizer.register_step_post_hook(lambda *_: store.set("stepped", "yes"))
+    if rank.rank == rank.world_size - 1:
+        for buffer in optimizer.idle:
+            start = buffer.start_grad_sync
+            buffer.start_grad_sync = lambda buffer=buffer, start=start: (
+                buffer.bucket is optimizer.buckets[-1] and store.wait(["stepped"], timedelta(seconds=20)), start()
+            )
+    model(inputs(0, rank)[0]).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buckets_are_stepped_while_the_last_one_has_not_even_left(run, world_size):
+    run(last_leaves_after_a_step)
 
 
 def test_clipping_waits_for_the_norm_of_all(run):
