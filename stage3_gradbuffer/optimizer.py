@@ -290,7 +290,10 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
     plain = functools.partial(optimizer_cls, **kwargs)
     ways = {"fused", "foreach", "capturable", "differentiable"}
-    if "fused" not in inspect.signature(optimizer_cls).parameters or ways & kwargs.keys():
+    accepted = inspect.signature(optimizer_cls).parameters
+    if "fused" not in accepted or ways & kwargs.keys():
+        return plain
+    if "momentum" in accepted:  # torch's fused SGD can't step a parameter whose first gradient comes later than others
         return plain
     fused = functools.partial(plain, fused=True)
     try:

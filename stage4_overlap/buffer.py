@@ -3,6 +3,7 @@
 Sources of the ideas: DistributedDataParallel's buckets, Megatron-LLaMA's OverlappedDistributedOptimizer, veScale.
 """
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -95,6 +96,7 @@ class Bucket:
         self.ranges = ranges_in_shard(self.numels, self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel)
         self.ready = set()  # ids of the parameters whose gradient is there
         self.param_sync = None  # the all-gather that is under way
+        self.lock = threading.RLock()  # several threads may wait for it
         self.awaited = {kind: awaited(kind, self) for kind in map(type, params)}
 
     def move_in(self, flat_params):
@@ -134,12 +136,13 @@ class Bucket:
             param.__class__ = self.awaited[type(param)]
 
     def finish_param_sync(self):
-        if self.param_sync is not None:
-            self.param_sync.wait()
-            self.param_sync = None
-            for param in self.params:
-                param.__class__ = type(param).kind
-            self.note_new_params()
+        with self.lock:
+            if self.param_sync is not None:
+                self.param_sync.wait()
+                self.param_sync = None
+                for param in self.params:
+                    param.__class__ = type(param).kind
+                self.note_new_params()
 
     def note_new_params(self):
         """Tell autograd, which saw nothing, that the parameters are new: a graph that read the old ones is refused."""
@@ -180,6 +183,11 @@ class PartitionedParameter:
         self.shard = shard
         self.main_shard = shard.to(torch.promote_types(shard.dtype, torch.float32))
         self.main_params = cut_ranges(self.main_shard, ranges)
+
+    @property
+    def own_main_shard(self):
+        """main_shard, or None if it is part of the model."""
+        return None if self.main_shard is self.shard else self.main_shard
 
     def copy_main_to_model(self):
         self.shard.copy_(self.main_shard)
@@ -225,10 +233,11 @@ class BucketBuffer:
 
     Args:
         nbytes: size of the largest bucket.
+        tag: of its messages, another one for each optimizer.
     """
 
-    def __init__(self, nbytes, device, process_group, reduce_dtype):
-        self.process_group = process_group
+    def __init__(self, nbytes, device, process_group, reduce_dtype, tag):
+        self.process_group, self.tag = process_group, tag
         self.exchange = reduce_dtype is not None or dist.get_backend(process_group) == "gloo"
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
@@ -237,7 +246,6 @@ class BucketBuffer:
     def take_grads(self, bucket):
         """Take the gradients out of the parameters of `bucket`, and scale them by 1/d."""
         self.bucket, self.has_left = bucket, False
-        bucket.ready.clear()
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
         for param, slot in zip(bucket.params, split_like(flat, [local(param) for param in bucket.params])):
             if param.grad is None:
@@ -273,12 +281,13 @@ class BucketBuffer:
         """Send every other rank its row, and receive this rank's from each, in pieces."""
         piece = PIECE_BYTES // bucket.dtype.itemsize
         operations = []
+        common = {"group": self.process_group, "tag": self.tag}
         for distance in range(1, bucket.world_size):
             to, by = (bucket.rank + distance) % bucket.world_size, (bucket.rank - distance) % bucket.world_size
             for start in range(0, bucket.shard_numel, piece):
                 send, receive = self.mine[to, start : start + piece], self.theirs[by, start : start + piece]
-                operations.append(dist.P2POp(dist.isend, send, group=self.process_group, group_peer=to))
-                operations.append(dist.P2POp(dist.irecv, receive, group=self.process_group, group_peer=by))
+                operations.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
+                operations.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
         return dist.batch_isend_irecv(operations) if operations else []
 
 

@@ -57,8 +57,9 @@ def awaited(kind, bucket):
 def wait_for(values):
     """Wait for those of `values` that are parameters under way."""
     for value in values:
-        if isinstance(value, Awaited):
-            type(value).bucket.finish_param_sync()
+        kind = type(value)  # another thread may give it back its own
+        if issubclass(kind, Awaited):
+            kind.bucket.finish_param_sync()
 
 
 class ModuleHook:
@@ -103,7 +104,10 @@ def hook_gradient(param, optimizer):
 
 
 def after_backward(function):
-    """Call `function` when the backward pass that is under way ends: the outer one, if a checkpoint is re-entrant."""
+    """Call `function` when the backward pass that is under way ends: the outer one, if a checkpoint is re-entrant.
+
+    A pass that fails ends without it.
+    """
     def end():
         node = torch._C._current_autograd_node()  # inside which this backward pass was
         if node is None:

@@ -8,6 +8,8 @@ Source of the idea: Megatron-LLaMA's OverlappedDistributedOptimizer and veScale'
 import contextlib
 import functools
 import inspect
+import itertools
+import weakref
 from collections import deque
 
 import torch
@@ -21,6 +23,8 @@ from .hooks import Awaited, ModuleHook, after_backward, hook_gradient
 # What `_agree_on_used` says of a parameter whose gradient is not missing (0) and not merely missing (1):
 LATE = 2  # the gradient was assigned when that of the backward pass had left
 MOVED = 3  # the parameter has other memory than this optimizer steps
+
+TAGS = weakref.WeakKeyDictionary()  # process group -> counter, for the messages of each optimizer on it
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -39,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             in 16 bits; gloo always does.
         find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient
             on some rank. True counts them as zero, and skips those that received none on every rank. Which they are may
-            depend on the rank and on the micro-batch; all ranks go backward equally often.
+            depend on the rank and on the micro-batch. All ranks go backward equally often, each time through some.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
 
     Raises:
@@ -87,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises what the constructor raises.
         """
         error = None
-        if self.n_rounds or self._in_round():
+        if self.n_rounds or self.rounds_begun:
             error = RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         (param_group,) = checked_groups(
             [param_group], self.process_group, self.param_groups, contiguous=True, dtensors=True, error=error
@@ -157,7 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective if there was a
         backward pass since the last step, on any rank: what has begun must end, on all of them.
         """
-        if (self.waiting or self.next_bucket or self.n_rounds) and not self.grads_synced:
+        if (self.waiting or self.n_rounds or self.rounds_begun) and not self.grads_synced:
             self._agree_on_used([param for group in self.param_groups for param in group["params"]])
         self._finish_grad_syncs()
         super().zero_grad()
@@ -194,7 +198,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_model_changes()
         return {
             **self.optimizer.state_dict(),
-            "main_shards": [bucket.parameter.main_shard for bucket in self.buckets],
+            "main_shards": [bucket.parameter.own_main_shard for bucket in self.buckets],  # None where it is the model's
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -211,7 +215,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_param_sync()
         self.optimizer.load_state_dict(state_dict)
         for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
-            bucket.parameter.main_shard.copy_(main_shard)
+            if main_shard is not None:
+                bucket.parameter.main_shard.copy_(main_shard)
         self.state = self.optimizer.state
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(inner))
@@ -242,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: between backward() and step(), or there are DTensors.
         """
-        if self.next_bucket or self.n_rounds:
+        if self.n_rounds or self.rounds_begun:
             raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
         if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
@@ -298,7 +303,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
         self.buckets += buckets
         nbytes = max(bucket.flat_params.nbytes for bucket in self.buckets)
-        self.idle = deque(BucketBuffer(nbytes, device, self.process_group, self.reduce_dtype) for _ in range(2))
+        tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count()))
+        self.idle = deque(BucketBuffer(nbytes, device, self.process_group, self.reduce_dtype, tag) for _ in range(2))
 
     @property
     def bucket_buffer_bytes(self):
@@ -307,7 +313,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _start_accumulation(self):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
-        self.n_rounds = 0  # in which every bucket has left; a round is a backward pass
+        self.n_rounds = 0  # in which every bucket has left
+        self.rounds_begun = 0  # by backward passes, one each; what no_sync has kept leaves in a round more
         self.in_backward = False
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
@@ -325,26 +332,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.waiting.add(id(param))
         if self.accumulating:
             return
-        if not self.in_backward:  # the first gradient of a backward pass; the one before may have left some out
+        if not self.in_backward:  # the first gradient of a pass; one after a failed pass goes on with its round
             self.in_backward = True
+            self.rounds_begun = self.n_rounds + 1
             after_backward(self._end_backward)
-            if self._in_round():
-                self._finish_round()
-        self.bucket_of[id(param)].ready.add(id(param))
-        self._start_full_buckets()
+        if self._in_round():  # else every bucket has left: what is used again, by a checkpoint, waits for the next one
+            self.bucket_of[id(param)].ready.add(id(param))
+            self._start_full_buckets()
 
+    @torch.no_grad()
     def _end_backward(self):
+        """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
         self.in_backward = False
+        if self._in_round():
+            self._finish_round()
 
     def _in_round(self):
-        """Whether some gradients of a backward pass are there, and not every bucket has left."""
-        return self.next_bucket > 0 or any(bucket.ready for bucket in self.buckets)
+        return self.rounds_begun > self.n_rounds
 
     def _raise_stale(self, param):
         name = next(name for name, named in named_params(self.param_groups) if named is param)
         raise RuntimeError(
-            f"parameter {name} was read before it had arrived, past torch's functions, by a TorchScript model say: "
-            "call optimizer.finish_param_sync() before that"
+            f"a gradient has come for parameter {name}, which is still under way: it was read before the last step, or "
+            "past torch's functions, by a TorchScript model say: call optimizer.finish_param_sync() after step()"
         )
 
     def _start_full_buckets(self):
@@ -361,6 +371,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if bucket is not self.buckets[-1]:
                 self.travelling[-1].start_grad_sync()
             self.next_bucket += 1
+        for bucket in self.buckets:
+            bucket.ready.clear()
         self.next_bucket = 0
         self.n_rounds += 1
 
@@ -495,9 +507,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_grad_sync()
         state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
         unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        if unscaled and not state["found_inf_per_device"]:
+        if unscaled and self.rounds_begun:
             raise RuntimeError(
-                "GradScaler.unscale_() finds no gradients in param.grad: call clip_grad_norm_(max_norm * "
+                "GradScaler.unscale_() came when gradients had left: call clip_grad_norm_(max_norm * "
                 "scaler.get_scale()) instead, which needs no unscale_()"
             )
         grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
@@ -528,7 +540,10 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
     plain = functools.partial(optimizer_cls, **kwargs)
     ways = {"fused", "foreach", "capturable", "differentiable"}
-    if "fused" not in inspect.signature(optimizer_cls).parameters or ways & kwargs.keys():
+    accepted = inspect.signature(optimizer_cls).parameters
+    if "fused" not in accepted or ways & kwargs.keys():
+        return plain
+    if "momentum" in accepted:  # torch's fused SGD can't step a parameter whose first gradient comes later than others
         return plain
     fused = functools.partial(plain, fused=True)
     try:

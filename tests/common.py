@@ -64,7 +64,8 @@ def loss_of(model, x, y):
 
 def fused(optimizer_cls, device, kwargs):
     """The stages use the fused implementation if nobody chooses: so must what they are compared with."""
-    if "foreach" in kwargs or "fused" not in inspect.signature(optimizer_cls).parameters:
+    accepted = inspect.signature(optimizer_cls).parameters
+    if "foreach" in kwargs or "fused" not in accepted or "momentum" in accepted:
         return {}
     return {} if optimizer_cls is torch.optim.Adagrad and device.type == "cuda" else {"fused": True}
 

@@ -233,6 +233,42 @@ def unscale_without_grads(rank):
         return str(error)
 
 
+def unscale_some(rank):
+    """One pass whose gradients have left, and one inside no_sync, whose gradients unscale_ finds."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = optimizer_of(STAGES[3])(params, torch.optim.SGD, lr=0.1, find_unused_parameters=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(params[0].sum()).backward()
+    with optimizer.no_sync():
+        scaler.scale(params[1].sum()).backward()
+    scaler.unscale_(optimizer)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        return str(error)
+
+
+def unscale_inside_no_sync(rank):
+    """On one rank there is nothing to unscale."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = optimizer_of(STAGES[3])([param], torch.optim.SGD, lr=1.0, find_unused_parameters=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = scaler.scale(param.sum())
+    if rank.rank == 0:
+        with optimizer.no_sync():
+            loss.backward()
+    scaler.unscale_(optimizer)
+    optimizer.clip_grad_norm_(100.0)
+    scaler.step(optimizer)
+    return param.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_unscale_is_refused_where_gradients_have_left_and_right_where_none_has(run, world_size):
+    assert all("clip_grad_norm_(max_norm * scaler.get_scale())" in message for message in run(unscale_some))
+    assert run(unscale_inside_no_sync) == [[-0.5] * 4] * 2
+
+
 @pytest.mark.parametrize("world_size", [2])
 def test_unscale_that_sees_no_gradient_is_refused(run):
     assert all("clip_grad_norm_(max_norm * scaler.get_scale())" in message for message in run(unscale_without_grads))

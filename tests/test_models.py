@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,29 @@ def unfrozen(rank, stage):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_layer_that_is_unfrozen_later(run, stage, world_size):
     run(unfrozen, stage)
+
+
+def unfrozen_after_a_step(rank, stage):
+    """torch's fused SGD refuses parameters some of which have momentum already: here a layer comes a step later."""
+    model = net(rank)
+    other = copy.deepcopy(model)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optimizer_of(stage)(model.parameters(), **SGD, momentum=0.9)
+    for step in range(3):
+        model[0].requires_grad_(step > 0)
+        other[0].requires_grad_(step > 0)
+        loss(model, rank, step).backward()
+        for r in range(rank.world_size):
+            (loss(other, SimpleNamespace(rank=r, device=rank.device), step) / rank.world_size).backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    assert_same(model, other, rank.world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_layer_that_is_unfrozen_when_the_others_have_momentum(run, stage, world_size):
+    run(unfrozen_after_a_step, stage)
 
 
 def frozen_after_backward(rank, stage):
@@ -411,6 +435,30 @@ def bad_arguments(rank, kwargs):
 def test_arguments_that_mean_nothing_are_refused(run, kwargs, world_size):
     for message in run(bad_arguments, kwargs):
         assert f"{list(kwargs)[0]} is {list(kwargs.values())[0]}" in message
+
+
+def loads_optimizer_only(rank, stage, dtype):
+    model = net(rank, dtype=dtype)
+    optimizer = optimizer_of(stage)(model.parameters(), **SGD, momentum=0.9)
+    loss(model, rank).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(7.0)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    loss(model, rank).backward()
+    optimizer.step()
+    return all((param == 7).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", STAGES[2:])
+def test_state_of_the_optimizer_does_not_touch_the_model(run, stage, dtype, world_size):
+    assert all(run(loads_optimizer_only, stage, dtype))
 
 
 # --------------------------------------------------------------------------- stage 4: in which order, and by what means

@@ -277,6 +277,28 @@ def test_parameters_read_past_torch_functions_are_an_error(run):
         assert "finish_param_sync()" in message and "parameter 2 " in message  # the optimizer was given no names
 
 
+def threads_read(rank):
+    model = Branches(seed=0).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+    if rank.rank == 0:
+        leave_late(optimizer)
+    model(inputs(0, rank)[0]).sum().backward()
+    optimizer.step()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(params_of(model))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    optimizer.finish_param_sync()
+    return len(results) == 4 and all(equal(result, params_of(model)) for result in results)
+
+
+def test_several_threads_read_parameters_under_way(run):
+    assert all(run(threads_read))
+
+
 class Odd(torch.nn.Module):
     """torch's attention reads the weight of its out_proj without calling it; `gain` is of a module with children."""
 
@@ -434,39 +456,6 @@ def old_gradients(rank):
 
 def test_the_old_gradient_of_an_unused_parameter_is_not_added_again(run):
     run(old_gradients)
-
-
-PASSES = {  # what a rank uses in each of its backward passes between two steps
-    "halves": lambda rank: [[5, 4], [3, 2, 1, 0]],
-    "the last bucket first": lambda rank: [[0], [5, 1], [3]],
-    "halves on rank 0, all elsewhere": lambda rank: [range(6)] * 2 if rank else [[5, 4], [3, 2, 1, 0]],
-    "all on rank 0, one elsewhere": lambda rank: [[rank]] * 4 if rank else [range(6)] * 4,
-    "one a pass on rank 0": lambda rank: [range(6)] * 6 if rank else [[i] for i in range(6)],
-}
-
-
-def passes_by_hand(rank, passes, checkpointed):
-    """SGD by hand: each use of a parameter on a rank moves it by -1/d."""
-    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(6)]
-    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM,
-                                     find_unused_parameters=True)
-    factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint wants one that does
-    for _ in range(2):
-        for used in PASSES[passes](rank.rank):
-            losses = [lambda factor, i=i: params[i].sum() * factor for i in used]
-            sum(checkpoint(l, factor, use_reentrant=True) if checkpointed else l(factor) for l in losses).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for i, param in enumerate(params):
-        uses = sum(i in used for r in range(rank.world_size) for used in PASSES[passes](r))
-        assert torch.allclose(param, torch.full_like(param, -2 * uses / rank.world_size)), (i, param.tolist())
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("passes", PASSES)
-def test_micro_batches_whose_parameters_depend_on_the_rank(run, passes, checkpointed):
-    """Ranks that count the passes differently wait for each other, since a third bucket waits for the first."""
-    run(passes_by_hand, passes, checkpointed)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -1,0 +1,152 @@
+"""Stage 4: buckets go round once in each backward pass, on every rank, whatever the passes are like.
+
+A rank that goes round more often than another waits for it for ever, since the third bucket waits for the first.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from stage4_overlap import DistributedOptimizer
+
+ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
+
+
+def zeros(rank, n=6, **kwargs):
+    """Parameters of zeros, a bucket each, stepped by SGD with a learning rate of 1."""
+    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(n)]
+    return params, DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM, **kwargs)
+
+
+def moved_by(params, uses):
+    """Whether each of `params` has moved by minus the mean of `uses` over the ranks: (d, number of parameters)."""
+    expected = -torch.tensor(uses, dtype=torch.float32).mean(dim=0)
+    return torch.allclose(torch.stack([param.detach().cpu()[0] for param in params]), expected)
+
+
+PASSES = {  # what a rank uses in each of its backward passes between two steps
+    "halves": lambda rank: [[5, 4], [3, 2, 1, 0]],
+    "the last bucket first": lambda rank: [[0], [5, 1], [3]],
+    "halves on rank 0, all elsewhere": lambda rank: [range(6)] * 2 if rank else [[5, 4], [3, 2, 1, 0]],
+    "all on rank 0, one elsewhere": lambda rank: [[min(rank, 5)]] * 4 if rank else [range(6)] * 4,
+    "one a pass on rank 0": lambda rank: [range(6)] * 6 if rank else [[i] for i in range(6)],
+}
+
+
+def passes_by_hand(rank, passes, checkpointed):
+    params, optimizer = zeros(rank, find_unused_parameters=True)
+    factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint wants one that does
+    for _ in range(2):
+        for used in PASSES[passes](rank.rank):
+            losses = [lambda factor, i=i: params[i].sum() * factor for i in used]
+            sum(checkpoint(l, factor, use_reentrant=True) if checkpointed else l(factor) for l in losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert moved_by(params, [[2 * sum(i in used for used in PASSES[passes](r)) for i in range(6)]
+                             for r in range(rank.world_size)])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("passes", PASSES)
+def test_micro_batches_whose_parameters_depend_on_the_rank(run, passes, checkpointed):
+    run(passes_by_hand, passes, checkpointed)
+
+
+def collective_before_step(rank, how):
+    """All ranks but 0 use one parameter of six: rank 0 may not wait in backward() while they wait elsewhere."""
+    params, optimizer = zeros(rank, find_unused_parameters=True)
+
+    def closure():
+        loss = sum(params[i].sum() for i in (range(1) if rank.rank else range(6)))
+        loss.backward()
+        return loss.detach()
+    if how == "of a closure's loss":
+        optimizer.step(closure)
+    else:
+        dist.all_reduce(closure())
+        optimizer.step()
+    assert moved_by(params, [[1] * 6] + [[1] + [0] * 5] * (rank.world_size - 1))
+
+
+@pytest.mark.parametrize("how", ["of a closure's loss", "of the user's"])
+def test_a_collective_between_backward_and_step(run, how):
+    run(collective_before_step, how)
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+def failed_pass(rank):
+    """What a pass has left behind that failed counts, as in torch; the passes after it are counted as ever."""
+    params, optimizer = zeros(rank, find_unused_parameters=True)
+    with pytest.raises(ZeroDivisionError):
+        (Fail.apply(params[0]).sum() + params[5].sum()).backward()
+    first = [int(param.grad is not None or i == 5) for i, param in enumerate(params)]
+    for i in range(6):
+        sum(params[j].sum() for j in ([i] if rank.rank else range(6))).backward()
+    optimizer.step()
+    assert first == [0] * 5 + [1]
+    assert moved_by(params, [[6] * 5 + [7]] + [[1] * 5 + [2]] * (rank.world_size - 1))
+
+
+def test_passes_after_one_that_failed(run):
+    run(failed_pass)
+
+
+def shared_in_checkpoints(rank):
+    """Parameters are used more often on some ranks, each time in a re-entrant checkpoint: gradients come each time."""
+    params, optimizer = zeros(rank)
+    factor = torch.ones((), device=rank.device, requires_grad=True)
+    uses = [3 - min(r, 2) for r in range(rank.world_size)]
+    losses = [checkpoint(lambda factor: sum(param.sum() for param in params) * factor, factor, use_reentrant=True)
+              for _ in range(uses[rank.rank])]
+    sum(losses).backward()
+    optimizer.step()
+    assert moved_by(params, [[n] * 6 for n in uses])
+
+
+def test_a_layer_in_as_many_checkpoints_as_the_rank_likes(run):
+    run(shared_in_checkpoints)
+
+
+def dropped(rank):
+    """Between backward() and step(), with ranks that used other parameters: it leaves nothing behind."""
+    params, optimizer = zeros(rank, find_unused_parameters=True)
+    sum(100 * params[i].sum() for i in (range(1) if rank.rank else range(6))).backward()
+    with pytest.raises(RuntimeError, match="between backward"):  # on every rank, or the others would wait
+        optimizer.reshard(None)
+    del optimizer
+    for param in params:
+        param.grad = None
+    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    assert moved_by(params, [[1] * 6])
+
+
+def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(run):
+    run(dropped)
+
+
+def two_optimizers(rank):
+    """Rank 0 goes backward through the parameters of the first one first, the others through those of the second."""
+    both = [zeros(rank, n=2) for _ in range(2)]
+    losses = [sum(param.sum() * (i + 1) for param in params) for i, (params, _) in enumerate(both)]
+    for loss in (losses[::-1] if rank.rank else losses):
+        loss.backward()
+    for i, (params, optimizer) in enumerate(both):
+        optimizer.step()
+        assert moved_by(params, [[i + 1] * 2])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_of_two_optimizers_do_not_mix(run, world_size):
+    run(two_optimizers)
