@@ -103,15 +103,22 @@ def hook_gradient(param, optimizer):
     return handle
 
 
-def after_backward(function):
-    """Call `function` when the backward pass that is under way ends: the outer one, if a checkpoint is re-entrant.
+class BackwardPass:
+    """Calls `at_end` when the backward pass that is under way ends: the outer one, if a checkpoint is re-entrant.
 
-    A pass that fails ends without it.
+    torch holds it until then, and drops it without a call when the pass fails: who holds it weakly sees that.
     """
-    def end():
-        node = torch._C._current_autograd_node()  # inside which this backward pass was
+
+    def __init__(self, at_end):
+        self.at_end = at_end
+        self._queue()
+
+    def _queue(self, *_):
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self):
+        node = torch._C._current_autograd_node()  # inside which this pass was
         if node is None:
-            function()
+            self.at_end()
         else:
-            node.register_hook(lambda *_: after_backward(function))
-    torch.autograd.Variable._execution_engine.queue_callback(end)
+            node.register_hook(self._queue)

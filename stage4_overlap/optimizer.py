@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
 from .full_state import all_params, full_state_dict, load_full_state_dict, reshard
-from .hooks import Awaited, ModuleHook, after_backward, hook_gradient
+from .hooks import Awaited, BackwardPass, ModuleHook, hook_gradient
 
 # What `_agree_on_used` says of a parameter whose gradient is not missing (0) and not merely missing (1):
 LATE = 2  # the gradient was assigned when that of the backward pass had left
@@ -315,7 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
         self.n_rounds = 0  # in which every bucket has left
         self.rounds_begun = 0  # by backward passes, one each; what no_sync has kept leaves in a round more
-        self.in_backward = False
+        self.backward_pass = None  # a weak reference to the one that is under way
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
         self.unused = set()  # which received a gradient on no rank: they are not stepped
@@ -332,10 +332,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.waiting.add(id(param))
         if self.accumulating:
             return
-        if not self.in_backward:  # the first gradient of a pass; one after a failed pass goes on with its round
-            self.in_backward = True
+        if self.backward_pass is None or self.backward_pass() is None:  # this is the first gradient of a pass
+            self._end_backward()  # of the one before, if that has failed
+            self.backward_pass = weakref.ref(BackwardPass(self._end_backward))
             self.rounds_begun = self.n_rounds + 1
-            after_backward(self._end_backward)
         if self._in_round():  # else every bucket has left: what is used again, by a checkpoint, waits for the next one
             self.bucket_of[id(param)].ready.add(id(param))
             self._start_full_buckets()
@@ -343,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _end_backward(self):
         """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
-        self.in_backward = False
+        self.backward_pass = None
         if self._in_round():
             self._finish_round()
 

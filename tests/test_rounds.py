@@ -3,6 +3,9 @@
 A rank that goes round more often than another waits for it for ever, since the third bucket waits for the first.
 """
 
+import contextlib
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +56,41 @@ def test_micro_batches_whose_parameters_depend_on_the_rank(run, passes, checkpoi
     run(passes_by_hand, passes, checkpointed)
 
 
+def random_schedules(rank, seeds):
+    """Passes over what each rank draws, inside and outside of no_sync, and everything else between them, by hand."""
+    for seed in seeds:
+        draw = random.Random(seed)  # the same on every rank
+        n = draw.choice([1, 2, 3, 5])
+        params, optimizer = zeros(rank, n, find_unused_parameters=True)
+        if draw.random() < 0.5:
+            optimizer.prefetch_params(torch.nn.ParameterList(params))
+        waiting, moved = [0.0] * n, [0.0] * n
+        actions = [draw.choice("bbbbnnnsszfcr") for _ in range(15)] + ["s", "r"]
+        for position, action in enumerate(actions):
+            if action in "bn":  # a backward pass, outside and inside of no_sync
+                uses = [{i: draw.randint(1, 4) for i in draw.sample(range(n), draw.randint(1, n))}
+                        for _ in range(rank.world_size)]
+                with optimizer.no_sync() if action == "n" else contextlib.nullcontext():
+                    sum(params[i].sum() * times for i, times in uses[rank.rank].items()).backward()
+                waiting = [old + sum(use.get(i, 0) for use in uses) / rank.world_size for i, old in enumerate(waiting)]
+            elif action == "s":
+                optimizer.step()
+                waiting, moved = [0.0] * n, [old + more for old, more in zip(moved, waiting)]
+            elif action == "z":
+                optimizer.zero_grad()
+                waiting = [0.0] * n
+            elif action == "f":
+                optimizer.finish_grad_sync()
+            elif action == "c":
+                dist.all_reduce(torch.ones((), device=rank.device))
+            elif action == "r":
+                assert moved_by(params, [moved]), (seed, actions[: position + 1])
+
+
+def test_random_schedules(run):
+    run(random_schedules, range(20))
+
+
 def collective_before_step(rank, how):
     """All ranks but 0 use one parameter of six: rank 0 may not wait in backward() while they wait elsewhere."""
     params, optimizer = zeros(rank, find_unused_parameters=True)
@@ -85,16 +123,15 @@ class Fail(torch.autograd.Function):
 
 
 def failed_pass(rank):
-    """What a pass has left behind that failed counts, as in torch; the passes after it are counted as ever."""
+    """A pass fails on all ranks, on rank 0 when all gradients are there. They count, as in torch; so does the pass."""
     params, optimizer = zeros(rank, find_unused_parameters=True)
+    leaf = torch.ones((), device=rank.device, requires_grad=True)
     with pytest.raises(ZeroDivisionError):
-        (Fail.apply(params[0]).sum() + params[5].sum()).backward()
-    first = [int(param.grad is not None or i == 5) for i, param in enumerate(params)]
-    for i in range(6):
-        sum(params[j].sum() for j in ([i] if rank.rank else range(6))).backward()
+        (Fail.apply(leaf) + sum(params[i].sum() for i in ([5] if rank.rank else range(6)))).backward()
+    sum(params[i].sum() for i in ([0] if rank.rank else range(6))).backward()
+    dist.all_reduce(torch.ones((), device=rank.device))
     optimizer.step()
-    assert first == [0] * 5 + [1]
-    assert moved_by(params, [[6] * 5 + [7]] + [[1] * 5 + [2]] * (rank.world_size - 1))
+    assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
 
 
 def test_passes_after_one_that_failed(run):
