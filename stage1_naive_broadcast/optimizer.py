@@ -22,7 +22,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.
-        optimizer_cls: any torch optimizer class; its fused implementation is used where torch has one.
+        optimizer_cls: any torch optimizer class, fused where torch has that, but for SGD.
         process_group: the ranks that share the work; None is all of them.
         average_gradients: False beneath DistributedDataParallel, which has averaged the gradients already.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.

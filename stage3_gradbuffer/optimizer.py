@@ -25,7 +25,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device.
-        optimizer_cls: an element-wise torch optimizer class; its fused implementation is used where torch has one.
+        optimizer_cls: an element-wise torch optimizer class, fused where torch has that, but for SGD.
         process_group: the ranks that share the work; None is all of them.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
             them in the dtype of their parameter, in `param.grad`. Either is a view of the buffer.

@@ -36,7 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device. Of a DTensor
             each rank shards what it has, over `process_group`, which must be another dimension of the mesh.
-        optimizer_cls: an element-wise torch optimizer class; its fused implementation is used where torch has one.
+        optimizer_cls: an element-wise torch optimizer class, fused where torch has that, but for SGD.
         process_group: the ranks that share the work; None is all of them.
         bucket_cap_mb: size at which a bucket is closed, in MB; None is 2 on a CPU and 25 on a GPU.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
