@@ -50,9 +50,10 @@ def passes_by_hand(rank, passes, checkpointed):
                              for r in range(rank.world_size)])
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("passes", PASSES)
-def test_micro_batches_whose_parameters_depend_on_the_rank(run, passes, checkpointed):
+def test_micro_batches_whose_parameters_depend_on_the_rank(run, world_size, passes, checkpointed):
     run(passes_by_hand, passes, checkpointed)
 
 
@@ -87,7 +88,8 @@ def random_schedules(rank, seeds):
                 assert moved_by(params, [moved]), (seed, actions[: position + 1])
 
 
-def test_random_schedules(run):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_schedules(run, world_size):
     run(random_schedules, range(20))
 
 
@@ -107,8 +109,9 @@ def collective_before_step(rank, how):
     assert moved_by(params, [[1] * 6] + [[1] + [0] * 5] * (rank.world_size - 1))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("how", ["of a closure's loss", "of the user's"])
-def test_a_collective_between_backward_and_step(run, how):
+def test_a_collective_between_backward_and_step(run, world_size, how):
     run(collective_before_step, how)
 
 
@@ -134,7 +137,8 @@ def failed_pass(rank):
     assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
 
 
-def test_passes_after_one_that_failed(run):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_passes_after_one_that_failed(run, world_size):
     run(failed_pass)
 
 
@@ -150,7 +154,8 @@ def shared_in_checkpoints(rank):
     assert moved_by(params, [[n] * 6 for n in uses])
 
 
-def test_a_layer_in_as_many_checkpoints_as_the_rank_likes(run):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_layer_in_as_many_checkpoints_as_the_rank_likes(run, world_size):
     run(shared_in_checkpoints)
 
 
@@ -169,7 +174,8 @@ def dropped(rank):
     assert moved_by(params, [[1] * 6])
 
 
-def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(run):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(run, world_size):
     run(dropped)
 
 
