@@ -259,9 +259,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_grad_sync()
         state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
         unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        if unscaled and not state["found_inf_per_device"]:
+        if unscaled and any(buffer.in_main_grad for buffer in self.buffers):
             raise RuntimeError(
-                "GradScaler.unscale_() finds no gradients in param.grad: call clip_grad_norm_(max_norm * "
+                "GradScaler.unscale_() doesn't see gradients in param.main_grad: call clip_grad_norm_(max_norm * "
                 "scaler.get_scale()) instead, which needs no unscale_()"
             )
         grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]

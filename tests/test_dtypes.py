@@ -233,6 +233,19 @@ def unscale_without_grads(rank):
         return str(error)
 
 
+def unscale_fp32_only(rank):
+    """unscale_ finds the gradient of the fp32 parameter, and not that of the other one, which is in main_grad."""
+    params = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=0.1, grad_dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(sum(param.float().sum() for param in params)).backward()
+    scaler.unscale_(optimizer)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        return str(error)
+
+
 def unscale_some(rank):
     """One pass whose gradients have left, and one inside no_sync, whose gradients unscale_ finds."""
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
@@ -248,10 +261,11 @@ def unscale_some(rank):
         return str(error)
 
 
-def unscale_inside_no_sync(rank):
-    """On one rank there is nothing to unscale."""
+def unscale_on_rank_0(rank, stage):
+    """On the other rank there is nothing to unscale."""
     param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = optimizer_of(STAGES[3])([param], torch.optim.SGD, lr=1.0, find_unused_parameters=True)
+    unused = {"find_unused_parameters": True} if stage == STAGES[3] else {}
+    optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1.0, **unused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss = scaler.scale(param.sum())
     if rank.rank == 0:
@@ -264,9 +278,15 @@ def unscale_inside_no_sync(rank):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_unscale_is_refused_where_gradients_have_left_and_right_where_none_has(run, world_size):
-    assert all("clip_grad_norm_(max_norm * scaler.get_scale())" in message for message in run(unscale_some))
-    assert run(unscale_inside_no_sync) == [[-0.5] * 4] * 2
+@pytest.mark.parametrize("wrong", [unscale_fp32_only, unscale_some])
+def test_unscale_that_sees_some_gradients_is_refused(run, world_size, wrong):
+    assert all("clip_grad_norm_(max_norm * scaler.get_scale())" in message for message in run(wrong))
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unscale_on_a_rank_that_has_no_gradient(run, stage, world_size):
+    assert run(unscale_on_rank_0, stage) == [[-0.5] * 4] * 2
 
 
 @pytest.mark.parametrize("world_size", [2])
