@@ -125,6 +125,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
         self._pass_on_hyperparameters()
+        for param in [param for param, state in self.state.items() if not state]:
+            del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
         return {**self.optimizer.state_dict(), "rank": self.rank, "world_size": self.world_size}
 
     def load_state_dict(self, state_dict):

@@ -422,6 +422,22 @@ def test_resumes_from_its_state_dict(run, stage):
     run(resumed, stage)
 
 
+def state_that_was_looked_at(rank, stage):
+    model = Net(seed=0).to(rank.device)
+    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+    train(model, optimizer, rank, 0)
+    before = optimizer.state_dict()
+    for param in trainable(model):
+        optimizer.state[param].get("exp_avg")  # torch's state is a defaultdict: this puts {} into it
+    assert optimizer.state_dict()["state"].keys() == before["state"].keys()
+    train(model, optimizer, rank, 1)
+
+
+def test_state_may_be_looked_at(run, stage):
+    """The state of a parameter that another rank steps is not here; to ask for it does no harm."""
+    run(state_that_was_looked_at, stage)
+
+
 def wrong_state_dict(rank, stage):
     weights = [torch.nn.Parameter(torch.ones(8, device=rank.device)) for _ in range(4)]
     optimizer = optimizer_of(stage)(weights, **ADAMW)
