@@ -39,8 +39,8 @@ def parse():
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
-    # The first step of a round finds its parameters there, the last one waits for its own: at 300 Mbit/s that is 0.4 s a
-    # round in stage 4, which no step of a training run pays. 20 steps share it.
+    # The first step of a round finds its parameters there, the last one waits for its own: at 300 Mbit/s that is 0.4 s
+    # a round in stage 4, which no step of a training run pays. 20 steps share it.
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=20, help="timed in a round, end to end (default 20)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")

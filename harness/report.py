@@ -70,15 +70,23 @@ def sheets(result):
 def _accumulation_sheet(accumulation):
     def spread(times):
         return f"{statistics.median(times):.0f} ({min(times):.0f}–{max(times):.0f})"
+    ratios = [[each / once for once, each in zip(one["no_sync_ms"], one["each_ms"])] for one in accumulation]
+    noise = max(abs(ratio - 1) for ratio in ratios[0])  # with one micro-batch both ways are the same
+    is_noise = [statistics.median(of_rounds) <= 1 + noise for of_rounds in ratios]
     rows = [[str(one["micro_batches"]), spread(one["no_sync_ms"]), spread(one["each_ms"]),
-             f"{statistics.median(b / a for a, b in zip(one['no_sync_ms'], one['each_ms'])):.2f}"]
-            for one in accumulation]
+             f"{statistics.median(of_rounds):.2f}{'~' * within}"]
+            for one, of_rounds, within in zip(accumulation, ratios, is_noise)]
+    counts = [one["micro_batches"] for one in accumulation]
+    dearer = [count for i, count in enumerate(counts) if not any(is_noise[i:])]
+    where = f"from {dearer[0]} micro-batches a step on," if dearer else f"no number up to {counts[-1]} from which on"
     return Sheet(
         "Accumulation in stage 4, ms a micro-batch",
         [("micro-batches\na step", ""), ("in no_sync:\none exchange", "measured"),
          ("without:\nan exchange each", "measured"), ("x no_sync", "measured")], rows,
         ["Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
-         "are reduced into the shard."])
+         "are reduced into the shard.",
+         f"Break-even: {where} an exchange each costs more time than the noise of this run.",
+         f"~ within that noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round."])
 
 
 def _line_sheet(result):

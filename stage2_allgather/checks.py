@@ -29,7 +29,7 @@ def checked_groups(
 
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
-        TypeError: something is not a tensor.
+        TypeError: something is not a tensor, or parameters are in a set.
         ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, DTensors that lie over
             `process_group` already, or ranks that disagree.
     """
@@ -73,6 +73,7 @@ def spread_over(param) -> tuple:
 def _as_groups(params) -> list[dict]:
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of tensors or dicts, such as model.parameters(), not one tensor")
+    _refuse_set(params)
     try:
         items = list(params)
     except TypeError:
@@ -86,6 +87,7 @@ def _as_groups(params) -> list[dict]:
 def _as_group(group, g) -> dict:
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
+    _refuse_set(group["params"])
     items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
     if not items:
         raise ValueError(f"the parameter list of group {g} is empty")
@@ -95,6 +97,11 @@ def _as_group(group, g) -> dict:
     if not all(named):
         raise ValueError(f"parameter group {g} names some of its parameters: name all of them or none")
     return {**group, "params": [param for _, param in items], "param_names": [name for name, _ in items]}
+
+
+def _refuse_set(params) -> None:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
 
 
 def _check_params(named, one_dtype, contiguous) -> None:
@@ -108,7 +115,7 @@ def _check_params(named, one_dtype, contiguous) -> None:
         name_of[id(param)] = name
         if param.layout != torch.strided:
             raise ValueError(f"parameter {name} is sparse ({param.layout}): only dense parameters can be sharded")
-        if not (param.is_leaf or param.retains_grad):
+        if not param.is_leaf:
             raise ValueError(f"parameter {name} is not a leaf: only leaf tensors receive gradients")
         if not param.is_floating_point():
             raise ValueError(f"parameter {name} has dtype {param.dtype}: only floating-point parameters can be stepped")

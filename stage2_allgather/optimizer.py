@@ -1,7 +1,7 @@
 """Stage 2, padded all-gather: every parameter has one owner, which steps it; one collective brings all of them round.
 
 Unlike stage 1: one all-gather of equal, padded shards instead of d broadcasts, one after the other.
-Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054), in the form of torch's ZeroRedundancyOptimizer.
+Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self.grads_synced or not self.average_gradients:
             return
-        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        params = [param for group in self.param_groups for param in group["params"]]  # frozen ones too: maybe only here
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params])
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])])  # (numel + one flag a parameter,)
@@ -182,7 +182,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
         if grad_scaler is None:
             return False
-        self.finish_grad_sync()
         state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
         unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
         grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]

@@ -79,7 +79,7 @@ class GradBuffer:
 
         self.in_main_grad = grad_dtype != dtype  # autograd insists on the dtype of the parameter for param.grad
         self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
-        self.holds = Holds.ZEROS
+        self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         self.grads = split_like(self.flat, params)
         self.grad_shard = self.flat.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
         self.flat_params = self.flat.view(dtype)[:numel]  # the same bytes, read as parameters
@@ -110,6 +110,7 @@ class GradBuffer:
                 if param.grad is None and not self.in_main_grad:  # one that is there already counts, as in torch
                     param.grad = self.grads[index]
 
+    @torch.no_grad()  # backward(create_graph=True) calls it with grad
     def take_grad(self, index):
         """Bring a gradient into the buffer, wherever autograd or the user has put it. Called when it is ready."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
@@ -190,9 +191,9 @@ class GradBuffer:
 
     def zero(self):
         """To ZEROS, ready for the next backward pass to add to."""
-        if self.holds != Holds.ZEROS:
+        if self.holds != Holds.ZEROS or self.flat._version != self.zero_version:  # or written into past every hook
             self.flat.zero_()
-            self.holds = Holds.ZEROS
+            self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         for param, grad in zip(self.params, self.grads):
             param.grad = grad if param.requires_grad and not self.in_main_grad else None
 

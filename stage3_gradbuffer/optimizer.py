@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds, split_like
-from .checks import checked_groups
-from .full_state import full_state_dict, load_full_state_dict, reshard
+from .checks import checked_groups, named_params
+from .full_state import all_params, full_state_dict, load_full_state_dict, pieces_of, reshard
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -33,7 +33,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently.
+        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently; or the gradients
+            of some parameters can't be kept in `grad_dtype`.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -41,6 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, grad_dtype=None,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, contiguous=True)
+        check_grad_dtype(groups, grad_dtype)
         check_elementwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
@@ -58,6 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, contiguous=True)
+        check_grad_dtype([*self.param_groups, param_group], self.grad_dtype)
         super().add_param_group(param_group)
         if self.buffers:  # not while the constructor runs: it puts all its groups into one buffer
             self._shard(self.param_groups[-1:])
@@ -90,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Average the gradients: each rank receives its shard. Idempotent; `clip_grad_norm_` calls it. Collective.
+        """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
 
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
         backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero.
@@ -109,7 +112,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
-        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says."""
+        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says.
+
+        With `grad_dtype=torch.float32` `model.zero_grad()` is no substitute: it knows nothing of `param.main_grad`.
+        """
         for buffer in self.buffers:
             buffer.zero()
 
@@ -117,7 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
-        main_params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        main_params = all_params(self.optimizer)
         total_norm = self._total_norm([param.grad for param in main_params if param.grad is not None], norm_type)
         torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
         return total_norm
@@ -138,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {
             **self.optimizer.state_dict(),
             "main_shards": [buffer.main_shard for buffer in self.buffers],  # None where the model's are in fp32
+            "pieces": {index: piece[:2] for index, piece in pieces_of(self).items()},  # of which parameters these are
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -146,11 +153,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Take over what `state_dict` returned on this rank, without communication.
 
         Raises:
-            ValueError: it was made by another rank, or on another number of ranks.
+            ValueError: it was made by another rank, on another number of ranks, or with other shards.
         """
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
+        if state_dict["pieces"] != {index: piece[:2] for index, piece in pieces_of(self).items()}:
+            raise ValueError("this state_dict is of other shards, by another grad_dtype say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
         for buffer, main_shard in zip(self.buffers, state_dict["main_shards"]):
             if main_shard is not None:
@@ -204,7 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def sharded_params(self):
-        """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
+        """Where this rank's part of the parameters is: objects like GradBuffer, for `full_state.py`."""
         return self.buffers
 
     def _broadcast(self, params, src):
@@ -258,7 +267,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
         if grad_scaler is None:
             return False
-        self.finish_grad_sync()
         state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
         unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
         if unscaled and any(buffer.in_main_grad for buffer in self.buffers):
@@ -266,8 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "GradScaler.unscale_() doesn't see gradients in param.main_grad: call clip_grad_norm_(max_norm * "
                 "scaler.get_scale()) instead, which needs no unscale_()"
             )
-        grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
-        grads = [grad for grad in grads if grad is not None]
+        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
         found_inf = torch.zeros_like(scale)
         if grads:
             factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
@@ -303,6 +310,13 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     except RuntimeError:  # no fused kernel for this device or dtype
         return plain
     return fused
+
+
+def check_grad_dtype(groups, grad_dtype):
+    """Refuse what the buffer can't hold, gradients and parameters in turn, and what main parameters can't take."""
+    for name, param in named_params(groups):
+        if grad_dtype not in (None, param.dtype) and (grad_dtype is not torch.float32 or param.dtype.itemsize > 2):
+            raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {grad_dtype}")
 
 
 def check_elementwise(optimizer_cls, device, kwargs):

@@ -171,7 +171,7 @@ class ParameterBuffer:
 
 
 class PartitionedParameter:
-    """This rank's 1/d of the parameters of a bucket, in fp32: what the inner optimizer steps.
+    """This rank's 1/d of the parameters of a bucket, in fp32 at least: what the inner optimizer steps.
 
     Attributes:
         shard: (shard_numel,): where it lies in the ParameterBuffer.
@@ -199,7 +199,7 @@ class PartitionedParameter:
 
 
 class PartitionedGradient:
-    """This rank's 1/d of the averaged gradients of a bucket, in fp32: all that stays of them.
+    """This rank's 1/d of the averaged gradients of a bucket, in fp32 at least: all that stays of them.
 
     Attributes:
         shard: (shard_numel,) fp32.
@@ -262,7 +262,7 @@ class BucketBuffer:
         UNDER_WAY.add(self)
         if self.exchange:
             self.theirs = self.received[: self.mine.nbytes].view(self.mine.dtype).view_as(self.mine)
-            self.works = self._start_exchange(self.bucket)
+            self.works = self._start_exchange()
         else:
             own, flat = self.mine[self.bucket.rank], self.mine.view(-1)
             self.works = [dist.reduce_scatter_tensor(own, flat, group=self.process_group, async_op=True)]
@@ -277,8 +277,9 @@ class BucketBuffer:
             parts = [*self.theirs[: self.bucket.rank], *parts, *self.theirs[self.bucket.rank + 1 :]]
         self.bucket.gradient.add(parts)
 
-    def _start_exchange(self, bucket):
+    def _start_exchange(self):
         """Send every other rank its row, and receive this rank's from each, in pieces."""
+        bucket = self.bucket
         piece = PIECE_BYTES // bucket.dtype.itemsize
         operations = []
         common = {"group": self.process_group, "tag": self.tag}

@@ -77,7 +77,7 @@ class Shard(torch.Tensor):
         self.parts, done = {}, 0  # offsets -> view of piece
         for offsets, sizes in boxes(shape, start, start + piece.numel()):
             n = math.prod(sizes)
-            self.parts[torch.Size(offsets)] = piece.view(-1)[done : done + n].view(sizes)
+            self.parts[torch.Size(offsets)] = piece.reshape(-1)[done : done + n].view(sizes)
             done += n
 
     def __create_chunk_list__(self):
@@ -200,6 +200,9 @@ def names_of(model, optimizer) -> list[str]:
     for name, param in zip(names, all_params(optimizer)):
         if hasattr(param, "device_mesh"):
             raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and optimizer.full_state_dict()")
+    for name in model.state_dict(keep_vars=True):
+        if name.endswith("_extra_state"):
+            raise ValueError(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
     return names
 
 
@@ -274,13 +277,14 @@ def load(path, model, optimizer):
                 states[index][entry] = torch.empty_like(main)
                 wanted[key] = Shard(states[index][entry], shape, start)
             else:
-                wanted[key] = blank(metadata[key])
+                wanted[key] = blank(metadata[key], main)
     shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
     extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
     wanted.update({key: blank(metadata[key]) for key in [*shared, extra]})
     try:
         for tensors in (wanted, mains):
-            dcp.load(tensors, storage_reader=Reader(path), planner=Planner(False, False), no_dist=True)
+            planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.load(tensors, storage_reader=Reader(path), planner=planner, no_dist=True)
     except (OSError, dcp.api.CheckpointException) as failure:
         error = first_line(failure)
     agree(error, what, group)
@@ -331,11 +335,15 @@ class Planner(dcp.DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def blank(metadata):
-    """What torch.distributed.checkpoint fills: an uninitialized tensor, or None for anything else."""
+def blank(metadata, param=None):
+    """What torch.distributed.checkpoint fills: an uninitialized tensor, or None for anything else.
+
+    If it has the shape of `param` it lies in memory as that does: fused kernels don't look at strides.
+    """
     if isinstance(metadata, dcp.metadata.BytesStorageMetadata):
         return None
-    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+    like = param if param is not None and param.shape == metadata.size else torch.empty(metadata.size, device="meta")
+    return torch.empty_like(like, dtype=metadata.properties.dtype, device="cpu")
 
 
 def stored_states(metadata) -> dict[str, dict[str, str]]:

@@ -4,6 +4,7 @@ The same file stands in stages 3 and 4. A parameter's index is its place in all 
 One parameter travels at a time: beyond its own part and what it asked for, no rank ever holds more than that.
 """
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +46,11 @@ def pieces_of(optimizer) -> dict[int, Piece]:
 def states_of(optimizer, pieces) -> dict[int, dict[str, Any]]:
     """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step")."""
     params, states = all_params(optimizer), {}
+    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else None
     for index, piece in pieces.items():
         states[index] = dict(inner_of(optimizer).state.get(piece.main, {}))
-        if states[index] and piece.main.dtype != params[index].dtype:
+        has_main_param = piece.main.dtype != params[index].dtype
+        if has_main_param and (states[index] or not expected[index]):  # SGD without momentum never has a state
             states[index]["main_param"] = piece.main  # before its first step it is what the parameter is
     return states
 
@@ -178,6 +181,8 @@ def load_full_state_dict(optimizer, state_dict):
             plan = _plan(optimizer, state_dict)
         except ValueError as error:
             plan = error
+        except Exception as error:  # the other ranks wait for the plan
+            plan = ValueError(f"this state_dict can't be read: {error!r}")
     plan = [plan]
     dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], ValueError):
@@ -189,7 +194,7 @@ def load_full_state_dict(optimizer, state_dict):
         states[index] = {}
         for key, what in entries.items():
             if not isinstance(what, torch.dtype):
-                states[index][key] = what
+                states[index][key] = copy.deepcopy(what)  # rank 0's own would be stepped in the caller's state_dict
                 continue
             param = local(params[index])
             whole = torch.empty(param.numel(), dtype=what, device=param.device)
@@ -211,16 +216,19 @@ def _plan(optimizer, state_dict):
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != ours:
         raise ValueError(f"this state_dict has groups of {sizes} parameters, this optimizer has {ours}")
+    unknown = state_dict["state"].keys() - range(sum(ours))
+    if unknown:
+        raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
     described = {}
     for index, (param, expected) in enumerate(zip(all_params(optimizer), expected_state(optimizer))):
         state = state_dict["state"].get(index, {})
         check_names(f"parameter {index}", state, expected)
-        described[index] = dict(state)
-        for key in state.keys() & {"main_param", *(key for key in expected if expected[key])}:
+        elementwise = state.keys() & {"main_param", *(key for key in expected if expected[key])}
+        described[index] = {key: v.dtype if key in elementwise else _on_cpu(v) for key, v in state.items()}
+        for key in elementwise:
             if state[key].shape != param.shape:
                 shapes = f"{tuple(state[key].shape)} in this state_dict, the parameter is {tuple(param.shape)}"
                 raise ValueError(f"{key} of parameter {index} is {shapes}")
-            described[index][key] = state[key].dtype
     return state_dict["param_groups"], described
 
 

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
-from .full_state import all_params, full_state_dict, load_full_state_dict, reshard
+from .full_state import all_params, full_state_dict, load_full_state_dict, pieces_of, reshard
 from .hooks import Awaited, BackwardPass, ModuleHook, hook_gradient
 
-# What `_agree_on_used` says of a parameter whose gradient is not missing (0) and not merely missing (1):
-LATE = 2  # the gradient was assigned when that of the backward pass had left
-MOVED = 3  # the parameter has other memory than this optimizer steps
+# What can be wrong with a gradient, for `_agree_on_used`; 0: nothing. The ranks agree on the largest.
+MISSING = 1
+LATE = 2  # it was assigned when that of the backward pass had left
+MOVED = 3  # its parameter has other memory than this optimizer steps
 
 TAGS = weakref.WeakKeyDictionary()  # process group -> counter, for the messages of each optimizer on it
 
@@ -144,7 +145,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
         Whoever else reads a parameter waits for it too.
+
+        Raises:
+            TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.
         """
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
         self.prefetching = True
         for module in model.modules():
             module.register_forward_pre_hook(ModuleHook(module), prepend=True)
@@ -158,11 +165,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none=True):
         """Forget the gradients, those that have left too, of which `model.zero_grad()` doesn't know.
 
-        They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective if there was a
-        backward pass since the last step, on any rank: what has begun must end, on all of them.
+        They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective after a backward
+        pass, which every rank must have had then: what has begun must end, on all of them.
         """
         if (self.waiting or self.n_rounds or self.rounds_begun) and not self.grads_synced:
-            self._agree_on_used([param for group in self.param_groups for param in group["params"]])
+            self._agree_on_used(all_params(self))
         self._finish_grad_syncs()
         super().zero_grad()
         self.optimizer.zero_grad()
@@ -172,14 +179,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
-        main_params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        main_params = all_params(self.optimizer)
         total_norm = self._total_norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
         return total_norm
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Accumulate gradients without communication: they stay in `param.grad`, whole, until a backward pass outside.
+        """Accumulate gradients without communication: whole, in `param.grad`, until a backward pass outside or `step`.
 
         Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
         """
@@ -201,6 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {
             **self.optimizer.state_dict(),
             "main_shards": [bucket.parameter.own_main_shard for bucket in self.buckets],  # None where it is the model's
+            "pieces": {index: piece[:2] for index, piece in pieces_of(self).items()},  # of which parameters these are
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -209,12 +217,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Take over what `state_dict` returned on this rank, without communication.
 
         Raises:
-            ValueError: it was made by another rank, or on another number of ranks.
+            ValueError: it was made by another rank, on another number of ranks, or with other shards.
         """
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        self.finish_param_sync()
+        if state_dict["pieces"] != {index: piece[:2] for index, piece in pieces_of(self).items()}:
+            raise ValueError("this state_dict is of other shards, by another bucket_cap_mb say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
         for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
             if main_shard is not None:
@@ -249,7 +258,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: between backward() and step(), or there are DTensors.
         """
-        if self.n_rounds or self.rounds_begun:
+        if self.waiting or self.n_rounds or self.rounds_begun:
             raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
         if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
@@ -270,7 +279,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def sharded_params(self):
-        """Where this rank's part of the parameters is: objects with `params`, `ranges` and `main_params`."""
+        """Where this rank's part of the parameters is: objects like Bucket, for `full_state.py`."""
         self.finish_param_sync()
         return self.buckets
 
@@ -395,34 +404,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start_remaining_grad_syncs(self):
         """Let every gradient leave. Raises on every rank if one is missing on any, or was assigned too late."""
         named = named_params(self.param_groups)
-        missing = self._agree_on_used([param for _, param in named])
-        names = [name for (name, param), miss in zip(named, missing) if miss and param.requires_grad]
-        late = [name for (name, _), miss in zip(named, missing) if miss == LATE]
-        moved = [name for (name, _), miss in zip(named, missing) if miss == MOVED]
-        if moved:
-            self.zero_grad()
+        wrong = self._agree_on_used([param for _, param in named])
+        worst = max(wrong)
+        if not worst or worst == MISSING and self.find_unused_parameters:
+            return
+        self.zero_grad()
+        names = [name for (name, _), what in zip(named, wrong) if what == worst]
+        if worst == MOVED:
             raise RuntimeError(
-                f"the data of parameter {moved[0]} was replaced, by model.to() or vector_to_parameters(), and this "
+                f"the data of parameter {names[0]} was replaced, by model.to() or vector_to_parameters(), and this "
                 "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
             )
-        if late:
-            self.zero_grad()
+        if worst == LATE:
             raise RuntimeError(
-                f"the gradient of parameter {late[0]} was assigned after that of backward() had left: too late, go "
+                f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too late, go "
                 "backward in no_sync()"
             )
-        if names and not self.find_unused_parameters:
-            self.zero_grad()
-            raise RuntimeError(
-                f"no gradient on some rank for parameter {', '.join(names[:9])}{' and others' * (len(names) > 9)}: "
-                "call backward() before step(), use it in the loss, freeze it with requires_grad_(False), or pass "
-                "find_unused_parameters=True"
-            )
+        raise RuntimeError(
+            f"no gradient on some rank for parameter {', '.join(names[:9])}{' and others' * (len(names) > 9)}: "
+            "call backward() before step(), use it in the loss, freeze it with requires_grad_(False), or pass "
+            "find_unused_parameters=True"
+        )
 
     def _agree_on_used(self, params):
         """Let every gradient leave, and finish as many rounds on each rank.
 
-        -> for each of `params`: 0, or 1 if its gradient is missing on some rank, or LATE, or MOVED.
+        -> for each of `params`: 0, or MISSING on a rank that asks for a gradient, or LATE, or MOVED.
         """
         assigned = [param.grad is not None and id(param) not in self.waiting for param in params]  # by the user
         late = [by_user and (self.grads_synced or id(p) in self.used) for by_user, p in zip(assigned, params)]
@@ -434,20 +441,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_round()
         left = any(param.grad is not None for param in params)  # from a backward pass inside no_sync
         used = [id(param) in self.used or param.grad is not None for param in params]
-        missing = [
-            MOVED if self.bucket_of[id(param)].has_lost(param) else LATE if is_late else not is_used
-            for param, is_late, is_used in zip(params, late, used)
+        wrong = [
+            MOVED * self.bucket_of[id(p)].has_lost(p) or LATE * is_late or MISSING * (p.requires_grad and not is_used)
+            for p, is_late, is_used in zip(params, late, used)
         ]
-        report = torch.tensor([*used, *missing, self.n_rounds + left], dtype=torch.int32).to(params[0].device)
+        report = torch.tensor([*used, *wrong, self.rounds_begun, self.n_rounds + left], dtype=torch.int32)
+        report = report.to(params[0].device)
         dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
-        *report, n_rounds = report.tolist()
+        *report, self.rounds_begun, n_rounds = report.tolist()
         while self.n_rounds < n_rounds:
             self._finish_round()
         self._start_last_grad_sync()
-        used, missing = report[: len(params)], report[len(params) :]
+        used, wrong = report[: len(params)], report[len(params) :]
         self.unused = {id(param) for param, use in zip(params, used) if not use}
         self.grads_synced = True
-        return missing
+        return wrong
 
     def _finish_oldest_grad_sync(self):
         self.idle.append(self.travelling.popleft())
@@ -514,8 +522,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "GradScaler.unscale_() came when gradients had left: call clip_grad_norm_(max_norm * "
                 "scaler.get_scale()) instead, which needs no unscale_()"
             )
-        grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
-        grads = [grad for grad in grads if grad is not None]
+        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
         found_inf = torch.zeros_like(scale)
         if grads:
             factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()

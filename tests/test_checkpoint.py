@@ -190,6 +190,10 @@ WRONG = {
     "another shape": (lambda found: changed(found, exp_avg=torch.zeros(3)), r"exp_avg of parameter 3 is \(3,\)"),
     "another optimizer": (lambda found: {**found, "state": {3: {"momentum_buffer": torch.zeros(5, 7)}}},
                           "parameter 3 is of another optimizer: momentum_buffer, this one keeps step, exp_avg"),
+    "names": (lambda found: {**found, "state": {"embed.weight": found["state"][3]}},
+              "a state of 'embed.weight': parameters must be indices"),
+    "groups without parameters": (lambda found: {**found, "param_groups": [{"lr": 1.0}]}, "can't be read: KeyError"),
+    "a number for a tensor": (lambda found: changed(found, exp_avg=0.0), "can't be read: AttributeError"),
 }
 
 
@@ -213,6 +217,76 @@ def refuse_dict(rank, stage, what):
 @pytest.mark.parametrize("world_size", [2])
 def test_a_state_dict_of_something_else_is_refused_on_every_rank(run, stage, what):
     run(refuse_dict, stage, what)
+
+
+def load_twice(rank, stage):
+    """A run that goes back twice: what was loaded is not stepped in the dict that it came from."""
+    model = Net(seed=0).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
+    train(rank, model, optimizer, range(2))
+    good, params = optimizer.full_state_dict(to_all=True), copy.deepcopy(model.state_dict())
+    before, ends = copy.deepcopy(good), []
+    for _ in range(2):
+        model.load_state_dict(params)
+        optimizer.load_full_state_dict(good)
+        train(rank, model, optimizer, (2, 3))
+        ends.append(optimizer.full_state_dict(to_all=True))
+    assert equal(good, before) and equal(*ends)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_state_can_be_loaded_twice(run, stage, world_size):
+    run(load_twice, stage)
+
+
+def sgd_in_16_bits(rank, stage, folder):
+    """Steps that are smaller than what 16 bits can show: only main parameters know of them."""
+    def a_model(seed):
+        model = Net(seed=seed).to(rank.device, torch.bfloat16)
+        return model, optimizer_of(stage)(model.parameters(), torch.optim.SGD, lr=1e-3)
+    model, optimizer = a_model(seed=0)
+    train(rank, model, optimizer, range(3), dtype=torch.bfloat16)
+    state_dict = optimizer.full_state_dict(to_all=True)
+    names = [name for name, _ in model.named_parameters()]
+    main_param = state_dict["state"][names.index("embed.weight")]["main_param"]
+    assert not torch.equal(main_param, model.embed.weight.cpu().float())
+    others = [a_model(seed=1), a_model(seed=2)]
+    others[0][0].load_state_dict(model.state_dict())
+    others[0][1].load_full_state_dict(state_dict)
+    checkpoint = checkpoint_of(stage)
+    checkpoint.save(folder / "one", model, optimizer)
+    checkpoint.load(folder / "one", *others[1])
+    optimizer.reshard(None)
+    for one, its_optimizer in ((model, optimizer), *others):
+        assert equal(its_optimizer.full_state_dict(to_all=True), state_dict)
+        train(rank, one, its_optimizer, (3, 4), dtype=torch.bfloat16)
+        assert equal(its_optimizer.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_main_parameters_are_not_lost_where_the_optimizer_has_no_state(run, stage, world_size, tmp_path):
+    run(sgd_in_16_bits, stage, tmp_path)
+
+
+def other_buckets(rank):
+    """Each rank has two parameters of the four, of one shape, but not the same two."""
+    optimizers = []
+    for cap_mb in (0.03, 0.1):
+        params = [torch.nn.Parameter(torch.ones(1024, device=rank.device)) for _ in range(4)]
+        optimizers.append(optimizer_of(STAGES[3])(params, bucket_cap_mb=cap_mb))
+        sum(param.sum() for param in params).backward()
+        optimizers[-1].step()
+    ours, theirs = optimizers
+    ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    with pytest.raises(ValueError, match=r"of other shards.*full_state_dict\(\)"):
+        ours.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_state_dict_of_other_buckets_is_refused(run, world_size):
+    run(other_buckets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,6 +401,11 @@ def move_with_gradients(rank, stage):
     with pytest.raises(RuntimeError, match="between backward"):
         optimizer.reshard(None)
     optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        loss_of(model, *batch(0, 0, device=rank.device)).backward()
+    with pytest.raises(RuntimeError, match="between backward"):
+        optimizer.reshard(None)
     optimizer.zero_grad()
     optimizer.reshard(None)
 
@@ -603,6 +682,65 @@ FOREIGN = [
 def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_changed(run, make, message, tmp_path):
     run(save_once, STAGES[3], tmp_path / "one")
     run(refuse, STAGES[3], tmp_path / "one", message, make)
+
+
+class Convolutions(torch.nn.Module):
+    """Parameters that lie in memory otherwise than row by row."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 2, padding=1) for _ in range(3)))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def channels_last(rank, stage, path):
+    def train_on(model, optimizer, steps):
+        for step in steps:
+            x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step)).to(rank.device)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    runs = [Convolutions(seed).to(rank.device) for seed in range(2)]
+    (model, optimizer), (other, second) = [(one, optimizer_of(stage)(one.parameters(), **ADAMW)) for one in runs]
+    checkpoint = checkpoint_of(stage)
+    train_on(model, optimizer, range(2))
+    checkpoint.save(path, model, optimizer)
+    checkpoint.load(path, other, second)
+    for one, its_optimizer in ((model, optimizer), (other, second)):
+        train_on(one, its_optimizer, (2, 3))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES[:2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_in_channels_last_are_saved_and_loaded(run, stage, world_size, tmp_path):
+    run(channels_last, stage, tmp_path / "one")
+
+
+class Scaled(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 2.0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def extra_state(rank, stage, path):
+    model = torch.nn.Sequential(Scaled(3, 3)).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
+    with pytest.raises(ValueError, match="0._extra_state, .*pass it as `extra`"):
+        checkpoint_of(stage).save(path, model, optimizer)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_what_would_not_be_loaded_again_is_not_saved(run, stage, world_size, tmp_path):
+    run(extra_state, stage, tmp_path / "one")
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_where_it_cannot(rank, stage, path, limit, message):

@@ -480,6 +480,12 @@ def shared_twice(rank):
     return [parameter(rank, 2), weight, weight]
 
 
+def retained(rank):
+    result = parameter(rank, 3) * 2
+    result.retain_grad()  # torch's own optimizers step that
+    return result
+
+
 class Lamb(torch.optim.Optimizer):
     """The step of each tensor is scaled by a ratio of norms: not element-wise."""
 
@@ -503,6 +509,9 @@ BAD = {
     "duplicate across groups": lambda r: ([{"params": [p]} for p in shared_twice(r)], {}),
     "sparse": lambda r: ([parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()], {}),
     "not a leaf": lambda r: ([parameter(r, 3), parameter(r, 3) * 2], {}),
+    "a result that keeps its gradient": lambda r: ([parameter(r, 3), retained(r)], {}),
+    "a set": lambda r: ({parameter(r, 3), parameter(r, 3)}, {}),
+    "a set in a group": lambda r: ([{"params": {parameter(r, 3), parameter(r, 3)}}], {}),
     "integers": lambda r: ([parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)], {}),
     "several devices": lambda r: ([parameter(r, 3), torch.nn.Parameter(torch.ones(3, device="meta"))], {}),
     "another shape": lambda r: ([parameter(r, 4), parameter(r, 3 + (r.rank == 1))], {}),
@@ -523,6 +532,9 @@ REFUSALS = [
     ("duplicate across groups", ValueError, "parameter 0 of group 2.*duplicate"),
     ("sparse", ValueError, "parameter 1 .*sparse"),
     ("not a leaf", ValueError, "parameter 1 .*leaf"),
+    ("a result that keeps its gradient", ValueError, "parameter 1 .*leaf"),
+    ("a set", TypeError, "a set has no order"),
+    ("a set in a group", TypeError, "a set has no order"),
     ("integers", ValueError, "parameter 1 .*int64"),
     ("several devices", ValueError, "parameter 1 .*meta"),
     ("negative lr", ValueError, "learning rate"),

@@ -289,6 +289,27 @@ def test_unscale_on_a_rank_that_has_no_gradient(run, stage, world_size):
     assert run(unscale_on_rank_0, stage) == [[-0.5] * 4] * 2
 
 
+def unscale_without_a_pass(rank):
+    """Gradients have left on rank 0; the other ranks had none, and must hear of it."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = optimizer_of(STAGES[3])([param], torch.optim.SGD, lr=1.0, find_unused_parameters=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = scaler.scale(param.sum())
+    if rank.rank == 0:
+        loss.backward()
+    scaler.unscale_(optimizer)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_unscale_is_refused_on_every_rank(run, world_size):
+    messages = run(unscale_without_a_pass)
+    assert all("clip_grad_norm_(max_norm * scaler.get_scale())" in message for message in messages)
+
+
 @pytest.mark.parametrize("world_size", [2])
 def test_unscale_that_sees_no_gradient_is_refused(run):
     assert all("clip_grad_norm_(max_norm * scaler.get_scale())" in message for message in run(unscale_without_grads))
@@ -381,6 +402,49 @@ FORMULAS = {16: lambda d: 4 + 16 / d, 24: lambda d: 6 + 12 / d, 32: lambda d: 8 
 )
 def test_bytes_a_parameter_are_those_of_the_formula(d, row, formula):
     assert model_state_bytes(d, row) == pytest.approx(FORMULAS[formula](d), rel=0.01)
+
+
+def other_dtypes(rank, dtypes, grad_dtype):
+    params = [torch.nn.Parameter(torch.full((5,), rank.rank + 1.0, dtype=dtype)) for dtype in dtypes]
+    with pytest.raises(ValueError) as error:
+        DistributedOptimizer(params, grad_dtype=grad_dtype)
+    assert all(param.eq(rank.rank + 1).all() for param in params)  # rank 0 has broadcast nothing yet
+    optimizer = DistributedOptimizer([torch.nn.Parameter(torch.ones(5, dtype=grad_dtype))], grad_dtype=grad_dtype)
+    with pytest.raises(ValueError, match="of group 1 is .* can't be kept in"):
+        optimizer.add_param_group({"params": params})
+    return str(error.value)
+
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("dtypes, grad_dtype", [([F32], B16), ([B16], F64), ([F16], B16), ([F16, F64], F32)])
+def test_a_grad_dtype_that_the_buffer_cannot_take_is_refused(run, world_size, dtypes, grad_dtype):
+    place, dtype = len(dtypes) - 1, dtypes[-1]
+    for message in run(other_dtypes, dtypes, grad_dtype):
+        assert f"parameter {place} of group 0 is {dtype}: its gradients can't be kept in {grad_dtype}" in message
+
+
+def written_past_hooks(rank):
+    """SGD by hand: a gradient that is written into the view, and one of a layer that was frozen at first."""
+    params = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+    params[1].requires_grad_(False)
+    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0)
+    params[0].grad.fill_(7)
+    optimizer.zero_grad()
+    params[1].requires_grad_(True)
+    optimizer.zero_grad()
+    params[1].sum().backward()
+    optimizer.zero_grad()
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    return [param.tolist() for param in params]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_grad_forgets_what_came_past_every_hook(run, world_size):
+    assert all(found == [[-1.0] * 5] * 2 for found in run(written_past_hooks))
 
 
 def padding_stays_zero(rank, row):

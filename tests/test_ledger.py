@@ -36,7 +36,7 @@ LARGEST = 35  # elements of the rank that owns most
 OWNERS = {2: 2, 3: 3, 4: 3}  # ranks that own something
 PADDED = {2: 64, 3: 96, 4: 64}  # 58 elements, in d shards of multiples of 16
 PADDED_16BIT = {2: 64, 3: 96, 4: 128}  # of multiples of 32
-FLAGS = 4 * (2 * 3 + 1)  # stage 4: used, not used, for each parameter, and the number of rounds, int32
+FLAGS = 4 * (2 * 3 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds begun and finished
 
 
 def backend(rank):

@@ -177,9 +177,50 @@ def frozen_after_backward(rank, stage):
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("stage", [FOUR])
+@pytest.mark.parametrize("stage", [*STAGES[:2], FOUR])  # stage 3 has zeros for no gradient: it leaves frozen ones alone
 def test_a_gradient_counts_if_its_parameter_is_frozen_afterwards(run, stage, world_size):
     run(frozen_after_backward, stage)
+
+
+def frozen_elsewhere(rank, stage):
+    """SGD by hand: each rank freezes another layer, of the same shape; then one rank freezes all of them."""
+    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(3)]
+    optimizer = optimizer_of(stage)(params, torch.optim.SGD, lr=1.0)
+    params[rank.rank].requires_grad_(False)
+    sum(factor * param.sum() for factor, param in zip((1, 2, 3), params)).backward()
+    optimizer.step()
+    assert [param.tolist() for param in params] == [[-0.5] * 5, [-1.0] * 5, [-3.0] * 5]
+    optimizer.zero_grad()
+    for param in params:
+        param.requires_grad_(rank.rank == 0)
+    if rank.rank == 0:
+        sum(param.sum() for param in params).backward()
+    optimizer.step()
+    assert [param.tolist() for param in params] == [[-1.0] * 5, [-1.5] * 5, [-3.5] * 5]
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", [*STAGES[:2], FOUR])
+def test_layers_that_are_frozen_on_some_ranks(run, stage, world_size):
+    run(frozen_elsewhere, stage)
+
+
+def with_graph(rank, stage):
+    model = net(rank)
+    other, ddp, plain = with_ddp(rank, model)
+    optimizer = optimizer_of(stage)(model.parameters(), **SGD)
+    for step in range(2):
+        for one, its_optimizer in ((model, optimizer), (ddp, plain)):
+            loss(one, rank, step).backward(create_graph=one is model)
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    assert_same(model, other, rank.world_size)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_have_a_graph(run, stage, world_size):
+    run(with_graph, stage)
 
 
 def loaded(rank, stage, dtype):

@@ -148,7 +148,7 @@ def counted(rank, dtype, n_rounds):
         optimizer.step()
     d, sizes = rank.world_size, [bucket.flat_params.nbytes for bucket in optimizer.buckets]
     pieces = sum(-(-size // d // 2**20) for size in sizes) * (d - 1) * n_rounds
-    flags = 4 * (2 * 6 + 1)  # used, missing, and the number of rounds
+    flags = 4 * (2 * 6 + 2)  # used, what is wrong, and the numbers of rounds begun and finished
     expected = {"send": pieces, "recv": pieces, "all_reduce": 1, "all_gather": len(sizes)}
     assert ledger.collectives == {kind: count for kind, count in expected.items() if count}
     assert sum(entry.size for entry in ledger.entries if entry.kind == "send") == sum(sizes) * (d - 1) // d * n_rounds
@@ -275,6 +275,21 @@ def scripted(rank):
 def test_parameters_read_past_torch_functions_are_an_error(run):
     for message in run(scripted):
         assert "finish_param_sync()" in message and "parameter 2 " in message  # the optimizer was given no names
+
+
+def script_prefetched(rank):
+    """Without prefetch `step` waits, and a TorchScript model is one like any other."""
+    model = torch.nn.Sequential(Words(), torch.jit.script(torch.nn.Linear(5, 5)))
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    with pytest.raises(TypeError, match="module 1 is of TorchScript"):
+        optimizer.prefetch_params(model)
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    assert all(bucket.param_sync is None for bucket in optimizer.buckets)
+
+
+def test_a_torchscript_model_is_not_prefetched(run):
+    run(script_prefetched)
 
 
 def threads_read(rank):
@@ -456,6 +471,26 @@ def old_gradients(rank):
 
 def test_the_old_gradient_of_an_unused_parameter_is_not_added_again(run):
     run(old_gradients)
+
+
+def frozen_on_one_rank(rank):
+    """SGD by hand: the last rank has frozen a layer, and asks for no gradient; those of the others count."""
+    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(3)]
+    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM)
+    params[1].requires_grad_(rank.rank != rank.world_size - 1)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    used_by = (rank.world_size - 1) / rank.world_size
+    assert torch.allclose(torch.stack([*params]), torch.tensor([[-1.0], [-used_by], [-1.0]], device=rank.device))
+    (params[0] + params[2]).sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_one_rank_has_frozen_is_asked_of_the_others(run, world_size):
+    assert all("no gradient on some rank for parameter 1 of group 0:" in message for message in run(frozen_on_one_rank))
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

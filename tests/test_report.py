@@ -72,6 +72,21 @@ def test_exposed_communication_is_that_of_the_rank_with_more_of_it(result, capsy
     assert "34" in cells(capsys.readouterr().out, "ddp  ")
 
 
+def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
+    """One micro-batch, both ways the same: 4 % apart. So 1.03 is noise, and what is dear must stay so."""
+    def accumulation(*each):
+        return [{"micro_batches": k, "no_sync_ms": [100, 100, 100], "each_ms": times}
+                for k, times in zip((1, 2, 4), ([96, 100, 101], *each))]
+
+    def found(*each):
+        return " ".join(report.sheet_text(report._accumulation_sheet(accumulation(*each))).split())
+    assert "Break-even: from 2 micro-batches a step on, an exchange" in found([106, 105, 103], [110, 109, 99])
+    assert "Break-even: from 4 micro-batches a step on, an exchange" in found([103, 103, 120], [110, 109, 99])
+    text = found([106, 105, 105], [103, 103, 103])
+    assert "Break-even: no number up to 4 from which on an exchange" in text and "up to 4% apart" in text
+    assert "1.00~" in text and "1.03~" in text and "1.05~" not in text
+
+
 def test_a_table_of_times_is_no_wider_than_100_columns(result):
     for sheet in report.sheets(result):
         assert max(map(len, report.sheet_text(sheet).splitlines())) <= 100 and "…" not in report.sheet_text(sheet)
