@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds, split_like
 from .checks import checked_groups, named_params
-from .full_state import all_params, full_state_dict, load_full_state_dict, pieces_of, reshard
+from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -140,11 +140,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pass_on_hyperparameters()
         for param in [param for param, state in self.state.items() if not state]:
             del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
-        self._take_model_changes()
+        bounds = bounds_of(self)  # after which main_shards follow what somebody has written into the model
         return {
             **self.optimizer.state_dict(),
             "main_shards": [buffer.main_shard for buffer in self.buffers],  # None where the model's are in fp32
-            "pieces": {index: piece[:2] for index, piece in pieces_of(self).items()},  # of which parameters these are
+            "bounds": bounds,
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -158,7 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        if state_dict["pieces"] != {index: piece[:2] for index, piece in pieces_of(self).items()}:
+        if state_dict["bounds"] != bounds_of(self):
             raise ValueError("this state_dict is of other shards, by another grad_dtype say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
         for buffer, main_shard in zip(self.buffers, state_dict["main_shards"]):

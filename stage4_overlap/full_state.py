@@ -43,6 +43,11 @@ def pieces_of(optimizer) -> dict[int, Piece]:
     }
 
 
+def bounds_of(optimizer) -> dict[int, tuple[int, int]]:
+    """-> index -> (start, stop) of its Piece: what two state_dicts must have in common to be one for the other."""
+    return {index: (piece.start, piece.stop) for index, piece in pieces_of(optimizer).items()}
+
+
 def states_of(optimizer, pieces) -> dict[int, dict[str, Any]]:
     """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step")."""
     params, states = all_params(optimizer), {}
