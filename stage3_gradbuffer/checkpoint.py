@@ -317,8 +317,11 @@ class MetadataUnpickler(pickle.Unpickler):
     """torch.distributed.checkpoint pickles its metadata: only what it consists of is let in, no other code."""
 
     def find_class(self, module, name):
+        if (module, name) in (("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")):  # the latter by Python 3.13
+            return Path
+        if (module, name) == ("builtins", "getattr"):  # by Python 3.11.2, for the member of an enum
+            return lambda _, member: dcp.metadata._MEM_FORMAT_ENCODING[member]
         allowed = {
-            ("pathlib", "PosixPath"),
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import io
 import json
 import pickle
 import resource
@@ -639,6 +640,35 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_changed(run, stage, dama
     message = damage(tmp_path / "one")
     run(refuse, stage, tmp_path / "one", message)
     assert "code from a file has run" not in capfd.readouterr().out
+
+
+def pickled_call(function, *args):
+    """A pickle of what `function(*args)` returns, of any Python: `function` is "module name"."""
+    return f"c{function}\n(".replace(" ", "\n").encode() + b"".join(args) + b"tR."
+
+
+PATH = b"V/tmp/one\n"
+MEMBER = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n", b"VTORCH_CONTIGUOUS_FORMAT\n"
+WRITTEN = {
+    "path": (pickled_call("pathlib PosixPath", PATH), Path("/tmp/one")),
+    "path, Python 3.13": (pickled_call("pathlib._local PosixPath", PATH), Path("/tmp/one")),
+    "enum": (pickle.dumps(dcp.metadata._MEM_FORMAT_ENCODING(0)), dcp.metadata._MEM_FORMAT_ENCODING(0)),
+    "enum, Python 3.11.2": (pickled_call("builtins getattr", *MEMBER), dcp.metadata._MEM_FORMAT_ENCODING(0)),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_checkpoint_loads_whichever_python_wrote_it(stage, case):
+    content, value = WRITTEN[case]
+    assert checkpoint_of(stage).MetadataUnpickler(io.BytesIO(content)).load() == value
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_getattr_in_the_metadata_reaches_nothing_but_the_enum(stage):
+    content = pickled_call("builtins getattr", b"ctorch\nSize\n", b"V__init__\n")
+    with pytest.raises((KeyError, pickle.UnpicklingError)):
+        checkpoint_of(stage).MetadataUnpickler(io.BytesIO(content)).load()
 
 
 def other_model(rank):
