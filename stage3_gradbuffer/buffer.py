@@ -100,6 +100,7 @@ class GradBuffer:
         self.note_new_params()
         self.addresses = {id(param): param.data_ptr() for param in params}
 
+        self.received = set()  # indices of the parameters whose gradient has come since the last step
         self.hooks = []
         for index, param in enumerate(params):
             if self.in_main_grad:
@@ -116,6 +117,7 @@ class GradBuffer:
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or zero_grad() before backward()")
         self.holds = Holds.GRADS
+        self.received.add(index)
         param, grad = self.params[index], self.grads[index]
         if self.in_main_grad:
             grad.add_(param.grad)
@@ -124,13 +126,17 @@ class GradBuffer:
             param.grad = grad.copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
 
     def collect_grads(self):
-        """To GRADS: whatever happened to `param.grad` outside of backward counts too."""
+        """To GRADS: whatever happened to `param.grad` outside of backward counts too.
+
+        But the view that a parameter had when it was frozen is no gradient, unless backward has put one there.
+        """
         self.holds = Holds.GRADS
         for index, param in enumerate(self.params):
-            if param.grad is not None:
-                self.take_grad(index)
-            elif not self.in_main_grad:
+            if param.grad is None and not self.in_main_grad:
                 self.grads[index].zero_()  # set to None by the user
+                self.received.discard(index)
+            elif param.grad is not None and (param.requires_grad or param.grad is not self.grads[index]):
+                self.take_grad(index)
 
     def refuse_new_grads(self, groups):
         """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more."""
@@ -159,7 +165,8 @@ class GradBuffer:
         if self.main_grad_shard is not None:
             self.main_grad_shard.copy_(self.grad_shard)
         for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
-            main_param.grad = main_grad if self.params[r.index].requires_grad else None
+            frozen = not self.params[r.index].requires_grad and r.index not in self.received
+            main_param.grad = None if frozen else main_grad
 
     def take_main_params(self):
         """To PARAM_SHARD: the stepped main parameters, in the dtype of the model's."""
@@ -194,6 +201,7 @@ class GradBuffer:
         if self.holds != Holds.ZEROS or self.flat._version != self.zero_version:  # or written into past every hook
             self.flat.zero_()
             self.holds, self.zero_version = Holds.ZEROS, self.flat._version
+        self.received.clear()
         for param, grad in zip(self.params, self.grads):
             param.grad = grad if param.requires_grad and not self.in_main_grad else None
 
