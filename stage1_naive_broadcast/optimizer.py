@@ -5,13 +5,12 @@ Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054), in the f
 """
 
 import contextlib
-import functools
-import inspect
 
 import torch
 import torch.distributed as dist
 
 from .checks import checked_groups
+from .inner import check_divisible, hyperparameters, optimizer_factory
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -37,7 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, one_dtype=True)
-        check_tensorwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
+        check_divisible(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs, elementwise=False)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -192,48 +191,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             inner.update(hyperparameters(group))
-
-
-def optimizer_factory(optimizer_cls, param, kwargs):
-    """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
-    plain = functools.partial(optimizer_cls, **kwargs)
-    ways = {"fused", "foreach", "capturable", "differentiable"}
-    accepted = inspect.signature(optimizer_cls).parameters
-    if "fused" not in accepted or ways & kwargs.keys():
-        return plain
-    if "momentum" in accepted:  # torch's fused SGD can't step a parameter whose first gradient comes later than others
-        return plain
-    fused = functools.partial(plain, fused=True)
-    try:
-        fused([torch.empty_like(param)])
-    except RuntimeError:  # no fused kernel for this device or dtype
-        return plain
-    return fused
-
-
-def check_tensorwise(optimizer_cls, device, kwargs):
-    """Refuse an optimizer that steps a tensor otherwise if there are others: try it on two small ones."""
-    if "lr" in inspect.signature(optimizer_cls).parameters:
-        kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
-    optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
-    values = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
-    together, apart = list(values.clone()), list(values.clone())
-    try:
-        optimizers = [optimizer_cls(params, **kwargs) for params in (together, apart[:1], apart[1:])]
-        for step in range(3):
-            for param, grad in zip(together + apart, torch.sin(values * 5 + step).repeat(2, 1, 1)):
-                param.grad = grad
-            for optimizer in optimizers:
-                optimizer.step()
-        alike = torch.allclose(torch.stack(together), torch.stack(apart), rtol=1e-12, atol=0)
-    except (RuntimeError, TypeError):  # L-BFGS wants a closure, SparseAdam sparse gradients
-        alike = False
-    if not alike:
-        raise ValueError(f"{optimizer_cls.__name__} doesn't step tensors one by one: a rank's would step differently")
-
-
-def hyperparameters(group):
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def dense_grad(param):

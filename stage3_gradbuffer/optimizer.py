@@ -7,7 +7,6 @@ Source of the idea: the distributed optimizer of Megatron-LM.
 
 import contextlib
 import functools
-import inspect
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from .buffer import GradBuffer, Holds, split_like
 from .checks import checked_groups, named_params
 from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard
+from .inner import check_divisible, hyperparameters, optimizer_factory
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -43,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, contiguous=True)
         check_grad_dtype(groups, grad_dtype)
-        check_elementwise(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs)
+        check_divisible(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs, elementwise=True)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -295,52 +295,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             inner.update(hyperparameters(group))
 
 
-def optimizer_factory(optimizer_cls, param, kwargs):
-    """`optimizer_cls` with `kwargs`, fused where torch can do that for tensors like `param` and `kwargs` don't say."""
-    plain = functools.partial(optimizer_cls, **kwargs)
-    ways = {"fused", "foreach", "capturable", "differentiable"}
-    accepted = inspect.signature(optimizer_cls).parameters
-    if "fused" not in accepted or ways & kwargs.keys():
-        return plain
-    if "momentum" in accepted:  # torch's fused SGD can't step a parameter whose first gradient comes later than others
-        return plain
-    fused = functools.partial(plain, fused=True)
-    try:
-        fused([torch.empty_like(param)])
-    except RuntimeError:  # no fused kernel for this device or dtype
-        return plain
-    return fused
-
-
 def check_grad_dtype(groups, grad_dtype):
     """Refuse what the buffer can't hold, gradients and parameters in turn, and what main parameters can't take."""
     for name, param in named_params(groups):
         if grad_dtype not in (None, param.dtype) and (grad_dtype is not torch.float32 or param.dtype.itemsize > 2):
             raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {grad_dtype}")
-
-
-def check_elementwise(optimizer_cls, device, kwargs):
-    """Refuse an optimizer that steps a tensor otherwise than its pieces: try it on a small one."""
-    if "lr" in inspect.signature(optimizer_cls).parameters:
-        kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
-    optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
-    values = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
-    whole, pieces = values.view(8, 8).clone(), list(values.clone().split([13, 51]))
-    try:
-        optimizers = [optimizer_cls(params, **kwargs) for params in ([whole], pieces[:1], pieces[1:])]
-        for step in range(3):
-            grad = torch.sin(values * 5 + step)
-            whole.grad = grad.view(8, 8)
-            for piece, piece_grad in zip(pieces, grad.split([13, 51])):
-                piece.grad = piece_grad
-            for optimizer in optimizers:
-                optimizer.step()
-        alike = torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-12, atol=0)
-    except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, LBFGS a closure
-        alike = False
-    if not alike:
-        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would step differently; use stage 2")
-
-
-def hyperparameters(group):
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

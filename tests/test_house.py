@@ -101,7 +101,7 @@ def test_code_that_two_stages_share_is_equal_to_the_letter(before, after):
     assert differing == IDEAS[before, after]
 
 
-@pytest.mark.parametrize("name", ["checks.py", "__init__.py"])
+@pytest.mark.parametrize("name", ["checks.py", "inner.py", "__init__.py"])
 def test_files_that_all_stages_share_are_equal(name):
     assert len({(ROOT / stage / name).read_text() for stage in STAGES}) == 1
 
