@@ -35,6 +35,7 @@ test: $(ENV)
 
 train: $(ENV)
 	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))
+	$(if $(shell echo '$(NPROC)' | grep -x '[1-9][0-9]*'),,$(error NPROC=$(NPROC): it must be a number from 1 on))
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
@@ -56,6 +57,7 @@ report: $(ENV)
 	$(PYTHON) -m harness.report
 
 diff:
+	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
 	@git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
 

@@ -31,16 +31,10 @@ def parse(rows, models):
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no exposed time, no model state: a look")
     add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
-    add("--json", metavar="PATH", help="write the result there as well")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
-    for name in ("ranks", "batch_size", "sequence_length", "rounds", "steps", "timeout"):
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
-    if args.model not in models:
-        fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
-    if args.sequence_length > models[args.model].block_size:
-        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
+    harness.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
     names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype
              or row.kind in ("reference", "noise")]
     if args.rows and not any(args.rows in name for name in names):
@@ -61,10 +55,10 @@ def main():
     try:
         train, _ = workload.split(workload.load_bytes(args.data))
         workload.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
-        if args.json:
-            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         fail(error)
+    if args.json:
+        harness.check_writable(args.json, fail)
     try:
         with Workers(args.ranks, args.timeout) as workers, rich.progress.Progress(
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
@@ -85,10 +79,9 @@ def main():
         sys.exit(f"bench.py: {error}")
     console = report.show(result)
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {args.json}")
-    sys.exit(any("error" in row and row["kind"] != "peer" or row.get("error", "").startswith("wrong") for row in
-                 result["rows"]))
+    sys.exit(measure.is_wrong(result))
 
 
 if __name__ == "__main__":

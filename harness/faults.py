@@ -43,7 +43,7 @@ START_LIMIT_S = 120  # an attempt that says nothing for so long hangs
 
 
 class Run:
-    """torchrun with a train.py. `lines`: what it has printed so far."""
+    """torchrun with a train.py; it ends with the `with` that it stands in. `lines`: what it has printed so far."""
 
     def __init__(self, script, ranks, steps, folder, *, seed=0, batch_size=4, save_every=SAVE_EVERY, max_restarts=0):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
@@ -54,6 +54,13 @@ class Run:
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines, self.unread = [], queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.terminate()
+        self.process.wait(60)  # torchrun gives its ranks 30
 
     def _read(self):
         for line in self.process.stdout:
@@ -80,10 +87,7 @@ class Run:
 
     def end(self):
         """-> the exit code, which torchrun is given a moment for."""
-        try:
-            return self.process.wait(30)
-        finally:
-            self.process.terminate()
+        return self.process.wait(30)
 
 
 def train_script(stage):
@@ -106,20 +110,20 @@ def final_state(folder, scratch):
 def faults(stage, ranks, kills, seed, folder, say=print):
     """-> dict: what was killed, and when. Raises AssertionError if anything was lost, queue.Empty if a run hangs."""
     chance, steps = random.Random(seed), kills * STEPS_A_KILL
-    run = Run(train_script(stage), ranks, steps, folder / "killed", seed=seed, max_restarts=kills)
     killed, while_saving, newest = 0, 0, ""
-    for start in run.starts():
-        assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
-        if killed == kills:
-            continue
-        threading.Event().wait(chance.uniform(0, LONGEST_S))
-        newest = getattr(latest(folder / "killed"), "name", "")
-        while_saving += any((folder / "killed").glob("*.partial"))
-        killed += run.kill_a_rank(chance)
-        say(f"kill {killed}: the newest complete checkpoint is {newest or 'none'}")
-    assert run.end() == 0 and killed == kills, "\n".join([f"ended after {killed} kills", *run.lines[-20:]])
-    undisturbed = Run(train_script(stage), ranks, steps, folder / "undisturbed", seed=seed)
-    assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
+    with Run(train_script(stage), ranks, steps, folder / "killed", seed=seed, max_restarts=kills) as run:
+        for start in run.starts():
+            assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
+            if killed == kills:
+                continue
+            threading.Event().wait(chance.uniform(0, LONGEST_S))
+            newest = getattr(latest(folder / "killed"), "name", "")
+            while_saving += any((folder / "killed").glob("*.partial"))
+            killed += run.kill_a_rank(chance)
+            say(f"kill {killed}: the newest complete checkpoint is {newest or 'none'}")
+        assert run.end() == 0 and killed == kills, "\n".join([f"ended after {killed} kills", *run.lines[-20:]])
+    with Run(train_script(stage), ranks, steps, folder / "undisturbed", seed=seed) as undisturbed:
+        assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
     one, other = (final_state(folder / name, folder / "state.pt") for name in ("killed", "undisturbed"))
     differ = [key for key in other if not torch.equal(one[key], other[key])]
     assert one.keys() == other.keys() and not differ, f"different at the end: {', '.join(differ)}"
@@ -132,22 +136,22 @@ def journey(folder, say=print, steps=1500, save_every=100):
     """-> list of dicts, one for each stop: after which step, where it was trained until there, its loss, and DDP's."""
     stops = []
     for script, ranks, until in ((train_script(3), 3, steps // 3), (train_script(4), 2, steps * 2 // 3)):
-        run = Run(script, ranks, steps, folder / "run", batch_size=12 // ranks, save_every=save_every)
-        say(f"$ {run.command}")
-        say(f"goes on from {next(run.starts()) or 'the beginning'}")
-        while getattr(latest(folder / "run"), "name", "") < f"step-{until:08}":
-            threading.Event().wait(0.01)
-        run.kill_a_rank(random.Random(0))
-        assert run.end() != 0, "torchrun has not noticed that a rank was killed"
+        with Run(script, ranks, steps, folder / "run", batch_size=12 // ranks, save_every=save_every) as run:
+            say(f"$ {run.command}")
+            say(f"goes on from {next(run.starts()) or 'the beginning'}")
+            while getattr(latest(folder / "run"), "name", "") < f"step-{until:08}":
+                threading.Event().wait(0.01)
+            run.kill_a_rank(random.Random(0))
+            assert run.end() != 0, "torchrun has not noticed that a rank was killed"
         stops.append((f"{Path(script).parent.name}, {ranks} ranks, killed", latest(folder / "run")))
         say(f"killed; the newest complete checkpoint is {stops[-1][1].name}")
     say(f"$ python -m torch.distributed.checkpoint.format_utils dcp_to_torch {stops[-1][1]} {folder / 'run.pt'}")
     begin = int(stops[-1][1].name.removeprefix("step-"))
     model = in_plain_torch(converted(stops[-1][1], folder / "run.pt"), begin, steps)
     say(f"plain torch, in one process: steps {begin + 1} to {steps}")
-    undisturbed = Run("harness/train_ddp.py", 1, steps, folder / "ddp", batch_size=12, save_every=save_every)
-    say(f"$ {undisturbed.command}")
-    assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
+    with Run("harness/train_ddp.py", 1, steps, folder / "ddp", batch_size=12, save_every=save_every) as undisturbed:
+        say(f"$ {undisturbed.command}")
+        assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
     rows = []
     for where, checkpoint in [*stops, ("plain torch, 1 process", folder / "run" / f"step-{steps:08}")]:
         ours = converted(checkpoint, folder / "one.pt")["model"] if checkpoint.exists() else model.state_dict()
@@ -204,6 +208,8 @@ def main():
     for name in ("kills", "ranks"):
         if getattr(args, name) < 1:
             fail(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    if args.json:
+        harness.check_writable(args.json, fail)
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))

@@ -7,6 +7,7 @@ the sharded update itself. The batch is one byte long, and backward() is outside
 """
 
 import argparse
+import functools
 import importlib
 import json
 import statistics
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import harness
 from harness import report, workload
 from harness.memory import Memory
 
@@ -119,6 +121,7 @@ def sheet(result):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = functools.partial(harness.fail, "cuda")
     parser.add_argument("--json", type=Path, default=Path("results/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -296,6 +296,11 @@ def accumulation(workers, settings, progress=lambda text: None):
     return [{"micro_batches": k, "no_sync_ms": times[k, True], "each_ms": times[k, False]} for k in MICRO_BATCHES]
 
 
+def is_wrong(result):
+    """Whether a stage has failed, or whatever row computes something else than it should: exit code 1."""
+    return any("error" in row and (row["kind"] != "peer" or row["error"].startswith("wrong")) for row in result["rows"])
+
+
 def n_runs(settings, names):
     return len(names) * (1 + settings.rounds)
 

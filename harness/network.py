@@ -3,8 +3,9 @@
     python -m harness.network --rate 1gbit [--rounds 4] [--rows "stage 4"]
 
 Each host is a network namespace of Linux; a veth pair joins them, whose two ends are held to `--rate` by a token bucket
-(tc tbf). In each, torchrun starts one rank with gloo on the CPU. Needs root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and
-iproute2. Nothing else on the machine is touched, and the namespaces are gone when it ends, however it ends.
+(tc tbf). In each, torchrun starts one rank with gloo on the CPU. Needs root and iproute2. Nothing else on the machine is
+touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM. (After SIGKILL its ranks are gone, and
+`ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 """
 
 import argparse
@@ -45,12 +46,9 @@ def parse():
     add("--steps", type=int, default=20, help="timed in a round, end to end (default 20)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
     add("--accumulation", action="store_true", help="also time both ways to accumulate gradients in stage 4")
-    add("--json", metavar="PATH", help="write the result there as well")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
-    for name in ("batch_size", "sequence_length", "rounds", "steps", "timeout"):
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
     bits_per_second(args.rate)
     if not any(args.rows in name for name in ROWS):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(ROWS)}")
@@ -214,22 +212,31 @@ def measure_here(args):
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
         result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2)
-        Path(args.json).write_text(json.dumps(result))
+        args.json.write_text(json.dumps(result))
     launch.disconnect()
 
 
 def earlier(args):
-    """The results at other rates that the file holds -> list of results."""
-    path = Path(args.json)
-    before = json.loads(path.read_text()) if path.exists() else None
-    found = [before, *before.pop("other_rates")] if before else []
-    return [result for result in found if result["conditions"]["rate"] != args.rate]
+    """The results at other rates that the file holds, if there is one -> list of results."""
+    if args.json is None or not args.json.exists():
+        return []
+    try:
+        before = json.loads(args.json.read_text())
+        return [result for result in [before, *before.pop("other_rates")] if result["conditions"]["rate"] != args.rate]
+    except (OSError, ValueError, KeyError):
+        fail(f"--json {args.json}: it holds something else than results of make network: name another file")
 
 
 def main():
     args = parse()
     if "RANK" in os.environ:
         return measure_here(args)
+    from harness import measure, report, timeline, workload  # here: Ctrl-C is one word, even while torch is loaded
+
+    harness.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
+    if args.json:
+        harness.check_writable(args.json, fail)
+    at_other_rates = earlier(args)
     reason = missing()
     if reason:
         sys.exit(f"network: {reason}")
@@ -241,22 +248,22 @@ def main():
         sys.exit(f"network: {error}")
     if result is None:
         sys.exit("network: a host failed; see above")
-
-    from harness import report, timeline
-
     console = report.show(result)
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         drawn, title = timeline.on_two_hosts(result)
-        console.print(title, timeline.text(drawn), sep="\n")
-        results = [result, *earlier(args)]
+        if drawn:
+            console.print(title, timeline.text(drawn), sep="\n")
+        results = [result, *at_other_rates]
         to_draw = timeline.to_draw(results)
         for other in results:
             if other is not to_draw:
                 timeline.keep_exposed_only(other["rows"])
-        Path(args.json).write_text(json.dumps({**result, "other_rates": results[1:]}, indent=1) + "\n")
-        Path(args.json).with_suffix(".svg").write_text(timeline.svg(*timeline.on_two_hosts(to_draw)))
-        console.print(f"written to {args.json} and {Path(args.json).with_suffix('.svg')}")
+        args.json.write_text(json.dumps({**result, "other_rates": results[1:]}, indent=1) + "\n")
+        drawn, title = timeline.on_two_hosts(to_draw)
+        if drawn:
+            args.json.with_suffix(".svg").write_text(timeline.svg(drawn, title))
+        console.print(f"written to {args.json} and {args.json.with_suffix('.svg')}")
+    sys.exit(measure.is_wrong(result))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Each column says where its figure comes from: measured (clock, subtraction), cou
 """
 
 import argparse
+import functools
 import io
 import json
 import re
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import harness
 from harness import timeline
 
 NONE = "–"
@@ -283,8 +285,15 @@ def _by_rate():
     return sorted(results, key=lambda result: result["conditions"]["bits_per_second"])
 
 
-def _bench_sheets(*numbers):
+def _load_bench():
     result = _load("bench.json")
+    if "model_state" not in result or COUNTED.keys() - {row["name"] for row in result["rows"]}:
+        raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
+    return result
+
+
+def _bench_sheets(*numbers):
+    result = _load_bench()
     return [sheet_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
 
 
@@ -309,7 +318,7 @@ COUNTED = {  # row -> its formulas: bytes a parameter, collectives, bytes that a
 
 def _counted_sheets(name):
     """What a chapter promises of its row, and what the bench has counted; no times."""
-    result = _load("bench.json")
+    result = _load_bench()
     row = next(row for row in result["rows"] if row["name"] == name)
     state, collectives, sent = COUNTED[name]
     c = result["conditions"]
@@ -380,7 +389,9 @@ def files():
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = functools.partial(harness.fail, "report")
+    parser.parse_args()
     for path in [*files(), *PICTURES]:
         before = path.read_text() if path.exists() else ""
         after = PICTURES[path]() if path in PICTURES else rewritten(before)

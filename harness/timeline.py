@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import harness
-from harness import peers
+from harness import peers, workload
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
 from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
@@ -326,10 +326,9 @@ def parse():
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
     add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
+    harness.check_workload(args, ("ranks",), workload.MODELS, fail)
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
-    if args.ranks < 1:
-        fail(f"--ranks is {args.ranks}: it must be at least 1")
     if args.rows == "all":
         return args, peers.LADDER
     if not any(args.rows in name for name in names):

@@ -180,6 +180,21 @@ def starts(rank, model, cap_mb=ONE_PARAM, x=None):
     return optimizer, x
 
 
+def own_buckets_only(rank):
+    """What each layer finds when it is called: all before it have arrived, and what comes after is still under way."""
+    model, under_way = Branches(seed=0).to(rank.device), []
+    _, x = starts(rank, model)
+    for layer in model.layers:
+        layer.register_forward_pre_hook(
+            lambda *_: under_way.append([isinstance(other.weight, Awaited) for other in model.layers]))
+    model(x)
+    assert under_way == [[other > own for other in range(6)] for own in range(6)]
+
+
+def test_a_module_waits_for_its_own_buckets_and_for_no_others(run):
+    run(own_buckets_only)
+
+
 class Words(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -458,15 +473,17 @@ def test_unused_parameters_like_ddp(run, uses):
 
 
 def old_gradients(rank):
-    """SGD by hand: a layer that is used in the first step only moves in the first step only."""
+    """SGD by hand: in the second step only the last rank uses all layers, what the others sent before is gone."""
     params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(3)]
     optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM,
                                      find_unused_parameters=True)
-    for used in (params, params[:1], params[1:]):
+    is_last = rank.rank == rank.world_size - 1
+    for used in (params, params if is_last else params[:1], params[1:]):
         sum(param.sum() for param in used).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert [param.tolist() for param in params] == [[-2.0] * 5] * 3
+    moved = torch.tensor([-2.0, *[-2 - 1 / rank.world_size] * 2], device=rank.device)
+    assert torch.allclose(torch.stack(list(params)), moved[:, None].expand(3, 5))
 
 
 def test_the_old_gradient_of_an_unused_parameter_is_not_added_again(run):
