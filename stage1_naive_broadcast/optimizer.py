@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import checked_groups
-from .inner import check_divisible, hyperparameters, optimizer_factory
+from .inner import Hook, check_divisible, hyperparameters, optimizer_factory
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -36,30 +36,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, one_dtype=True)
-        check_divisible(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs, elementwise=False)
+        check_divisible(optimizer_cls, optimizer_kwargs, groups, elementwise=False)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.average_gradients = average_gradients
         self.grads_synced = False
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
+        self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
-        self.state = self.optimizer.state
 
     @torch.no_grad()
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, one_dtype=True)
+        check_divisible(self.optimizer_cls, self.optimizer_kwargs, [param_group], elementwise=False)
         super().add_param_group(param_group)
         self.grads_synced = False  # what the new ones have in param.grad is local
         params = self.param_groups[-1]["params"]
         for param in params:
             self._broadcast([param], src=0)
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._on_grad_ready)
+                param.register_post_accumulate_grad_hook(Hook(self._on_grad_ready))
         for param in sorted(params, key=torch.Tensor.numel, reverse=True):
             min(self.shards, key=lambda shard: sum(p.numel() for p in shard)).append(param)
         owned = {id(param) for param in self.shards[self.rank]}
@@ -78,6 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return loss
         self._pass_on_hyperparameters()
         self.optimizer.step()
+        self._take_back_hyperparameters()
         for rank, shard in enumerate(self.shards):
             self._broadcast(shard, src=rank)
         self.grads_synced = False
@@ -96,9 +98,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params])
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])])  # (numel + one flag a parameter,)
+        flat[: -len(params)] /= self.world_size  # before the sum, which might be too large for 16 bits
         dist.all_reduce(flat, group=self.process_group)
         flat, used = flat.split([flat.numel() - len(params), len(params)])
-        flat /= self.world_size
         for param, grad, mean, n_users in zip(params, grads, split_like(flat, params), used.tolist()):
             if n_users:
                 param.grad = grad.copy_(mean)
@@ -118,6 +120,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
+
+    @property
+    def state(self):
+        """That of the inner optimizer: what this rank steps, and no more."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state):
+        self.optimizer.state = state
 
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
@@ -139,9 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
         self.optimizer.load_state_dict(state_dict)
-        self.state = self.optimizer.state
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(inner))
+        self._take_back_hyperparameters()
 
     def _broadcast(self, params, src):
         """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
@@ -191,6 +200,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             inner.update(hyperparameters(group))
+
+    def _take_back_hyperparameters(self):
+        """And what the inner optimizer has written into its own: some count steps there."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))
 
 
 def dense_grad(param):

@@ -1,10 +1,11 @@
-"""The torch optimizer that a stage wraps: how it is made, and whether it may step parts of what it was made for.
+"""The torch optimizer that a stage wraps: how it is made, and whether it may step parts; and what hangs on parameters.
 
 The same file stands in every stage.
 """
 
 import functools
 import inspect
+import weakref
 
 import torch
 
@@ -26,41 +27,63 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     return fused
 
 
-def check_divisible(optimizer_cls, device, kwargs, elementwise):
-    """Refuse an optimizer that steps parts otherwise than the whole: try it on two small tensors.
+def check_divisible(optimizer_cls, kwargs, groups, elementwise):
+    """Refuse an optimizer that steps parts otherwise than the whole: try it, for each group, on two small tensors.
 
     Args:
-        elementwise: whether the parts are pieces of tensors, as in stages 3 and 4, or tensors, as in 1 and 2.
+        elementwise: whether the parts are pieces of tensors, as in stages 3 and 4, stepped one after the other, as in
+            stage 4. Otherwise they are tensors, each of them another rank's.
 
     Raises:
         ValueError: the results differ; or whatever torch raises where `kwargs` are wrong.
     """
-    if "lr" in inspect.signature(optimizer_cls).parameters:
-        kwargs = {**kwargs, "lr": 0.1}  # so that there is a difference to see
+    name, device = optimizer_cls.__name__, groups[0]["params"][0].device
     optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
+    lr = {"lr": 0.1} if "lr" in inspect.signature(optimizer_cls).parameters else {}  # so that there is a difference
 
     def cut(tensor):
         return list(tensor.flatten().split([13, 51, 64])) if elementwise else list(tensor)
 
-    values = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
-    whole, parts = list(values.clone()), cut(values.clone())
-    try:
-        optimizers = [optimizer_cls(params, **kwargs) for params in (whole, *([part] for part in parts))]
-        for step in range(3):
-            grads = torch.sin(values * 5 + step)
-            for param, grad in zip(whole + parts, [*grads, *cut(grads.clone())]):
-                param.grad = grad
-            for optimizer in optimizers:
-                optimizer.step()
-        whole, parts = (torch.cat([param.flatten() for param in params]) for params in (whole, parts))
-        alike = torch.allclose(whole, parts, rtol=1e-12, atol=0)
-    except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, L-BFGS a closure, SparseAdam sparse gradients
-        alike = False
-    if not alike and elementwise:
-        raise ValueError(f"{optimizer_cls.__name__} is not element-wise: shards would step differently; use stage 2")
-    if not alike:
-        raise ValueError(f"{optimizer_cls.__name__} doesn't step tensors one by one: a rank's would step differently")
+    for options in {repr(hyperparameters(group)): hyperparameters(group) for group in groups}.values():
+        def make(params):
+            return optimizer_cls([{**options, **lr, "params": params}], **kwargs)
+
+        values = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
+        whole, parts = list(values.clone()), cut(values.clone())
+        try:
+            together, apart = make(whole), [make(parts)] * 3 if elementwise else [make([part]) for part in parts]
+            for step in range(3):
+                grads = torch.sin(values * 5 + step)
+                for param, grad in zip(whole, grads):
+                    param.grad = grad
+                together.step()
+                for optimizer, part, grad in zip(apart, parts, cut(grads.clone())):
+                    part.grad = grad
+                    optimizer.step()
+                    part.grad = None
+            once, in_parts = (torch.cat([param.flatten() for param in params]) for params in (whole, parts))
+            alike = torch.allclose(once, in_parts, rtol=1e-12, atol=0)
+        except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, L-BFGS a closure
+            alike = False
+        if not alike and elementwise:
+            raise ValueError(f"{name} is not element-wise: shards would step differently; use stage 2")
+        if not alike:
+            raise ValueError(f"{name} doesn't step tensors one by one: a rank's would step differently")
+        if elementwise and torch.equal(once, values.flatten()):
+            raise ValueError(f"{name} doesn't step tensors with requires_grad=False, as shards are; use stage 2")
 
 
 def hyperparameters(group):
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class Hook:
+    """Calls `method`, of an optimizer or of its buffer, as long as that exists: parameters don't keep it alive."""
+
+    def __init__(self, method):
+        self.method = weakref.WeakMethod(method)
+
+    def __call__(self, *args):
+        method = self.method()
+        if method:
+            method(*args)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import named_params
+from .inner import Hook
 
 
 class Holds(enum.Enum):
@@ -98,27 +99,27 @@ class GradBuffer:
             self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
 
         self.note_new_params()
-        self.addresses = {id(param): param.data_ptr() for param in params}
+        self.views = {id(param): param.detach() for param in params}
 
+        self.index_of = {id(param): index for index, param in enumerate(params)}
         self.received = set()  # indices of the parameters whose gradient has come since the last step
         self.hooks = []
         for index, param in enumerate(params):
             if self.in_main_grad:
                 param.main_grad = self.grads[index]
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(lambda _, index=index: self.take_grad(index))
-                self.hooks.append(hook)
+                self.hooks.append(param.register_post_accumulate_grad_hook(Hook(self.take_grad)))
                 if param.grad is None and not self.in_main_grad:  # one that is there already counts, as in torch
                     param.grad = self.grads[index]
 
     @torch.no_grad()  # backward(create_graph=True) calls it with grad
-    def take_grad(self, index):
+    def take_grad(self, param):
         """Bring a gradient into the buffer, wherever autograd or the user has put it. Called when it is ready."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or zero_grad() before backward()")
         self.holds = Holds.GRADS
-        self.received.add(index)
-        param, grad = self.params[index], self.grads[index]
+        grad = self.grads[self.index_of[id(param)]]
+        self.received.add(self.index_of[id(param)])
         if self.in_main_grad:
             grad.add_(param.grad)
             param.grad = None
@@ -136,7 +137,7 @@ class GradBuffer:
                 self.grads[index].zero_()  # set to None by the user
                 self.received.discard(index)
             elif param.grad is not None and (param.requires_grad or param.grad is not self.grads[index]):
-                self.take_grad(index)
+                self.take_grad(param)
 
     def refuse_new_grads(self, groups):
         """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more."""
@@ -148,7 +149,7 @@ class GradBuffer:
     def refuse_new_data(self, groups):
         """What this rank steps are views of the parameters, and of no other memory that `param.data` may have now."""
         for name, param in named_params(groups):
-            if param.data_ptr() != self.addresses.get(id(param), param.data_ptr()):
+            if param.data_ptr() != self.views.get(id(param), param).data_ptr():
                 raise RuntimeError(
                     f"the data of parameter {name} was replaced, by model.to() or vector_to_parameters(), and this "
                     "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"

@@ -109,7 +109,6 @@ def install(optimizer, states, groups):
     if inner is not optimizer:
         optimizer._pass_on_hyperparameters()
     inner.load_state_dict({"state": inner_states, "param_groups": inner.state_dict()["param_groups"]})
-    optimizer.state = inner.state
 
 
 @torch.no_grad()

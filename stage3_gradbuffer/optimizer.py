@@ -43,24 +43,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, contiguous=True)
         check_grad_dtype(groups, grad_dtype)
-        check_divisible(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs, elementwise=True)
+        check_divisible(optimizer_cls, optimizer_kwargs, groups, elementwise=True)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
+        self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # full_state_dict says None then, as torch's does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
         self._shard(self.param_groups)
-        self.state = self.optimizer.state
 
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, contiguous=True)
         check_grad_dtype([*self.param_groups, param_group], self.grad_dtype)
+        check_divisible(self.optimizer_cls, self.optimizer_kwargs, [param_group], elementwise=True)
         super().add_param_group(param_group)
         if self.buffers:  # not while the constructor runs: it puts all its groups into one buffer
             self._shard(self.param_groups[-1:])
@@ -84,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pass_on_hyperparameters()
         self._take_model_changes()
         self.optimizer.step()
+        self._take_back_hyperparameters()
         for buffer in self.buffers:
             buffer.take_main_params()
             buffer.all_gather_params()
@@ -132,6 +134,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
 
+    @property
+    def state(self):
+        """That of the inner optimizer: what this rank steps, and no more."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state):
+        self.optimizer.state = state
+
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
@@ -164,9 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for buffer, main_shard in zip(self.buffers, state_dict["main_shards"]):
             if main_shard is not None:
                 buffer.main_shard.copy_(main_shard)
-        self.state = self.optimizer.state
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(inner))
+        self._take_back_hyperparameters()
 
     def full_state_dict(self, to_all=False):
         """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
@@ -293,6 +302,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             inner.update(hyperparameters(group))
+
+    def _take_back_hyperparameters(self):
+        """And what the inner optimizer has written into its own: some count steps there."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))
 
 
 def check_grad_dtype(groups, grad_dtype):

@@ -103,9 +103,10 @@ class Bucket:
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
         self.flat_params = flat_params
         params = [local(param) for param in self.params]
-        for param, piece in zip(params, split_like(flat_params, params)):
-            param.data = piece.copy_(param)
-        self.addresses = {id(param): local(param).data_ptr() for param in self.params}
+        views = split_like(flat_params, params)
+        for param, view in zip(params, views):
+            param.data = view.copy_(param)
+        self.views = {id(param): view for param, view in zip(self.params, views)}
         self.note_new_params()
         self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
@@ -119,7 +120,7 @@ class Bucket:
 
     def has_lost(self, param):
         """Whether somebody has replaced `param.data`: it is no view of `flat_params` any more."""
-        return local(param).data_ptr() != self.addresses[id(param)]
+        return local(param).data_ptr() != self.views[id(param)].data_ptr()
 
     def hand_out_grads(self, unused):
         """Give each main parameter its gradient, or None if its parameter is in `unused`, a set of ids."""

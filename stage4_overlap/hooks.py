@@ -1,10 +1,10 @@
 """What stage 4 hangs on the model: a gradient calls the optimizer, and whoever reads a parameter waits for it."""
 
-import weakref
-
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .inner import Hook
 
 GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that has its gradient
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
@@ -65,28 +65,18 @@ def wait_for(values):
 class ModuleHook:
     """Waits for a module's own parameters before it is called, so that torch.compile finds them as they always are.
 
-    Inside torch.func.grad it has other tensors, which were made past torch's functions: then for all that it had.
+    torch's MultiheadAttention reads those of a module in it, which it doesn't call. Inside torch.func.grad there are
+    other tensors, made past torch's functions. There it waits for all that the module had.
     """
 
     def __init__(self, module):
         self.params = list(module.parameters())
+        self.reads_all = isinstance(module, torch.nn.MultiheadAttention)
 
     @torch.compiler.disable
     def __call__(self, module, _):
         in_transform = torch._C._functorch.maybe_current_level() is not None
-        wait_for(self.params if in_transform else module._parameters.values())
-
-
-class Hook:
-    """Calls `method`, of an optimizer, as long as that optimizer exists."""
-
-    def __init__(self, method):
-        self.method = weakref.WeakMethod(method)
-
-    def __call__(self, *args):
-        method = self.method()
-        if method:
-            method(*args)
+        wait_for(self.params if in_transform or self.reads_all else module._parameters.values())
 
 
 def hook_gradient(param, optimizer):

@@ -25,7 +25,8 @@ MISSING = 1
 LATE = 2  # it was assigned when that of the backward pass had left
 MOVED = 3  # its parameter has other memory than this optimizer steps
 
-TAGS = weakref.WeakKeyDictionary()  # process group -> counter, for the messages of each optimizer on it
+# Process group -> counter: the messages of each optimizer have a tag of their own, and not 0, that of others' messages
+TAGS = weakref.WeakKeyDictionary()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -63,7 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             error = ValueError(f"bucket_cap_mb is {bucket_cap_mb}: it must be more than 0")
         groups = checked_groups(params, process_group, contiguous=True, dtensors=True, error=error)
-        check_divisible(optimizer_cls, groups[0]["params"][0].device, optimizer_kwargs, elementwise=True)
+        check_divisible(optimizer_cls, optimizer_kwargs, groups, elementwise=True)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -78,13 +79,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.accumulating = False  # inside no_sync
         self.prefetching = False
         self._start_accumulation()
+        self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
         self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # full_state_dict says None then, as torch's does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
         self._shard(self.param_groups)
-        self.state = self.optimizer.state
 
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters, not between backward() and step(). Collective.
@@ -97,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         (param_group,) = checked_groups(
             [param_group], self.process_group, self.param_groups, contiguous=True, dtensors=True, error=error
         )
+        check_divisible(self.optimizer_cls, self.optimizer_kwargs, [param_group], elementwise=True)
         super().add_param_group(param_group)
         if self.buckets:  # not while the constructor runs: it puts all its groups into the same buckets
             self._shard(self.param_groups[-1:])
@@ -126,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         while self.travelling:
             self._finish_oldest_grad_sync()
             self._step_arrived()
+        self._take_back_hyperparameters()
         for bucket in reversed(self.buckets):  # the order of the forward pass
             bucket.start_param_sync()
         if not self.prefetching:
@@ -196,6 +199,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self.accumulating = outside
 
+    @property
+    def state(self):
+        """That of the inner optimizer: what this rank steps, and no more."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state):
+        self.optimizer.state = state
+
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
@@ -228,9 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
             if main_shard is not None:
                 bucket.parameter.main_shard.copy_(main_shard)
-        self.state = self.optimizer.state
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(inner))
+        self._take_back_hyperparameters()
 
     def full_state_dict(self, to_all=False):
         """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
@@ -314,7 +324,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
         self.buckets += buckets
         nbytes = max(bucket.flat_params.nbytes for bucket in self.buckets)
-        tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count()))
+        tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count(1000)))
         self.idle = deque(BucketBuffer(nbytes, device, self.process_group, self.reduce_dtype, tag) for _ in range(2))
 
     @property
@@ -543,3 +553,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             inner.update(hyperparameters(group))
+
+    def _take_back_hyperparameters(self):
+        """And what the inner optimizer has written into its own: some count steps there."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))

@@ -77,7 +77,7 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
     stage = tmp_path / "copy" / "stage2_allgather" / "optimizer.py"
     right = stage.read_text()
-    stage.write_text(right.replace("flat /= self.world_size", "flat /= self.world_size + 1"))
+    stage.write_text(right.replace("/= self.world_size", "/= self.world_size + 1"))
     assert stage.read_text() != right
     command = [sys.executable, "bench.py", *NANO, "--rows", "stage 2 all-gather", "--json", "wrong.json"]
     run = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=120)

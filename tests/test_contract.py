@@ -486,6 +486,16 @@ def retained(rank):
     return result
 
 
+def in_the_same_memory(rank):
+    param = parameter(rank, 3)
+    return [param, torch.nn.Parameter(param.data)]
+
+
+def overlapping(rank):
+    flat = torch.ones(9, device=rank.device)
+    return [torch.nn.Parameter(flat[:5]), torch.nn.Parameter(flat[4:])]
+
+
 class Lamb(torch.optim.Optimizer):
     """The step of each tensor is scaled by a ratio of norms: not element-wise."""
 
@@ -510,6 +520,8 @@ BAD = {
     "sparse": lambda r: ([parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()], {}),
     "not a leaf": lambda r: ([parameter(r, 3), parameter(r, 3) * 2], {}),
     "a result that keeps its gradient": lambda r: ([parameter(r, 3), retained(r)], {}),
+    "the same memory": lambda r: (in_the_same_memory(r), {}),
+    "overlapping memory": lambda r: ([parameter(r, 3), *overlapping(r)], {}),
     "a set": lambda r: ({parameter(r, 3), parameter(r, 3)}, {}),
     "a set in a group": lambda r: ([{"params": {parameter(r, 3), parameter(r, 3)}}], {}),
     "integers": lambda r: ([parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)], {}),
@@ -533,6 +545,8 @@ REFUSALS = [
     ("sparse", ValueError, "parameter 1 .*sparse"),
     ("not a leaf", ValueError, "parameter 1 .*leaf"),
     ("a result that keeps its gradient", ValueError, "parameter 1 .*leaf"),
+    ("the same memory", ValueError, "parameters 0 of group 0 and 1 of group 0 share memory"),
+    ("overlapping memory", ValueError, "parameters 1 of group 0 and 2 of group 0 share memory"),
     ("a set", TypeError, "a set has no order"),
     ("a set in a group", TypeError, "a set has no order"),
     ("integers", ValueError, "parameter 1 .*int64"),

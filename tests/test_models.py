@@ -3,6 +3,7 @@
 Each is what replicated training makes of it, or an error that says what to do: on every rank, and never silence.
 """
 
+import collections
 import copy
 import gc
 import io
@@ -80,20 +81,26 @@ def test_another_optimizer_over_the_same_parameters(run, stage, world_size, is_d
     run(again, stage, is_dropped)
 
 
-def dropped(rank):
+def dropped(rank, stage):
+    """The optimizer goes while the model lives, and then the model, which has a hook of its."""
     model = net(rank)
-    optimizer = DistributedOptimizer(model.parameters(), **SGD)
-    optimizer.prefetch_params(model)
+    optimizer = optimizer_of(stage)(model.parameters(), **SGD)
+    if stage == FOUR:
+        optimizer.prefetch_params(model)
     loss(model, rank).backward()
     optimizer.step()
-    gone = weakref.ref(optimizer)
+    gone, gone_model = weakref.ref(optimizer), weakref.ref(model[0].weight)
     del optimizer
     gc.collect()
-    return gone() is None
+    assert gone() is None
+    loss(model, rank).backward()
+    del model
+    gc.collect()
+    return gone_model() is None
 
 
-def test_an_optimizer_that_nobody_has_any_more_is_freed(run):
-    assert all(run(dropped))
+def test_what_nobody_has_any_more_is_freed(run, stage):
+    assert all(run(dropped, stage))
 
 
 def dropped_in_backward(rank):
@@ -202,6 +209,57 @@ def frozen_elsewhere(rank, stage):
 @pytest.mark.parametrize("stage", [*STAGES[:2], FOUR])
 def test_layers_that_are_frozen_on_some_ranks(run, stage, world_size):
     run(frozen_elsewhere, stage)
+
+
+def large_in_16_bits(rank, stage):
+    """The sum of two gradients is more than fp16 can hold, their mean is not: DDP divides first."""
+    param = torch.nn.Parameter(torch.zeros(5, device=rank.device, dtype=torch.float16))
+    optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1e-3)
+    (param * 40000).sum().backward()
+    optimizer.step()
+    assert param.tolist() == pytest.approx([-40.0] * 5, rel=1e-3)  # stages 1 and 2 step it in 16 bits
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_gradients_are_divided_before_they_are_added(run, stage, world_size):
+    run(large_in_16_bits, stage)
+
+
+def forgotten(rank, stage):
+    """A new dict in place of the state: momentum begins anew, as in torch."""
+    param = torch.nn.Parameter(torch.zeros(5, device=rank.device))
+    optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1.0, momentum=0.9)
+    for _ in range(2):
+        param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state = collections.defaultdict(dict)
+    assert param.tolist() == [-2.0] * 5 and not optimizer.state
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_that_is_replaced(run, stage, world_size):
+    run(forgotten, stage)
+
+
+def shared_with_processes(rank, stage):
+    """share_memory() moves a parameter, and every view of it with it."""
+    model = net(rank)
+    other, ddp, plain = with_ddp(rank, model)
+    optimizer = optimizer_of(stage)(model.parameters(), **SGD)
+    for step in range(2):
+        for one, its_optimizer in ((model, optimizer), (ddp, plain)):
+            loss(one, rank, step).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+        if rank.device.type == "cpu":
+            model.share_memory()
+    assert_same(model, other, rank.world_size)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_model_in_shared_memory(run, stage, world_size):
+    run(shared_with_processes, stage)
 
 
 def with_graph(rank, stage):

@@ -386,6 +386,32 @@ def test_prefetch_in_a_compiled_model(run, world_size):
     run(prefetched, None, compiled=True)
 
 
+def compiled_once(rank):
+    """torch's attention reads parameters of a module that it doesn't call, and a guard looks at their class."""
+    model, graphs, seen = Odd(None).to(rank.device), [], []
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    forward = torch.compile(model, backend=backend)
+    for step in range(6):
+        x, y = inputs(step, rank)
+        loss_of(forward, x.requires_grad_(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(len(graphs))
+    optimizer.finish_param_sync()
+    assert seen[-1] == seen[2], seen
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_compiled_model_is_not_compiled_anew_in_each_step(run, world_size):
+    run(compiled_once)
+
+
 def loads(rank):
     """What is loaded right after a step stays: no parameter arrives on top of it."""
     model, other = Branches(seed=0).to(rank.device), Branches(seed=5).to(rank.device)

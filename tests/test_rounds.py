@@ -193,3 +193,21 @@ def two_optimizers(rank):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_messages_of_two_optimizers_do_not_mix(run, world_size):
     run(two_optimizers)
+
+
+def beside_other_messages(rank):
+    """The user's own irecv, which has torch's default tag, and was there before any of the optimizer's."""
+    group = dist.new_group()
+    params, optimizer = zeros(rank, n=3, process_group=group)  # the first one on this group
+    got, other = torch.zeros(5, device=rank.device), 1 - rank.rank
+    work = dist.irecv(got, other, group)
+    sum(param.sum() for param in params).backward()
+    dist.isend(torch.full((5,), 100.0 + rank.rank, device=rank.device), other, group).wait()
+    optimizer.step()
+    work.wait()
+    assert got.tolist() == [100.0 + other] * 5 and moved_by(params, [[1] * 3] * 2)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_messages_of_the_user_are_not_taken_for_gradients(run, world_size):
+    run(beside_other_messages)

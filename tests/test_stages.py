@@ -86,14 +86,83 @@ def refuses(rank, stage, make):
     weight = torch.nn.Parameter(torch.ones(8, 8, device=rank.device) * rank.rank)
     before = weight.detach().clone()
     try:
-        optimizer_of(stage)([weight], NOT_ELEMENTWISE[make])
+        optimizer_of(stage)([weight], NOT_ELEMENTWISE.get(make, WantsRequiresGrad))
     except ValueError as error:
         assert torch.equal(weight, before)
         return str(error)
 
 
+class CountsInGroups(torch.optim.Optimizer):
+    """As apex's and schedule-free optimizers do, and it steps by 1 / count."""
+
+    def __init__(self, params, lr=0.1, count=0):
+        super().__init__(params, {"lr": lr, "count": count})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in (param for param in group["params"] if param.grad is not None):
+                param -= group["lr"] / group["count"] * param.grad
+
+
+class WantsRequiresGrad(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(param.requires_grad for group in self.param_groups for param in group["params"]):
+            super().step()
+
+
+class LambWhereItDecays(Lamb):
+    """timm's: the ratio of norms is for groups with weight decay only."""
+
+    def __init__(self, params, lr=0.1, weight_decay=0):
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                ratio = param.norm() / param.grad.norm() if group["weight_decay"] else 1
+                param -= group["lr"] * ratio * param.grad
+
+
+def counted_in_groups(rank, stage):
+    params = [torch.nn.Parameter(torch.ones(40, device=rank.device)) for _ in range(3)]
+    optimizer = optimizer_of(stage)(params, CountsInGroups)
+    for _ in range(4):
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = [param[0].item() for param in params] == pytest.approx([1 - 0.1 * (1 + 1 / 2 + 1 / 3 + 1 / 4)] * 3)
+    return moved and optimizer.param_groups[0]["count"] == optimizer.state_dict()["param_groups"][0]["count"] == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather"])
+def test_what_an_optimizer_counts_in_its_groups(run, stage):
+    assert all(run(counted_in_groups, stage))
+
+
+def refuses_a_group(rank, stage):
+    """An optimizer that is element-wise with its defaults, and not with what a group says."""
+    params = [torch.nn.Parameter(torch.ones(8, 8, device=rank.device)) for _ in range(2)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.1}]
+    with pytest.raises(ValueError, match="LambWhereItDecays is not element-wise"):
+        optimizer_of(stage)(groups, LambWhereItDecays)
+    optimizer = optimizer_of(stage)(groups[:1], LambWhereItDecays)
+    with pytest.raises(ValueError, match="LambWhereItDecays is not element-wise"):
+        optimizer.add_param_group(groups[1])
+    return len(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", ["stage3_gradbuffer", FOUR])
+def test_each_group_must_be_elementwise(run, stage):
+    assert run(refuses_a_group, stage) == [1, 1]
+
+
 NOT_ELEMENTWISE = {
     "Lamb": Lamb,
+    "counts in its groups": CountsInGroups,
     "LBFGS": torch.optim.LBFGS,
     "Adafactor": torch.optim.Adafactor,
     **({"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}),
@@ -106,6 +175,13 @@ NOT_ELEMENTWISE = {
 def test_optimizers_that_are_not_elementwise_are_refused(run, stage, make):
     for message in run(refuses, stage, make):
         assert "not element-wise" in message
+
+
+@pytest.mark.parametrize("world_size", [1])
+@pytest.mark.parametrize("stage", ["stage3_gradbuffer", FOUR])
+def test_an_optimizer_that_would_not_step_shards_is_refused(run, stage):
+    (message,) = run(refuses, stage, "wants requires_grad")
+    assert "WantsRequiresGrad doesn't step tensors with requires_grad=False" in message
 
 
 def accepts(rank, stage):
