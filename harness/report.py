@@ -121,12 +121,14 @@ def _line_sheet(result):
 
 def _state_sheet(states):
     ranks = list(states[0]["bytes_per_param"])
+    notes = ["Rank 0 of d, played by one process."]
+    if any("+ b" in row["formula"] for row in states):
+        notes[0] += (" b: the two bucket buffers of stage 4. Below the count in brackets: the formula, where they differ "
+                     "by more than 1 % (padding).")
     return Sheet(
         "Model state, bytes a parameter, by number of ranks",
         [("parameters/gradients", ""), ("formula", ""), *((f"d = {d}", "counted") for d in ranks)],
-        [[row["name"], row["formula"], *(_state(row, d) for d in ranks)] for row in states],
-        ["Rank 0 of d, played by one process. b: the two bucket buffers of stage 4. Below the count in brackets: the "
-         "formula, where they differ by more than 1 % (padding)."])
+        [[row["name"], row["formula"], *(_state(row, d) for d in ranks)] for row in states], notes)
 
 
 def _state(row, d):
@@ -297,6 +299,10 @@ def _bench_sheets(*numbers):
     return [sheet_text(sheets(result)[number]) for number in numbers] + [_conditions(result)]
 
 
+def _state_sheets(stage):
+    return [sheet_text(_state_sheet([row for row in _load_bench()["model_state"] if row["name"].startswith(stage)]))]
+
+
 def _network_sheets():
     return [text for result in _by_rate() for text in (sheet_text(_line_sheet(result)), _conditions(result))]
 
@@ -355,7 +361,8 @@ BLOCKS = {
     "stage1": lambda: _counted_sheets("stage 1 naive broadcast"),
     "stage2": lambda: _counted_sheets("stage 2 all-gather"),
     "bench": lambda: _bench_sheets(0, 1, 2),
-    "state": lambda: _bench_sheets(2)[:1],
+    "state3": lambda: _state_sheets("stage 3"),
+    "state4": lambda: _state_sheets("stage 4"),
     "network": _network_sheets,
     "accumulation": _accumulation_sheets,
 }

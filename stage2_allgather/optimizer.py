@@ -17,7 +17,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
-    construction the parameters are broadcast from rank 0, as DistributedDataParallel does.
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does; buffers of the model are not.
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.

@@ -33,7 +33,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
-    construction the parameters are broadcast from rank 0, as DistributedDataParallel does.
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does; buffers of the model are not.
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device. Of a DTensor
@@ -114,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a parameter received no gradient, or one by assignment when its own had left, or its `data`
-                was replaced; on every rank.
+                was replaced; on every rank, but after `clip_grad_norm_`, when the ranks have agreed already.
         """
         loss = self._closure_loss(closure)
         self._start_remaining_grad_syncs()
