@@ -44,9 +44,10 @@ def check_divisible(optimizer_cls, kwargs, groups, elementwise):
     def cut(tensor):
         return list(tensor.flatten().split([13, 51, 64])) if elementwise else list(tensor)
 
-    for options in {repr(hyperparameters(group)): hyperparameters(group) for group in groups}.values():
+    different = [{**hyperparameters(group), **lr} for group in groups]
+    for options in {repr(options): options for options in different}.values():
         def make(params):
-            return optimizer_cls([{**options, **lr, "params": params}], **kwargs)
+            return optimizer_cls([{**options, "params": params}], **kwargs)
 
         values = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
         whole, parts = list(values.clone()), cut(values.clone())

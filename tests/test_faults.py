@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness import workload
-from harness.faults import faults, final_state
+from harness.faults import Run, faults, final_state
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.checkpoint import latest
 from tests.common import STAGES
@@ -155,3 +156,12 @@ def test_bad_input_is_one_line(args):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 2
     assert run.stderr.startswith("faults: error: ") and args[0] in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_what_was_started_ends_when_something_goes_wrong(tmp_path):
+    with pytest.raises(AssertionError), Run(f"{STAGES[3]}/train.py", 2, 10**6, tmp_path) as run:
+        next(run.starts())
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        raise AssertionError
+    assert run.process.poll() is not None and len(children) == 2
+    assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -114,7 +114,10 @@ def test_without_root_it_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong, named", [(["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
-                                          (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'")])
+                                          (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'"),
+                                          (["--model", "huge"], "'huge'"), (["--sequence-length", "9999"], "9999"),
+                                          (["--json", "results"], "results: it is a folder"),
+                                          (["--json", "results/bench.json"], "something else than results of make")])
 def test_bad_input_is_one_line(wrong, named):
     command, options = network(*wrong)
     run = subprocess.run(command, capture_output=True, timeout=60, **options)

@@ -107,3 +107,15 @@ def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
 def test_an_unknown_block_is_an_error():
     with pytest.raises(KeyError):
         report.rewritten("<!-- report: nothing -->\n<!-- end -->\n")
+
+
+@pytest.mark.parametrize("part", ["model_state", "rows"])
+def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
+    """What --quick and --rows leave out."""
+    whole = json.loads((report.ROOT / "results" / "bench.json").read_text())
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    left = {**whole, "rows": whole["rows"][:2]} if part == "rows" else {k: v for k, v in whole.items() if k != part}
+    (tmp_path / "results" / "bench.json").write_text(json.dumps(left))
+    with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
+        report.rewritten("<!-- report: stage1 -->\n<!-- end -->")
