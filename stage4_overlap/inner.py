@@ -40,38 +40,41 @@ def check_divisible(optimizer_cls, kwargs, groups, elementwise):
     name, device = optimizer_cls.__name__, groups[0]["params"][0].device
     optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
     lr = {"lr": 0.1} if "lr" in inspect.signature(optimizer_cls).parameters else {}  # so that there is a difference
-
-    def cut(tensor):
-        return list(tensor.flatten().split([13, 51, 64])) if elementwise else list(tensor)
-
     different = [{**hyperparameters(group), **lr} for group in groups]
     for options in {repr(options): options for options in different}.values():
         def make(params):
             return optimizer_cls([{**options, "params": params}], **kwargs)
-
-        values = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
-        whole, parts = list(values.clone()), cut(values.clone())
         try:
-            together, apart = make(whole), [make(parts)] * 3 if elementwise else [make([part]) for part in parts]
-            for step in range(3):
-                grads = torch.sin(values * 5 + step)
-                for param, grad in zip(whole, grads):
-                    param.grad = grad
-                together.step()
-                for optimizer, part, grad in zip(apart, parts, cut(grads.clone())):
-                    part.grad = grad
-                    optimizer.step()
-                    part.grad = None
-            once, in_parts = (torch.cat([param.flatten() for param in params]) for params in (whole, parts))
-            alike = torch.allclose(once, in_parts, rtol=1e-12, atol=0)
-        except (RuntimeError, TypeError, ValueError):  # Muon wants matrices, L-BFGS a closure
-            alike = False
+            before, whole, parts = step_whole_and_in_parts(make, elementwise, device)
+            alike, reason = torch.allclose(whole, parts, rtol=1e-12, atol=0), None
+        except (AttributeError, RuntimeError, TypeError, ValueError) as failure:
+            alike, reason = False, failure  # Muon wants matrices, L-BFGS a closure, some a gradient for every tensor
         if not alike and elementwise:
-            raise ValueError(f"{name} is not element-wise: shards would step differently; use stage 2")
+            raise ValueError(f"{name} is not element-wise: shards would step differently; use stage 2") from reason
         if not alike:
-            raise ValueError(f"{name} doesn't step tensors one by one: a rank's would step differently")
-        if elementwise and torch.equal(once, values.flatten()):
+            raise ValueError(f"{name} doesn't step tensors one by one: a rank's would step differently") from reason
+        if elementwise and torch.equal(before, whole):
             raise ValueError(f"{name} doesn't step tensors with requires_grad=False, as shards are; use stage 2")
+
+
+def step_whole_and_in_parts(make, elementwise, device):
+    """-> the values of two small tensors: before, after three steps as they are, after three in parts; (128,) each."""
+    def cut(tensor):
+        return list(tensor.flatten().split([13, 51, 64])) if elementwise else list(tensor)
+
+    before = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
+    whole, parts = list(before.clone()), cut(before.clone())
+    together, apart = make(whole), [make(parts)] * 3 if elementwise else [make([part]) for part in parts]
+    for step in range(3):
+        grads = torch.sin(before * 5 + step)
+        for param, grad in zip(whole, grads):
+            param.grad = grad
+        together.step()
+        for optimizer, part, grad in zip(apart, parts, cut(grads.clone())):
+            part.grad = grad
+            optimizer.step()
+            part.grad = None
+    return before.flatten(), *(torch.cat([param.flatten() for param in params]) for params in (whole, parts))
 
 
 def hyperparameters(group):
