@@ -24,7 +24,7 @@ help:
 	@echo 'make faults                 kill ranks of a training run at random, 50 times: is anything lost?'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make report                 tables and pictures of README.md and the chapters anew, from results/*.json'
-	@echo 'make diff A=2 B=3           what one stage changes in the one before'
+	@echo 'make diff A=2 B=3           what one stage changes in the one before, the code first'
 	@echo 'make clean                  remove the environment and caches'
 
 bench: $(ENV)
@@ -59,7 +59,7 @@ report: $(ENV)
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
-	@git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
+	@printf '*.py\n*.md\n' | git diff --no-index --color=auto -O/dev/stdin -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv
