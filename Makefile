@@ -59,7 +59,8 @@ report: $(ENV)
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
-	@printf '%s\n' '*/optimizer.py' '*/buffer.py' '*/hooks.py' '*.py' '*.md' | git diff --no-index --color=auto -O/dev/stdin -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
+	@printf '%s\n' '*/optimizer.py' '*/buffer.py' '*/hooks.py' '*.py' '*.md' | \
+	git diff --no-index --color=auto -O/dev/stdin -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv
