@@ -17,7 +17,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
-    construction the parameters are broadcast from rank 0, as DistributedDataParallel does; buffers of the model are not.
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does, but not the model's buffers.
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.
@@ -45,6 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
         self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group

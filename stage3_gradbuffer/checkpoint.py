@@ -7,10 +7,13 @@ stage and in a plain torch optimizer, and torch.distributed.checkpoint's own too
 Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM's distributed optimizer.
 """
 
+import copy
+import io
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import warnings
 import zlib
@@ -107,20 +110,28 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         model: its parameters and buffers are saved by name, and the optimizer's state by those names.
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer; not of DTensors.
         extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states.
-        asynchronous: copy everything to the CPU, and write while training goes on.
+        asynchronous: copy everything to the CPU, and write while training goes on. One at a time: it waits for the one
+            before.
 
     Returns a Future: `.result()` waits, and raises what went wrong. Without `asynchronous` it is done.
 
     Raises:
-        CheckpointError: on every rank; `path` exists, or can't be written; or `asynchronous`, the optimizer's ranks are
-            not all there are, and some of them are in more process groups than others.
+        CheckpointError: on every rank; `path` exists, or can't be written, or `extra` not be read again; or
+            `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than others.
         ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors.
     """
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
-    partial = path.with_name(path.name + ".partial")
+    partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
+    for earlier, _ in optimizer.__dict__.get("checkpoint_writers", {}).values():
+        earlier.submit(int).result()  # it may be writing to `partial`
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     error = None
+    try:
+        extra = read_again(extra)
+    except Exception as refusal:  # whatever pickle raises
+        error = f"torch.load(weights_only=True) can't read `extra` again: {first_line(refusal)}"
+    agree(error, what, group)
     if rank == 0:
         try:
             if path.exists():
@@ -129,8 +140,8 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
             partial.mkdir(parents=True)
         except OSError as refusal:
             error = refusal.strerror
-    agree(all_gather(error, group)[0], f"checkpoint {path} can't be written", group)
-    tree, manifest = collect(model, optimizer, names, extra, rank, copy=asynchronous)
+    agree(all_gather(error, group)[0], what, group)
+    tree, manifest = collect(model, optimizer, names, extra, rank, to_cpu=asynchronous)
     manifest["ranks"] = world_size
     if not asynchronous:
         return _done(write(path, partial, tree, manifest, group))
@@ -159,15 +170,23 @@ def _done(result):
     return future
 
 
-def collect(model, optimizer, names, extra, rank, copy):
+def read_again(extra):
+    """A copy of `extra`, made as `load` will make it."""
+    file = io.BytesIO()
+    torch.save(extra, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def collect(model, optimizer, names, extra, rank, to_cpu):
     """What this rank writes, in the layout of torch's get_state_dict -> (tree, manifest without the files)."""
     pieces, params = pieces_of(optimizer), all_params(optimizer)
     index_of = {id(param): index for index, param in enumerate(params)}
 
     def kept(tensor):
-        return tensor.detach().cpu().clone() if copy else tensor.detach()
+        return tensor.detach().cpu().clone() if to_cpu else tensor.detach()
 
-    tree = {"model": {}, "optimizer": {"state": {}, "param_groups": packed_groups(optimizer)}, "extra": {}}
+    groups = copy.deepcopy(packed_groups(optimizer))
+    tree = {"model": {}, "optimizer": {"state": {}, "param_groups": groups}, "extra": {}}
     for name, value in model.state_dict(keep_vars=True).items():
         index = index_of.get(id(value))
         if index in pieces:
@@ -191,8 +210,10 @@ def collect(model, optimizer, names, extra, rank, copy):
 
 
 def names_of(model, optimizer) -> list[str]:
-    """The model's names of the parameters, by index."""
-    name_of = {id(param): name for name, param in model.named_parameters()}
+    """The names that the parameters have in model.state_dict(), by index."""
+    name_of = {}
+    for name, param in [*model.state_dict(keep_vars=True).items(), *model.named_parameters()]:
+        name_of.setdefault(id(param), name)  # the first of tied ones
     unknown = [index for index, param in enumerate(all_params(optimizer)) if id(param) not in name_of]
     if unknown:
         raise ValueError(f"parameter {unknown[0]} of the optimizer is not one of the model's: pass the model it trains")
@@ -212,11 +233,12 @@ def write(path, partial, tree, manifest, group):
     rank, _ = rank_and_size(group)
     try:
         no_dist = not dist.is_initialized()
-        dcp.save(tree, storage_writer=dcp.FileSystemWriter(partial), process_group=group, no_dist=no_dist)
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what all have, such as buffers
+        writer = dcp.FileSystemWriter(partial)
+        dcp.save(tree, storage_writer=writer, planner=planner, process_group=group, no_dist=no_dist)
     except dcp.api.CheckpointException as failure:
         shutil.rmtree(partial, ignore_errors=True)
-        failed, (error, _) = next(iter(failure.failures.items()))
-        raise CheckpointError(f"{what}: rank {failed}: {first_line(error)}") from None
+        raise CheckpointError(f"{what}: rank {next(iter(failure.failures))}: {first_line(failure)}") from None
     error, files = None, {}
     try:
         own = [partial / ".metadata"] * (rank == 0) + list(partial.glob(f"__{rank}_*"))
@@ -261,10 +283,10 @@ def load(path, model, optimizer):
     agree(error, what, group)
 
     wanted, mains, states = {}, {}, {}  # key in the checkpoint -> tensor to fill, or None for what is no tensor
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in model.state_dict(keep_vars=True).items():
         main_key = stored.get(name, {}).get("main_param")  # of a parameter that had 16 bits when it was saved
         key = main_key if main_key and tensor.dtype.itemsize >= 4 else f"model.{name}"
-        if key in metadata:
+        if isinstance(tensor, torch.Tensor):
             wanted[key] = tensor.detach()
     for index, (start, _, main) in pieces.items():
         entries, states[index], shape = dict(stored.get(names[index], {})), {}, params[index].shape
@@ -280,14 +302,9 @@ def load(path, model, optimizer):
                 wanted[key] = blank(metadata[key], main)
     shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
     extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
-    wanted.update({key: blank(metadata[key]) for key in [*shared, extra]})
-    try:
-        for tensors in (wanted, mains):
-            planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(tensors, storage_reader=Reader(path), planner=planner, no_dist=True)
-    except (OSError, dcp.api.CheckpointException) as failure:
-        error = first_line(failure)
-    agree(error, what, group)
+    values = {key: blank(metadata[key]) for key in [*shared, extra]}
+    agree(read(path, values), what, group)  # what may not be read is here, and nothing is changed yet
+    agree(read(path, wanted) or read(path, mains), what, group)
     for index, state in states.items():
         for entry, key in stored.get(names[index], {}).items():
             if entry != "main_param":
@@ -295,9 +312,18 @@ def load(path, model, optimizer):
     groups = [{} for _ in optimizer.param_groups]
     for key in shared:
         _, _, group_index, entry = key.split(".", 3)
-        groups[int(group_index)][entry] = wanted[key]
+        groups[int(group_index)][entry] = values[key]
     install(optimizer, states, groups)
-    return wanted[extra][0]
+    return values[extra][0]
+
+
+def read(path, wanted):
+    """Fill `wanted`, key -> tensor, or None for what is no tensor. -> what went wrong, or None."""
+    try:
+        planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(wanted, storage_reader=Reader(path), planner=planner, no_dist=True)
+    except (OSError, dcp.api.CheckpointException) as failure:
+        return first_line(failure)
 
 
 def latest(folder) -> Path | None:
@@ -413,7 +439,10 @@ def checksum(file) -> dict:
 
 
 def rank_and_size(group):
-    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    if rank < 0:
+        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
+    return rank, world_size
 
 
 def all_gather(what, group) -> list:
@@ -433,4 +462,9 @@ def agree(error, what, group):
 
 
 def first_line(error):
+    if isinstance(error, dcp.api.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    forbidden = re.search(r"GLOBAL \S+", str(error))  # in the fifth line of what torch.load says
+    if forbidden:
+        return f"it holds {forbidden[0].removeprefix('GLOBAL ')}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

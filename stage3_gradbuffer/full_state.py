@@ -191,7 +191,7 @@ def load_full_state_dict(optimizer, state_dict):
     dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], ValueError):
         raise plan[0]
-    groups, described = plan[0]
+    groups, described = copy.deepcopy(plan[0])  # on rank 0 they are the caller's own
     inner_of(optimizer).state.clear()
     states = {}
     for index, entries in described.items():
@@ -250,6 +250,8 @@ def reshard(optimizer, process_group):
     states = states_of(optimizer, pieces)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer)))
+    if len({tuple(len(group["params"]) for group in groups) for _, groups in everyone}) > 1:
+        raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
     source = next(rank for rank, (n_pieces, _) in enumerate(everyone) if n_pieces)
     for param in params:
         dist.broadcast(param, src=source)  # to the ranks that join

@@ -13,7 +13,7 @@ from .checks import local
 from .hooks import awaited
 
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
-UNDER_WAY = set()  # BucketBuffers: one whose optimizer is gone must not take its messages with it, others expect them
+UNDER_WAY = set()  # what travels: an optimizer that is gone must not take its messages with it, others expect them
 
 
 class Range(NamedTuple):
@@ -107,7 +107,7 @@ class Bucket:
         for param, view in zip(params, views):
             param.data = view.copy_(param)
         self.views = {id(param): view for param, view in zip(self.params, views)}
-        self.note_new_params()
+        self.note_new_params(self.params)
         self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
@@ -127,8 +127,9 @@ class Bucket:
         for r, main_param, main_grad in zip(self.ranges, self.parameter.main_params, self.gradient.main_grads):
             main_param.grad = None if id(self.params[r.index]) in unused else main_grad
 
-    def start_param_sync(self):
-        """Launch the all-gather of the stepped parameters, in place."""
+    def start_param_sync(self, unused):
+        """Launch the all-gather of the parameters, in place. Those in `unused`, a set of ids, were not stepped."""
+        self.stepped = [param for param in self.params if id(param) not in unused]
         self.parameter.copy_main_to_model()
         self.param_sync = dist.all_gather_into_tensor(
             self.flat_params, self.parameter.shard, group=self.process_group, async_op=True
@@ -143,13 +144,12 @@ class Bucket:
                 self.param_sync = None
                 for param in self.params:
                     param.__class__ = type(param).kind
-                self.note_new_params()
+                self.note_new_params(self.stepped)
 
-    def note_new_params(self):
-        """Tell autograd, which saw nothing, that the parameters are new: a graph that read the old ones is refused."""
-        params = [local(param) for param in self.params]
-        torch.autograd.graph.increment_version(params)
-        self.versions = [param._version for param in params]
+    def note_new_params(self, changed):
+        """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""
+        torch.autograd.graph.increment_version([local(param) for param in changed])
+        self.versions = [local(param)._version for param in self.params]
 
     def take_model_changes(self):
         """Where somebody has written into the parameters since, model.load_state_dict() say, main_shard follows."""
@@ -239,7 +239,7 @@ class BucketBuffer:
 
     def __init__(self, nbytes, device, process_group, reduce_dtype, tag):
         self.process_group, self.tag = process_group, tag
-        self.exchange = reduce_dtype is not None or dist.get_backend(process_group) == "gloo"
+        self.exchange = reduce_dtype is not None or backend_of(process_group, device) == "gloo"
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
         self.nbytes = self.sent.nbytes + self.received.nbytes
@@ -260,19 +260,20 @@ class BucketBuffer:
     def start_grad_sync(self):
         """Send them off."""
         self.has_left = True
-        UNDER_WAY.add(self)
         if self.exchange:
             self.theirs = self.received[: self.mine.nbytes].view(self.mine.dtype).view_as(self.mine)
             self.works = self._start_exchange()
         else:
             own, flat = self.mine[self.bucket.rank], self.mine.view(-1)
             self.works = [dist.reduce_scatter_tensor(own, flat, group=self.process_group, async_op=True)]
+        self.under_way = self.sent, self.received, *self.works
+        UNDER_WAY.add(self.under_way)
 
     def finish_grad_sync(self):
         """Wait, and add the sum to the shard of the bucket."""
         for work in self.works:
             work.wait()
-        UNDER_WAY.remove(self)
+        UNDER_WAY.remove(self.under_way)
         parts = [self.mine[self.bucket.rank]]
         if self.exchange:
             parts = [*self.theirs[: self.bucket.rank], *parts, *self.theirs[self.bucket.rank + 1 :]]
@@ -291,6 +292,12 @@ class BucketBuffer:
                 operations.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
                 operations.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+def backend_of(process_group, device):
+    """-> "gloo" or another name. A group may have a backend for each type of device: that is what no name asks for."""
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
+    return config.get_device_backend_map().get(torch.device(device).type)
 
 
 def local_grad(param):

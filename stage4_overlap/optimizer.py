@@ -8,6 +8,7 @@ Source of the idea: Megatron-LLaMA's OverlappedDistributedOptimizer and veScale'
 import contextlib
 import functools
 import itertools
+import math
 import weakref
 from collections import deque
 
@@ -33,7 +34,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
-    construction the parameters are broadcast from rank 0, as DistributedDataParallel does; buffers of the model are not.
+    construction the parameters are broadcast from rank 0, as DistributedDataParallel does, but not the model's buffers.
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device. Of a DTensor
@@ -81,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._start_accumulation()
         self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
         self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
-        self.chose_fused = "fused" not in optimizer_kwargs  # full_state_dict says None then, as torch's does
+        self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -130,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._step_arrived()
         self._take_back_hyperparameters()
         for bucket in reversed(self.buckets):  # the order of the forward pass
-            bucket.start_param_sync()
+            bucket.start_param_sync(self.unused)
         if not self.prefetching:
             self.finish_param_sync()
         self._start_accumulation()
@@ -157,7 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
         self.prefetching = True
         for module in model.modules():
-            module.register_forward_pre_hook(ModuleHook(module), prepend=True)
+            if not any(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values()):
+                module.register_forward_pre_hook(ModuleHook(module), prepend=True)
 
     def finish_param_sync(self):
         """Wait until every parameter has arrived: before what reads them past torch's functions, as C++ code does."""
@@ -310,7 +312,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._broadcast([local(param)], src=0)
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
-        sizes = [local(param).nbytes for param in params]
+        n_cuts = [math.prod(dist.get_world_size(group) for group in spread_over(param)) for param in params]
+        sizes = [param.nbytes // n for param, n in zip(params, n_cuts)]  # not local(param)'s: those may differ by rank
         layout = bucket_layout(sizes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):

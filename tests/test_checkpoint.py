@@ -11,10 +11,12 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -819,3 +821,135 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
         (tmp_path / name / "manifest.json").touch()
     (tmp_path / "step-3").mkdir()  # without manifest
     assert latest(tmp_path) == tmp_path / "step-2"
+
+
+# ------------------------------------------------------------------------------- what readers of checkpoint.py have found
+
+
+def small(rank, stage, *layers, **kwargs):
+    """A model, and its optimizer after a step."""
+    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(7, 7)])).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.AdamW, **kwargs)
+    model(torch.ones(2, 7, device=rank.device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def wrapped(rank, stage, path):
+    """checkpoint_wrapper takes its prefix out of the names in state_dict(), and not out of those of parameters."""
+    checkpoint = checkpoint_of(stage)
+    model, optimizer = small(rank, stage, checkpoint_wrapper(torch.nn.Linear(7, 7)), torch.nn.Linear(7, 3))
+    checkpoint.save(path, model, optimizer)
+    other, other_optimizer = small(rank, stage, checkpoint_wrapper(torch.nn.Linear(7, 7)), torch.nn.Linear(7, 3))
+    checkpoint.load(path, other, other_optimizer)
+    assert equal(dict(other.named_parameters()), dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_parameters_whose_module_renames_them(run, stage, tmp_path):
+    run(wrapped, stage, tmp_path / "one")
+
+
+def written_later(rank, stage, path):
+    """What is given to an asynchronous save may change before it is written."""
+    model, optimizer = small(rank, stage, lr=torch.tensor(0.5))
+    extra = {"step": 1, "average": torch.zeros(5)}
+    with held_back(True) as let_go:
+        done = checkpoint_of(stage).save(path, model, optimizer, extra, asynchronous=True)
+        extra["step"], _ = 2, extra["average"].fill_(7)
+        optimizer.param_groups[0]["lr"].fill_(9)
+        let_go.set()
+        done.result(30)
+    found = checkpoint_of(stage).load(path, model, optimizer)
+    assert found["step"] == 1 and found["average"].eq(0).all() and optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_an_asynchronous_save_keeps_what_was_there(run, stage, tmp_path):
+    run(written_later, stage, tmp_path / "one")
+
+
+def whole_on_every_rank(rank, stage, path):
+    """Statistics of each rank's own, and a layer that is not in the optimizer: of such, those of rank 0 are saved."""
+    layers = [torch.nn.Linear(7, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 7), torch.nn.BatchNorm1d(7)]
+    model, optimizer = small(rank, stage, *layers)
+    model.append(torch.nn.Linear(100, 3).to(rank.device))
+    own = [*model.buffers(), *model[-1].parameters()]
+    with torch.no_grad():
+        for tensor in own:
+            tensor.fill_(rank.rank + 1)
+    checkpoint_of(stage).save(path, model, optimizer)
+    checkpoint_of(stage).load(path, model, optimizer)
+    assert all(tensor.eq(1).all() for tensor in own)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_all_ranks_have_is_saved_by_rank_0(run, stage, tmp_path):
+    run(whole_on_every_rank, stage, tmp_path / "one")
+
+
+def unreadable(rank, stage, path):
+    model, optimizer = small(rank, stage)
+    with pytest.raises(checkpoint_of(stage).CheckpointError, match="rank 1: .* can't read `extra` again: it holds numpy"):
+        checkpoint_of(stage).save(path, model, optimizer, np.zeros(2) if rank.rank == 1 else {"step": 1})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_an_extra_that_no_load_will_read_is_refused_when_it_is_saved(run, stage, tmp_path):
+    run(unreadable, stage, tmp_path / "one")
+
+
+def saved_twice(rank, stage, path):
+    """While the first one is being written there is no folder of that name yet."""
+    checkpoint = checkpoint_of(stage)
+    model, optimizer = small(rank, stage, torch.nn.Linear(7, 999))
+    done = checkpoint.save(path, model, optimizer, 1, asynchronous=True)
+    with pytest.raises(checkpoint.CheckpointError, match="exists already"):
+        checkpoint.save(path, model, optimizer, 2)
+    done.result(30)
+    assert checkpoint.load(path, model, optimizer) == 1
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_second_save_waits_for_the_first(run, stage, tmp_path):
+    run(saved_twice, stage, tmp_path / "one")
+
+
+def a_lr_of_ones_own(rank, stage):
+    model, optimizer = small(rank, stage, lr=torch.tensor(0.5))
+    plain = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    optimizer.load_full_state_dict(plain.state_dict())
+    optimizer.param_groups[0]["lr"].fill_(9)
+    return plain.param_groups[0]["lr"].item()
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_loaded_learning_rate_is_not_the_callers(run, stage):
+    assert run(a_lr_of_ones_own, stage) == pytest.approx([0.1, 0.1])
+
+
+def group_added_by_some(rank, stage, path):
+    model, optimizer = small(rank, stage)
+    members = dist.new_group([0, 2])
+    optimizer.reshard(members)
+    if rank.rank == 1:
+        with pytest.raises(checkpoint_of(stage).CheckpointError, match="in no process group since reshard"):
+            checkpoint_of(stage).save(path, model, optimizer)
+    else:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5, device=rank.device))]})
+    with pytest.raises(RuntimeError, match="different parameter groups"):
+        optimizer.reshard(None)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [3])
+def test_a_group_that_was_added_while_a_rank_was_outside(run, stage, tmp_path):
+    run(group_added_by_some, stage, tmp_path / "one")

@@ -236,3 +236,35 @@ def refused(rank):
 
 def test_what_it_can_not_do_is_said_in_one_line(run):
     run(refused)
+
+
+class Uneven(nn.Module):
+    """`up` and `down` are cut into 2 and 1 of 3: parts of a parameter are not equally large on all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 3, bias=False), nn.Linear(3, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def buckets_of_uneven_parts(rank):
+    mesh = mesh_of(rank)
+    model = nn.Sequential(*(Uneven() for _ in range(4))).to(rank.device)
+    for block in model:
+        parallelize_module(block, mesh["tp"], {
+            "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "down": RowwiseParallel(output_layouts=Shard(1))})
+    optimizer = optimizer_of(STAGES[3])(model.parameters(), process_group=mesh["dp"].get_group(), bucket_cap_mb=0.0003)
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank.rank // 2)).to(rank.device)
+    part = x.chunk(2, dim=1)[rank.rank % 2]
+    model(part).square().sum().backward()  # a bucket with norms makes a collective over "tp" when it leaves
+    optimizer.step()
+    return [len(bucket.params) for bucket in optimizer.buckets]
+
+
+def test_buckets_are_the_same_where_parts_are_not(run):
+    first, *others = run(buckets_of_uneven_parts)
+    assert all(other == first for other in others) and len(first) > 2

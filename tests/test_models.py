@@ -103,6 +103,35 @@ def test_what_nobody_has_any_more_is_freed(run, stage):
     assert all(run(dropped, stage))
 
 
+def dropped_again_and_again(rank):
+    """What they had under way stays, and nothing else of them."""
+    for _ in range(3):
+        model = net(rank)
+        optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **SGD)
+        loss(model, rank).backward()
+        buckets = [weakref.ref(bucket) for bucket in optimizer.buckets]
+        del optimizer, model
+        gc.collect()
+        assert not any(bucket() for bucket in buckets)
+
+
+def test_optimizers_that_are_dropped_in_a_step_leave_their_model_to_go(run):
+    run(dropped_again_and_again)
+
+
+def prefetched_twice(rank):
+    model = net(rank)
+    for _ in range(3):
+        optimizer = DistributedOptimizer(model.parameters(), **SGD)
+        optimizer.prefetch_params(model)
+    return len(model[0]._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_each_module_has_one_hook_that_waits(run, world_size):
+    assert run(prefetched_twice) == [1]
+
+
 def dropped_in_backward(rank):
     """Its messages arrive all the same: those of the next optimizer would be taken for them."""
     model = net(rank)

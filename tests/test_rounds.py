@@ -211,3 +211,47 @@ def beside_other_messages(rank):
 @pytest.mark.parametrize("world_size", [2])
 def test_messages_of_the_user_are_not_taken_for_gradients(run, world_size):
     run(beside_other_messages)
+
+
+def by_other_names(rank):
+    """-> the averaged gradient, in groups whose backend is gloo by these names."""
+    torch.manual_seed(rank.rank)
+    values, found = torch.randn(99, dtype=torch.bfloat16), []
+    for backend in ("gloo", "cpu:gloo"):
+        params = [torch.nn.Parameter(torch.zeros(99, dtype=torch.bfloat16)) for _ in range(2)]
+        optimizer = DistributedOptimizer(params, process_group=dist.new_group(backend=backend))
+        ((params[0] + params[1]) * values).sum().backward()
+        optimizer.finish_grad_sync()
+        found.append(torch.cat([bucket.gradient.shard for bucket in optimizer.buckets]))
+    assert torch.equal(*found) and not torch.equal(found[0], found[0].bfloat16().float())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_gloo_by_another_name_sums_in_fp32_too(run, world_size):
+    run(by_other_names)
+
+
+def not_stepped(rank):
+    """Graphs through parameters that a step leaves alone, since they are unused or frozen, live on, as in torch."""
+    torch.manual_seed(0)
+    one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    params = [*one.parameters(), *other.parameters()]
+    optimizer = DistributedOptimizer(params, lr=0.1, find_unused_parameters=True)
+    x = torch.ones(2, 3, requires_grad=True)
+    later = one(one(x)).sum()
+    other(other(x)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    later.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    one.requires_grad_(False)
+    features = one(one(x))
+    other(features.detach()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    features.sum().backward()
+
+
+def test_graphs_through_what_was_not_stepped(run):
+    run(not_stepped)
