@@ -58,7 +58,7 @@ def main():
     except (ValueError, OSError) as error:
         fail(error)
     if args.json:
-        harness.check_writable(args.json, fail)
+        harness.check_writable("--json", args.json, fail)
     try:
         with Workers(args.ranks, args.timeout) as workers, rich.progress.Progress(
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),

@@ -205,11 +205,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of the training (default 0)")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    for name in ("kills", "ranks"):
-        if getattr(args, name) < 1:
-            fail(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    harness.check_at_least_1(args, ("kills", "ranks"), fail)
     if args.json:
-        harness.check_writable(args.json, fail)
+        harness.check_writable("--json", args.json, fail)
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))

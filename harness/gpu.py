@@ -121,14 +121,14 @@ def sheet(result):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = functools.partial(harness.fail, "cuda")
+    parser.error = fail = functools.partial(harness.fail, "cuda")
     parser.add_argument("--json", type=Path, default=Path("results/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
+    harness.check_writable("--json", args.json, fail)
     result = measure(torch.device("cuda", 0))
     print(report.sheet_text(sheet(result)))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {args.json}")
 

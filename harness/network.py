@@ -3,8 +3,8 @@
     python -m harness.network --rate 1gbit [--rounds 4] [--rows "stage 4"]
 
 Each host is a network namespace of Linux; a veth pair joins them, whose two ends are held to `--rate` by a token bucket
-(tc tbf). In each, torchrun starts one rank with gloo on the CPU. Needs root and iproute2. Nothing else on the machine is
-touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM. (After SIGKILL its ranks are gone, and
+(tc tbf). In each, torchrun starts one rank with gloo on the CPU. Needs root and iproute2. Nothing else on the machine
+is touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM. (After SIGKILL its ranks are gone, and
 `ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 """
 
@@ -223,7 +223,7 @@ def earlier(args):
     try:
         before = json.loads(args.json.read_text())
         return [result for result in [before, *before.pop("other_rates")] if result["conditions"]["rate"] != args.rate]
-    except (OSError, ValueError, KeyError):
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):
         fail(f"--json {args.json}: it holds something else than results of make network: name another file")
 
 
@@ -235,7 +235,7 @@ def main():
 
     harness.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
     if args.json:
-        harness.check_writable(args.json, fail)
+        harness.check_writable("--json", args.json, fail)
     at_other_rates = earlier(args)
     reason = missing()
     if reason:

@@ -123,8 +123,8 @@ def _state_sheet(states):
     ranks = list(states[0]["bytes_per_param"])
     notes = ["Rank 0 of d, played by one process."]
     if any("+ b" in row["formula"] for row in states):
-        notes[0] += (" b: the two bucket buffers of stage 4. Below the count in brackets: the formula, where they differ "
-                     "by more than 1 % (padding).")
+        notes[0] += (" b: the two bucket buffers of stage 4. Below the count in brackets: the formula, where they "
+                     "differ by more than 1 % (padding).")
     return Sheet(
         "Model state, bytes a parameter, by number of ranks",
         [("parameters/gradients", ""), ("formula", ""), *((f"d = {d}", "counted") for d in ranks)],

@@ -327,6 +327,7 @@ def parse():
     add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     harness.check_workload(args, ("ranks",), workload.MODELS, fail)
+    harness.check_writable("--out", args.out, fail)
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
     if args.rows == "all":
@@ -344,7 +345,6 @@ def main():
         rows = [(f"{name}, rank {rank}", step) for name in names
                 for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     print(text(rows))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     args.out.write_text(svg(rows, title))
     args.out.with_suffix(".json").write_text(json.dumps(trace(rows)))

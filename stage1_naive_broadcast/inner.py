@@ -27,23 +27,24 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     return fused
 
 
-def check_divisible(optimizer_cls, kwargs, groups, elementwise):
+def check_divisible(make_optimizer, groups, elementwise):
     """Refuse an optimizer that steps parts otherwise than the whole: try it, for each group, on two small tensors.
 
     Args:
+        make_optimizer: what `optimizer_factory` returned.
         elementwise: whether the parts are pieces of tensors, as in stages 3 and 4, stepped one after the other, as in
             stage 4. Otherwise they are tensors, each of them another rank's.
 
     Raises:
-        ValueError: the results differ; or whatever torch raises where `kwargs` are wrong.
+        ValueError: the results differ; or whatever torch raises where its arguments are wrong.
     """
-    name, device = optimizer_cls.__name__, groups[0]["params"][0].device
-    optimizer_cls([torch.zeros(8, 8, device=device)], **kwargs)  # wrong arguments are reported as torch does
-    lr = {"lr": 0.1} if "lr" in inspect.signature(optimizer_cls).parameters else {}  # so that there is a difference
+    name, device = make_optimizer.func.__name__, groups[0]["params"][0].device
+    make_optimizer([torch.zeros(8, 8, device=device)])  # wrong arguments are reported as torch does
+    lr = {"lr": 0.1} if "lr" in inspect.signature(make_optimizer).parameters else {}  # so that there is a difference
     different = [{**hyperparameters(group), **lr} for group in groups]
     for options in {repr(options): options for options in different}.values():
         def make(params):
-            return optimizer_cls([{**options, "params": params}], **kwargs)
+            return make_optimizer([{**options, "params": params}])
         try:
             before, whole, parts = step_whole_and_in_parts(make, elementwise, device)
             alike, reason = torch.allclose(whole, parts, rtol=1e-12, atol=0), None

@@ -36,15 +36,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, one_dtype=True)
-        check_divisible(optimizer_cls, optimizer_kwargs, groups, elementwise=False)
+        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        check_divisible(self.make_optimizer, groups, elementwise=False)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.average_gradients = average_gradients
         self.grads_synced = False
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
-        self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
-        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
@@ -54,7 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, one_dtype=True)
-        check_divisible(self.optimizer_cls, self.optimizer_kwargs, [param_group], elementwise=False)
+        check_divisible(self.make_optimizer, [param_group], elementwise=False)
         super().add_param_group(param_group)
         self.grads_synced = False  # what the new ones have in param.grad is local
         params = self.param_groups[-1]["params"]

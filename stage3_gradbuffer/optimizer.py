@@ -43,14 +43,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, contiguous=True)
         check_grad_dtype(groups, grad_dtype)
-        check_divisible(optimizer_cls, optimizer_kwargs, groups, elementwise=True)
+        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
+        check_divisible(self.make_optimizer, groups, elementwise=True)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
-        self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
-        self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
@@ -61,7 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, contiguous=True)
         check_grad_dtype([*self.param_groups, param_group], self.grad_dtype)
-        check_divisible(self.optimizer_cls, self.optimizer_kwargs, [param_group], elementwise=True)
+        check_divisible(self.make_optimizer, [param_group], elementwise=True)
         super().add_param_group(param_group)
         if self.buffers:  # not while the constructor runs: it puts all its groups into one buffer
             self._shard(self.param_groups[-1:])

@@ -174,7 +174,8 @@ def read_again(extra):
     """A copy of `extra`, made as `load` will make it."""
     file = io.BytesIO()
     torch.save(extra, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def collect(model, optimizer, names, extra, rank, to_cpu):

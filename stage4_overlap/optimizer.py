@@ -65,7 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             error = ValueError(f"bucket_cap_mb is {bucket_cap_mb}: it must be more than 0")
         groups = checked_groups(params, process_group, contiguous=True, dtensors=True, error=error)
-        check_divisible(optimizer_cls, optimizer_kwargs, groups, elementwise=True)
+        self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
+        check_divisible(self.make_optimizer, groups, elementwise=True)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -80,8 +81,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.accumulating = False  # inside no_sync
         self.prefetching = False
         self._start_accumulation()
-        self.optimizer_cls, self.optimizer_kwargs = optimizer_cls, optimizer_kwargs
-        self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
         self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
@@ -99,7 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         (param_group,) = checked_groups(
             [param_group], self.process_group, self.param_groups, contiguous=True, dtensors=True, error=error
         )
-        check_divisible(self.optimizer_cls, self.optimizer_kwargs, [param_group], elementwise=True)
+        check_divisible(self.make_optimizer, [param_group], elementwise=True)
         super().add_param_group(param_group)
         if self.buckets:  # not while the constructor runs: it puts all its groups into the same buckets
             self._shard(self.param_groups[-1:])

@@ -823,7 +823,7 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
     assert latest(tmp_path) == tmp_path / "step-2"
 
 
-# ------------------------------------------------------------------------------- what readers of checkpoint.py have found
+# --------------------------------------------------------------------------- what readers of checkpoint.py have found
 
 
 def small(rank, stage, *layers, **kwargs):
@@ -894,8 +894,9 @@ def test_what_all_ranks_have_is_saved_by_rank_0(run, stage, tmp_path):
 
 def unreadable(rank, stage, path):
     model, optimizer = small(rank, stage)
-    with pytest.raises(checkpoint_of(stage).CheckpointError, match="rank 1: .* can't read `extra` again: it holds numpy"):
-        checkpoint_of(stage).save(path, model, optimizer, np.zeros(2) if rank.rank == 1 else {"step": 1})
+    checkpoint, message = checkpoint_of(stage), "rank 1: .* can't read `extra` again: it holds numpy"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.save(path, model, optimizer, np.zeros(2) if rank.rank == 1 else {"step": 1})
     assert not path.exists()
 
 

@@ -43,6 +43,14 @@ def with_ddp(rank, model):
     return other, DistributedDataParallel(other), torch.optim.SGD(other.parameters(), lr=0.1)
 
 
+def step_both(rank, step, *both):
+    """A step of each (model, optimizer), with the same batch."""
+    for one, optimizer in both:
+        loss(one, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def assert_same(model, other, world_size):
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(param, expected, rtol=0, atol=1e-6 if world_size > 1 else 0)
@@ -66,10 +74,7 @@ def again(rank, stage, is_dropped):
             if rank.rank == 0:
                 leave_late(optimizer)
         for step in range(2):
-            for one, its_optimizer in ((model, optimizer), (ddp, plain)):
-                loss(one, rank, 2 * turn + step).backward()
-                its_optimizer.step()
-                its_optimizer.zero_grad()
+            step_both(rank, 2 * turn + step, (model, optimizer), (ddp, plain))
     if stage == FOUR:
         optimizer.finish_param_sync()
     assert_same(model, other, rank.world_size)
@@ -277,10 +282,7 @@ def shared_with_processes(rank, stage):
     other, ddp, plain = with_ddp(rank, model)
     optimizer = optimizer_of(stage)(model.parameters(), **SGD)
     for step in range(2):
-        for one, its_optimizer in ((model, optimizer), (ddp, plain)):
-            loss(one, rank, step).backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+        step_both(rank, step, (model, optimizer), (ddp, plain))
         if rank.device.type == "cpu":
             model.share_memory()
     assert_same(model, other, rank.world_size)

@@ -136,8 +136,9 @@ def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
     assert timeline.to_draw(results) is results[0]
 
 
-@pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is 0"),
-                                           (["--ranks", "0"], "--ranks is 0"), (["--rows", "zero"], "--rows 'zero'")])
+@pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),
+                                           (["--ranks", "0"], "--ranks is 0"), (["--rows", "zero"], "--rows 'zero'"),
+                                           (["--out", "results"], "--out results: it is a folder")])
 def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["timeline.py", *args])
     with pytest.raises(SystemExit) as ended:
