@@ -191,14 +191,14 @@ def load_full_state_dict(optimizer, state_dict):
     dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], ValueError):
         raise plan[0]
-    groups, described = copy.deepcopy(plan[0])  # on rank 0 they are the caller's own
+    groups, described = copy.deepcopy(plan[0])  # on rank 0 it is the caller's own, which a step would change
     inner_of(optimizer).state.clear()
     states = {}
     for index, entries in described.items():
         states[index] = {}
         for key, what in entries.items():
             if not isinstance(what, torch.dtype):
-                states[index][key] = copy.deepcopy(what)  # rank 0's own would be stepped in the caller's state_dict
+                states[index][key] = what
                 continue
             param = local(params[index])
             whole = torch.empty(param.numel(), dtype=what, device=param.device)
