@@ -26,8 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 from .full_state import (
     all_params,
-    check_names,
-    expected_state,
+    expected_of_saved,
     inner_of,
     install,
     packed_groups,
@@ -273,13 +272,26 @@ def load(path, model, optimizer):
     rank, world_size = rank_and_size(group)
     what, error = f"checkpoint {path} can't be loaded", None
     pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
-    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else None
     try:
         manifest = verified(path, rank, world_size)
         metadata = Reader(path).read_metadata().state_dict_metadata
         stored = stored_states(metadata)
-        check(manifest, metadata, stored, model, optimizer, names, expected)
+        check(manifest, metadata, model, optimizer, names)
     except (OSError, ValueError, KeyError, pickle.UnpicklingError) as refusal:
+        error = first_line(refusal)
+    agree(error, what, group)
+    shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
+    extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
+    values = {key: blank(metadata[key]) for key in [*shared, extra]}
+    agree(read(path, values), what, group)  # what may not be read is here
+    groups = [{} for _ in optimizer.param_groups]
+    for key in shared:
+        _, _, group_index, entry = key.split(".", 3)
+        groups[int(group_index)][entry] = values[key]
+    try:
+        is_sharded = hasattr(optimizer, "sharded_params")
+        expected = expected_of_saved(optimizer, names, stored, groups) if is_sharded else None
+    except Exception as refusal:  # whatever an optimizer says of its hyperparameters
         error = first_line(refusal)
     agree(error, what, group)
 
@@ -301,19 +313,11 @@ def load(path, model, optimizer):
                 wanted[key] = Shard(states[index][entry], shape, start)
             else:
                 wanted[key] = blank(metadata[key], main)
-    shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
-    extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
-    values = {key: blank(metadata[key]) for key in [*shared, extra]}
-    agree(read(path, values), what, group)  # what may not be read is here, and nothing is changed yet
     agree(read(path, wanted) or read(path, mains), what, group)
     for index, state in states.items():
         for entry, key in stored.get(names[index], {}).items():
             if entry != "main_param":
                 state.setdefault(entry, wanted[key])
-    groups = [{} for _ in optimizer.param_groups]
-    for key in shared:
-        _, _, group_index, entry = key.split(".", 3)
-        groups[int(group_index)][entry] = values[key]
     install(optimizer, states, groups)
     return values[extra][0]
 
@@ -406,7 +410,7 @@ def verified(path, rank, world_size) -> dict:
     return manifest
 
 
-def check(manifest, metadata, stored, model, optimizer, names, expected):
+def check(manifest, metadata, model, optimizer, names):
     """Raise ValueError with the first difference, if the checkpoint is of another model or optimizer."""
     here = type(inner_of(optimizer)).__name__
     if manifest["optimizer"] != here:
@@ -423,8 +427,6 @@ def check(manifest, metadata, stored, model, optimizer, names, expected):
     groups = [[names[index] for index in group["params"]] for group in packed_groups(optimizer)]
     if manifest["groups"] != groups:
         raise ValueError(f"its parameter groups are {summary(manifest['groups'])}, this optimizer's {summary(groups)}")
-    for index, name in enumerate(names if expected else ()):
-        check_names(name, stored.get(name, {}), expected[index])
 
 
 def summary(groups):

@@ -60,21 +60,44 @@ def states_of(optimizer, pieces) -> dict[int, dict[str, Any]]:
     return states
 
 
-def expected_state(optimizer) -> list[dict[str, bool]]:
+def expected_state(optimizer, saved_groups=None) -> list[dict[str, bool]]:
     """What the state of each parameter consists of: name -> whether it has an element for each of the parameter's.
 
-    Found out with a parameter of two elements, for each group: its hyperparameters may matter.
+    Found out with a parameter of two elements, for each group: its hyperparameters may matter, or those saved of it.
     """
     expected = []
-    for group in optimizer.param_groups:
+    for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
         probe = torch.zeros(2, device=group["params"][0].device)
         probe.grad = torch.zeros_like(probe)
-        hyperparameters = {key: value for key, value in group.items() if key != "param_names"}
-        inner = optimizer.make_optimizer([{**hyperparameters, "params": [probe]}])
+        options = copy.deepcopy({**saved_hyperparameters(group), **saved_hyperparameters(saved)})
+        inner = optimizer.make_optimizer([{**options, "params": [probe]}])
         inner.step()
         elementwise = {key: getattr(value, "shape", ()) == probe.shape for key, value in inner.state[probe].items()}
         expected += [elementwise] * len(group["params"])
     return expected
+
+
+def expected_of_saved(optimizer, names, states, saved_groups) -> list[dict[str, bool]]:
+    """As expected_state, of `states` by name: those of `saved_groups`, or of ours if momentum was set to 0 since, say.
+
+    Raises ValueError where a state is neither; a parameter that was never stepped has none.
+    """
+    expected = []
+    for name, *kinds in zip(names, expected_state(optimizer, saved_groups), expected_state(optimizer)):
+        found = states.get(name, {}).keys() - {"main_param"}
+        fitting = [kind for kind in kinds if not found or kind.keys() == found]
+        if not fitting:
+            keeps = ", ".join(kinds[0]) or "nothing"
+            raise ValueError(f"the state of {name} is of another optimizer: {', '.join(states[name])}, "
+                             f"this one keeps {keeps}")
+        expected.append(fitting[0])
+    return expected
+
+
+def saved_hyperparameters(group):
+    """fused=None: nobody has chosen, and what this optimizer has found out about its device stays."""
+    left_out = {"params", "param_names"} | ({"fused"} if group.get("fused") is None else set())
+    return {key: value for key, value in group.items() if key not in left_out}
 
 
 def packed_groups(optimizer) -> list[dict]:
@@ -103,9 +126,7 @@ def install(optimizer, states, groups):
         if state:
             inner_states[place_of[id(piece.main)]] = state
     for group, saved in zip(optimizer.param_groups, groups):
-        # fused=None: nobody has chosen, and what this optimizer found out about its device stays.
-        kept = {"params", "param_names"} | ({"fused"} if saved.get("fused") is None else set())
-        group.update({key: value for key, value in saved.items() if key not in kept})
+        group.update(saved_hyperparameters(saved))
     if inner is not optimizer:
         optimizer._pass_on_hyperparameters()
     inner.load_state_dict({"state": inner_states, "param_groups": inner.state_dict()["param_groups"]})
@@ -223,10 +244,11 @@ def _plan(optimizer, state_dict):
     unknown = state_dict["state"].keys() - range(sum(ours))
     if unknown:
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    described = {}
-    for index, (param, expected) in enumerate(zip(all_params(optimizer), expected_state(optimizer))):
+    names = [f"parameter {index}" for index in range(sum(ours))]
+    states = {names[index]: state for index, state in state_dict["state"].items()}
+    all_expected, described = expected_of_saved(optimizer, names, states, state_dict["param_groups"]), {}
+    for index, (param, expected) in enumerate(zip(all_params(optimizer), all_expected)):
         state = state_dict["state"].get(index, {})
-        check_names(f"parameter {index}", state, expected)
         elementwise = state.keys() & {"main_param", *(key for key in expected if expected[key])}
         described[index] = {key: v.dtype if key in elementwise else _on_cpu(v) for key, v in state.items()}
         for key in elementwise:
@@ -234,13 +256,6 @@ def _plan(optimizer, state_dict):
                 shapes = f"{tuple(state[key].shape)} in this state_dict, the parameter is {tuple(param.shape)}"
                 raise ValueError(f"{key} of parameter {index} is {shapes}")
     return state_dict["param_groups"], described
-
-
-def check_names(name, state, expected):
-    """Refuse the state of another kind of optimizer; a parameter that was never stepped has none."""
-    if state and state.keys() - {"main_param"} != expected.keys():
-        ours = ", ".join(expected) or "nothing"
-        raise ValueError(f"the state of {name} is of another optimizer: {', '.join(state)}, this one keeps {ours}")
 
 
 @torch.no_grad()

@@ -689,9 +689,9 @@ def other_optimizer(rank):
     return model, optimizer_of(SHARDED[0])(model.parameters(), torch.optim.SGD, lr=0.1)
 
 
-def other_variant(rank):
+def other_of_that_name(rank):
     model = Net(seed=0).to(rank.device)
-    return model, optimizer_of(SHARDED[1])(model.parameters(), amsgrad=True)
+    return model, optimizer_of(SHARDED[1])(model.parameters(), type("AdamW", (torch.optim.Adagrad,), {}))
 
 
 def other_groups(rank):
@@ -704,7 +704,7 @@ FOREIGN = [
     (other_model, "it is of another model: weight: the checkpoint doesn't have it"),
     (other_shape, r"of another model: up.weight: the checkpoint has it with shape \(11, 5\), the model .*\(12, 5\)"),
     (other_optimizer, "it is of AdamW, this optimizer is SGD"),
-    (other_variant, "the state of scale is of another optimizer: .* this one keeps .*max_exp_avg_sq"),
+    (other_of_that_name, "the state of scale is of another optimizer: .*exp_avg_sq.*, this one keeps step, sum"),
     (other_groups, "its parameter groups are 10 from .* to .*, this optimizer's 4 from .* and 6 from"),
 ]
 
@@ -954,3 +954,53 @@ def group_added_by_some(rank, stage, path):
 @pytest.mark.parametrize("world_size", [3])
 def test_a_group_that_was_added_while_a_rank_was_outside(run, stage, tmp_path):
     run(group_added_by_some, stage, tmp_path / "one")
+
+
+CHANGED = {  # optimizer -> made with, changed before it is saved, made with when it is loaded
+    "amsgrad in the saved one": (torch.optim.AdamW, {"amsgrad": True}, {}, {}),
+    "amsgrad in the new one": (torch.optim.AdamW, {}, {}, {"amsgrad": True}),
+    "momentum set to 0": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}, {"momentum": 0.9}),
+    "momentum in the saved one": (torch.optim.SGD, {"momentum": 0.9}, {}, {}),
+    "centered in the saved one": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, {}, {}),
+}
+
+
+def other_hyperparameters(rank, stage, path, optimizer_cls, made, changed, remade):
+    """torch takes over what was saved, and goes on as if the new optimizer had been made so."""
+    def step(model, optimizer):
+        for scale in (1.0, 2.0, 0.5):
+            model(torch.full((2, 7), scale, device=rank.device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made_with(model, **kwargs):
+        return optimizer_of(stage)(model.parameters(), optimizer_cls, lr=0.01, **kwargs)
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 7).to(rank.device)
+    optimizer = made_with(model, **made)
+    step(model, optimizer)
+    optimizer.param_groups[0].update(changed)
+    step(model, optimizer)
+    full = optimizer.full_state_dict(to_all=True)
+    checkpoint_of(stage).save(path, model, optimizer)
+
+    plain_model, model_of_dict, model_of_files = (copy.deepcopy(model) for _ in range(3))
+    how = fused(optimizer_cls, rank.device, {})
+    plain = optimizer_cls(plain_model.parameters(), lr=0.01, **remade, **how)
+    plain.load_state_dict(copy.deepcopy(full))
+    plain.param_groups[0].update(how)
+    of_dict, of_files = made_with(model_of_dict, **remade), made_with(model_of_files, **remade)
+    of_dict.load_full_state_dict(full if rank.rank == 0 else {})
+    checkpoint_of(stage).load(path, model_of_files, of_files)
+    for one, its_optimizer in ((plain_model, plain), (model_of_dict, of_dict), (model_of_files, of_files)):
+        step(one, its_optimizer)
+    assert equal(dict(model_of_dict.state_dict()), dict(plain_model.state_dict()))
+    assert equal(dict(model_of_files.state_dict()), dict(plain_model.state_dict()))
+
+
+@pytest.mark.parametrize("case", CHANGED)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_saved_hyperparameters_decide_what_is_loaded(run, stage, case, tmp_path):
+    run(other_hyperparameters, stage, tmp_path / "one", *CHANGED[case])
