@@ -71,8 +71,9 @@ def main():
                 bar.update(task, advance=1, description=text)
             result = measure.measure(workers, settings, names, progress)
             if not args.quick:
-                timeline.record_rows(workers, settings, result["rows"], progress)
-                timeline.keep_exposed_only(result["rows"])
+                if result["conditions"]["device"] == "cpu":  # of a GPU it would show when kernels are launched
+                    timeline.record_rows(workers, settings, result["rows"], progress)
+                    timeline.keep_exposed_only(result["rows"])
                 progress("model state at any number of ranks")
                 result["model_state"] = measure.model_state(settings)
     except WorkerError as error:

@@ -75,6 +75,8 @@ class Recorder(Ledger):
 
 def record(rank, settings, name):
     """Record two steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
+    if rank.device.type != "cpu":
+        raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
     row, batches = peers.find(name), make_batches(settings, rank)
     gc.collect()
     with Memory(rank.device) as memory:

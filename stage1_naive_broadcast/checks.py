@@ -30,24 +30,34 @@ def checked_groups(
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
         TypeError: something is not a tensor, or parameters are in a set.
-        ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, DTensors that lie over
-            `process_group` already, or ranks that disagree.
+        ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, or one that
+            `process_group` has no backend for, DTensors that lie over it already, or ranks that disagree.
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, lines = [], []
+    backends = backends_of(process_group)
+    device = "cpu" if "cpu" in backends else next(iter(backends))
     try:
         groups = _as_groups(params)
         named = named_params([*existing, *groups])
-        _check_params(named, one_dtype, contiguous)
+        _check_params(named, one_dtype, contiguous, backends)
+        if named[0][1].device.type == device:
+            device = named[0][1].device  # of several GPUs the one that is trained on
         _check_dtensors(named, dtensors, process_group)
         lines = [_describe(name, param) for name, param in named]
     except (TypeError, ValueError) as refusal:
         error = error or refusal
-    _agree(error, lines, process_group)
+    _agree(error, lines, process_group, device)
     return groups
+
+
+def backends_of(process_group) -> dict[str, str]:
+    """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
+    return config.get_device_backend_map()
 
 
 def named_params(groups) -> list[tuple[str, torch.Tensor]]:
@@ -104,7 +114,7 @@ def _refuse_set(params) -> None:
         raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
 
 
-def _check_params(named, one_dtype, contiguous) -> None:
+def _check_params(named, one_dtype, contiguous, backends) -> None:
     first_name, first = named[0]
     name_of = {}
     for name, param in named:
@@ -121,6 +131,9 @@ def _check_params(named, one_dtype, contiguous) -> None:
             raise ValueError(f"parameter {name} has dtype {param.dtype}: only floating-point parameters can be stepped")
         if param.device != first.device:
             raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
+        if param.device.type not in backends:
+            only = ", ".join(f"{backend} for {device}" for device, backend in backends.items())
+            raise ValueError(f"parameter {name} is on {param.device}, process_group has {only}: move the model before")
         if one_dtype and param.dtype != first.dtype:
             raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
         param = local(param)
@@ -157,10 +170,9 @@ def _describe(name, param) -> str:
     return f"{name} {tuple(param.shape)} {param.dtype}{placements}{'' if param.requires_grad else ' frozen'}"
 
 
-def _agree(error, lines, process_group) -> None:
+def _agree(error, lines, process_group, device) -> None:
     """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
     report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()

@@ -19,9 +19,10 @@ def optimizer_factory(optimizer_cls, param, kwargs):
         return plain
     if "momentum" in accepted:  # torch's fused SGD can't step a parameter whose first gradient comes later than others
         return plain
-    fused = functools.partial(plain, fused=True)
+    fused, probe = functools.partial(plain, fused=True), torch.zeros(1, dtype=param.dtype, device=param.device)
+    probe.grad = torch.zeros_like(probe)
     try:
-        fused([torch.empty_like(param)])
+        fused([probe]).step()  # before torch 2.13 Adagrad's constructor doesn't know that CUDA has no such kernel
     except RuntimeError:  # no fused kernel for this device or dtype
         return plain
     return fused

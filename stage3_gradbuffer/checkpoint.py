@@ -159,7 +159,9 @@ def writer_of(optimizer, group):
             if not is_everyone and len(set(n_groups)) > 1:
                 raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
             own_group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=not is_everyone)
-        writers[ranks] = ThreadPoolExecutor(1), own_group
+        device = all_params(optimizer)[0].device  # a thread begins with GPU 0, for torch.distributed.checkpoint too
+        set_device = torch.cuda.set_device if device.type == "cuda" else lambda _: None
+        writers[ranks] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
     return writers[ranks]
 
 
@@ -183,7 +185,7 @@ def collect(model, optimizer, names, extra, rank, to_cpu):
     index_of = {id(param): index for index, param in enumerate(params)}
 
     def kept(tensor):
-        return tensor.detach().cpu().clone() if to_cpu else tensor.detach()
+        return tensor.detach().to("cpu", copy=True) if to_cpu else tensor.detach()
 
     groups = copy.deepcopy(packed_groups(optimizer))
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": groups}, "extra": {}}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .checks import local
+from .checks import backends_of, local
 from .hooks import awaited
 
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
@@ -239,7 +239,7 @@ class BucketBuffer:
 
     def __init__(self, nbytes, device, process_group, reduce_dtype, tag):
         self.process_group, self.tag = process_group, tag
-        self.exchange = reduce_dtype is not None or backend_of(process_group, device) == "gloo"
+        self.exchange = reduce_dtype is not None or backends_of(process_group).get(device.type) == "gloo"
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
         self.nbytes = self.sent.nbytes + self.received.nbytes
@@ -292,12 +292,6 @@ class BucketBuffer:
                 operations.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
                 operations.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
         return dist.batch_isend_irecv(operations) if operations else []
-
-
-def backend_of(process_group, device):
-    """-> "gloo" or another name. A group may have a backend for each type of device: that is what no name asks for."""
-    config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
-    return config.get_device_backend_map().get(torch.device(device).type)
 
 
 def local_grad(param):

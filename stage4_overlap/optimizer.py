@@ -147,7 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def prefetch_params(self, model):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
-        Whoever else reads a parameter waits for it too.
+        Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
+        other streams read parameters, call `finish_param_sync()` right after `step`.
 
         Raises:
             TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.

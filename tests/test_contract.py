@@ -526,6 +526,7 @@ BAD = {
     "a set in a group": lambda r: ([{"params": {parameter(r, 3), parameter(r, 3)}}], {}),
     "integers": lambda r: ([parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)], {}),
     "several devices": lambda r: ([parameter(r, 3), torch.nn.Parameter(torch.ones(3, device="meta"))], {}),
+    "no backend": lambda r: ([torch.nn.Parameter(torch.ones(3, device="meta"))], {}),
     "another shape": lambda r: ([parameter(r, 4), parameter(r, 3 + (r.rank == 1))], {}),
     "another order": lambda r: ([parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], {}),
     "another dtype": lambda r: ([parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], {}),
@@ -551,6 +552,7 @@ REFUSALS = [
     ("a set in a group", TypeError, "a set has no order"),
     ("integers", ValueError, "parameter 1 .*int64"),
     ("several devices", ValueError, "parameter 1 .*meta"),
+    ("no backend", ValueError, "parameter 0 .* is on meta, process_group has .* for cpu.*: move the model"),
     ("negative lr", ValueError, "learning rate"),
 ]
 DISAGREEMENTS = [

@@ -1,5 +1,9 @@
-"""make cuda: its functions on the CPU with a tiny model, and what it says where there is no GPU."""
+"""make cuda: its functions on the CPU with a tiny model, and what it says where there is no GPU.
 
+And what can be known without a GPU of the lines that are made for it.
+"""
+
+import importlib
 import os
 import subprocess
 import sys
@@ -7,8 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness import gpu, report
+from harness import gpu, ledger, report
+from tests.common import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -41,3 +49,67 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
                          capture_output=True, text=True, timeout=60, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert run.returncode == 0 and run.stdout == "cuda: there is no GPU here: nothing was measured\n"
     assert not (tmp_path / "cuda.json").exists()
+
+
+@pytest.fixture
+def fake_group():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_collectives_are_not_timed(monkeypatch, fake_group):
+    """torch's fake all-gather copies: here it is not called."""
+    gathered = torch.zeros(4)
+
+    def step():
+        assert dist.all_gather_into_tensor(gathered, torch.ones(1)) is None
+        return dist.all_gather_into_tensor(gathered, torch.ones(1), async_op=True).wait()
+    monkeypatch.setattr(gpu, "seconds_of", lambda function, device: 1.0 if step() else 2.0)
+    model = gpu.workload.GPT(gpu.workload.MODELS["nano"])
+    assert gpu.time_steps(model, torch.optim.AdamW(model.parameters()), CPU, 1) == (1.0, 0)
+    assert gathered.eq(0).all()
+
+
+# get_backend_config() of a group made as "nccl"; on a machine with a GPU and without a name; by both names
+BACKENDS = [("nccl", "cuda:1"), ("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu")]
+
+
+@pytest.mark.parametrize("config, expected", BACKENDS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch, fake_group, stage, config, expected):
+    checks, found = importlib.import_module(f"{stage}.checks"), []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(checks, "_agree", lambda error, lines, group, device: found.append((error, str(device))))
+    monkeypatch.setattr(checks, "_check_memory", lambda named: None)  # fake tensors have none
+    with FakeTensorMode():
+        checks.checked_groups([torch.nn.Parameter(torch.zeros(3, device="cuda:1"))], None)
+    assert found == [(None, expected)]
+
+
+class FailsLate(torch.optim.Adagrad):
+    """As Adagrad was before torch 2.13 on CUDA: only `step` finds that there is no fused kernel."""
+
+    def step(self, closure=None):
+        if self.param_groups[0]["fused"]:
+            raise RuntimeError("no fused kernel")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fused_kernel_that_is_missed_in_the_step_only(stage):
+    inner = importlib.import_module(f"{stage}.inner")
+    params = [torch.nn.Parameter(torch.ones(3))]
+    for optimizer_cls, fused in ((FailsLate, None), (torch.optim.AdamW, True)):
+        make_optimizer = inner.optimizer_factory(optimizer_cls, params[0], {"lr": 0.1})
+        inner.check_divisible(make_optimizer, [{"params": params}], elementwise=True)
+        assert make_optimizer(params).param_groups[0]["fused"] is fused
+
+
+def test_a_collective_that_returns_no_work_is_counted(monkeypatch):
+    """A synchronous one of NCCL: it is in the stream's queue, and there is nothing to wait for."""
+    counted = ledger.Ledger()
+    entry = ledger.Collective("all_reduce", 4, torch.float32, 2, "nccl", 4, 0.0)
+    boxed = dist.Work().boxed()
+    monkeypatch.setattr(dist.Work, "unbox", lambda boxed: None)
+    assert counted._watch(entry, boxed) is boxed and entry.completed_at > 0
