@@ -8,6 +8,9 @@ import inspect
 import weakref
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that takes its gradient
 
 
 def optimizer_factory(optimizer_cls, param, kwargs):
@@ -69,10 +72,11 @@ def step_whole_and_in_parts(make, elementwise, device):
     together, apart = make(whole), [make(parts)] * 3 if elementwise else [make([part]) for part in parts]
     for step in range(3):
         grads = torch.sin(before * 5 + step)
+        pieces = cut(grads.clone())  # now: SGD with nesterov writes into gradients
         for param, grad in zip(whole, grads):
             param.grad = grad
         together.step()
-        for optimizer, part, grad in zip(apart, parts, cut(grads.clone())):
+        for optimizer, part, grad in zip(apart, parts, pieces):
             part.grad = grad
             optimizer.step()
             part.grad = None
@@ -93,3 +97,19 @@ class Hook:
         method = self.method()
         if method:
             method(*args)
+
+
+def hook_gradient(param, method, alone=False):
+    """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
+
+    A frozen parameter has the hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called,
+    since a gradient can be taken only once.
+    """
+    if alone and param in GRADIENT_HOOKS:
+        GRADIENT_HOOKS[param].remove()
+    requires_grad = param.requires_grad
+    handle = param.requires_grad_().register_post_accumulate_grad_hook(Hook(method))
+    param.requires_grad_(requires_grad)
+    if alone:
+        GRADIENT_HOOKS[param] = handle
+    return handle

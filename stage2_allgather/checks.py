@@ -42,6 +42,8 @@ def checked_groups(
     device = "cpu" if "cpu" in backends else next(iter(backends))
     try:
         groups = _as_groups(params)
+        if len({"param_names" in group for group in [*existing, *groups]}) > 1:
+            raise ValueError("some parameter groups have names for their parameters: name all of them or none")
         named = named_params([*existing, *groups])
         _check_params(named, one_dtype, contiguous, backends)
         if named[0][1].device.type == device:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import checked_groups
-from .inner import Hook, check_divisible, hyperparameters, optimizer_factory
+from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -59,8 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = self.param_groups[-1]["params"]
         for param in params:
             self._broadcast([param], src=0)
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(Hook(self._on_grad_ready))
+            hook_gradient(param, self._on_grad_ready)
         for param in sorted(params, key=torch.Tensor.numel, reverse=True):
             min(self.shards, key=lambda shard: sum(p.numel() for p in shard)).append(param)
         owned = {id(param) for param in self.shards[self.rank]}
@@ -106,7 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.grads_synced = True
 
     def zero_grad(self, set_to_none=True):
-        """Forget the gradients, averaged or not."""
+        """Forget the gradients, averaged or not. After `clip_grad_norm_` `model.zero_grad()` is no substitute."""
         super().zero_grad(set_to_none)
         self.grads_synced = False
 

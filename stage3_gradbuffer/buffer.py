@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import named_params
-from .inner import Hook
+from .inner import hook_gradient
 
 
 class Holds(enum.Enum):
@@ -105,12 +105,12 @@ class GradBuffer:
         self.received = set()  # indices of the parameters whose gradient has come since the last step
         self.hooks = []
         for index, param in enumerate(params):
+            self.hooks.append(hook_gradient(param, self.take_grad, alone=True))
+            vars(param).pop("main_grad", None)  # an earlier optimizer's
             if self.in_main_grad:
                 param.main_grad = self.grads[index]
-            if param.requires_grad:
-                self.hooks.append(param.register_post_accumulate_grad_hook(Hook(self.take_grad)))
-                if param.grad is None and not self.in_main_grad:  # one that is there already counts, as in torch
-                    param.grad = self.grads[index]
+            elif param.requires_grad and param.grad is None:  # one that is there already counts, as in torch
+                param.grad = self.grads[index]
 
     @torch.no_grad()  # backward(create_graph=True) calls it with grad
     def take_grad(self, param):
@@ -140,7 +140,14 @@ class GradBuffer:
                 self.take_grad(param)
 
     def refuse_new_grads(self, groups):
-        """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more."""
+        """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.
+
+        What is written into it counts where main gradients are views of the buffer; where they are copies, it would not.
+        """
+        if self.main_grad_shard is not None and self.flat._version != self.shard_version:
+            raise RuntimeError(
+                "16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: too late"
+            )
         views = {id(param): grad for param, grad in zip(self.params, self.grads)}
         for name, param in named_params(groups):
             if param.grad is not None and param.grad is not views.get(id(param), param.grad):
@@ -163,6 +170,7 @@ class GradBuffer:
 
     def hand_out_main_grads(self):
         """Give each main parameter its gradient; the buffer keeps holding GRAD_SHARD."""
+        self.shard_version = self.flat._version
         if self.main_grad_shard is not None:
             self.main_grad_shard.copy_(self.grad_shard)
         for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
@@ -211,7 +219,8 @@ class GradBuffer:
         for hook in self.hooks:
             hook.remove()
         for param in self.params:
-            param.grad = param.main_grad = None
+            param.grad = None
+            vars(param).pop("main_grad", None)
 
 
 def cut_ranges(shard, ranges):

@@ -1,7 +1,7 @@
 """Stage 3, grad buffer: gradients and parameters take turns in one flat buffer, of which every rank owns 1/d.
 
 Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and after
-the first a step allocates nothing.
+the first a step allocates no buffer.
 Source of the idea: the distributed optimizer of Megatron-LM.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds, split_like
 from .checks import checked_groups, named_params
-from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard
+from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
 from .inner import check_divisible, hyperparameters, optimizer_factory
 
 
@@ -97,7 +97,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
 
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
-        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero.
+        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero; but the rank that
+        owns it doesn't step what is frozen there: freeze a layer on all ranks. GradScaler.unscale_() comes before.
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
@@ -168,12 +169,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        if state_dict["bounds"] != bounds_of(self):
+        main_shards = [buffer.main_shard for buffer in self.buffers]
+        if shard_layout(bounds_of(self), main_shards) != shard_layout(**state_dict):
             raise ValueError("this state_dict is of other shards, by another grad_dtype say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
-        for buffer, main_shard in zip(self.buffers, state_dict["main_shards"]):
+        for main_shard, loaded in zip(main_shards, state_dict["main_shards"]):
             if main_shard is not None:
-                buffer.main_shard.copy_(main_shard)
+                main_shard.copy_(loaded)
         self._take_back_hyperparameters()
 
     def full_state_dict(self, to_all=False):

@@ -48,6 +48,11 @@ def bounds_of(optimizer) -> dict[int, tuple[int, int]]:
     return {index: (piece.start, piece.stop) for index, piece in pieces_of(optimizer).items()}
 
 
+def shard_layout(bounds=None, main_shards=(), **_):
+    """What a state_dict and an optimizer must have in common: bounds_of(), and shapes of fp32 copies, or None."""
+    return bounds, [getattr(shard, "shape", None) for shard in main_shards]
+
+
 def states_of(optimizer, pieces) -> dict[int, dict[str, Any]]:
     """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step")."""
     params, states = all_params(optimizer), {}
@@ -135,12 +140,19 @@ def install(optimizer, states, groups):
 @torch.no_grad()
 def full_state_dict(optimizer, to_all=False) -> dict:
     """See DistributedOptimizer.full_state_dict."""
+    if to_all:
+        refuse_outsider(optimizer)
     dst, pieces, params = None if to_all else 0, pieces_of(optimizer), all_params(optimizer)
     state = {}
     for index, whole in gather(states_of(optimizer, pieces), pieces, params, optimizer.process_group, dst):
         state[index] = {key: like(params[index], value.cpu()) if is_flat(value) else value
                         for key, value in whole.items()}
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, optimizer.rank) else {}
+
+
+def refuse_outsider(optimizer):
+    if optimizer.rank < 0:
+        raise RuntimeError("this rank is in no process group since reshard(): it has no part in the state")
 
 
 def like(param, flat):
@@ -199,6 +211,7 @@ def _on_cpu(value):
 @torch.no_grad()
 def load_full_state_dict(optimizer, state_dict):
     """See DistributedOptimizer.load_full_state_dict."""
+    refuse_outsider(optimizer)
     group, pieces, params = optimizer.process_group, pieces_of(optimizer), all_params(optimizer)
     plan = None
     if optimizer.rank == 0:

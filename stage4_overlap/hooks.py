@@ -1,12 +1,8 @@
-"""What stage 4 hangs on the model: a gradient calls the optimizer, and whoever reads a parameter waits for it."""
+"""What stage 4 hangs on the model: whoever reads a parameter waits for it; and where a backward pass ends."""
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .inner import Hook
-
-GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that has its gradient
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
 READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
@@ -77,20 +73,6 @@ class ModuleHook:
     def __call__(self, module, _):
         in_transform = torch._C._functorch.maybe_current_level() is not None
         wait_for(self.params if in_transform or self.reads_all else module._parameters.values())
-
-
-def hook_gradient(param, optimizer):
-    """Have `optimizer._on_grad_ready(param)` called, and no other optimizer's: a bucket can leave only once. -> handle
-
-    A frozen parameter has the hook too: it may be unfrozen later.
-    """
-    if param in GRADIENT_HOOKS:
-        GRADIENT_HOOKS[param].remove()
-    requires_grad = param.requires_grad
-    handle = param.requires_grad_().register_post_accumulate_grad_hook(Hook(optimizer._on_grad_ready))
-    param.requires_grad_(requires_grad)
-    GRADIENT_HOOKS[param] = handle
-    return handle
 
 
 class BackwardPass:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
 from .checks import checked_groups, local, named_params, spread_over
-from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard
-from .hooks import Awaited, BackwardPass, ModuleHook, hook_gradient
-from .inner import check_divisible, hyperparameters, optimizer_factory
+from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
+from .hooks import Awaited, BackwardPass, ModuleHook
+from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
 
 # What can be wrong with a gradient, for `_agree_on_used`; 0: nothing. The ranks agree on the largest.
 MISSING = 1
@@ -236,12 +236,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        if state_dict["bounds"] != bounds_of(self):
+        main_shards = [bucket.parameter.own_main_shard for bucket in self.buckets]
+        if shard_layout(bounds_of(self), main_shards) != shard_layout(**state_dict):
             raise ValueError("this state_dict is of other shards, by another bucket_cap_mb say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
-        for bucket, main_shard in zip(self.buckets, state_dict["main_shards"]):
+        for main_shard, loaded in zip(main_shards, state_dict["main_shards"]):
             if main_shard is not None:
-                bucket.parameter.main_shard.copy_(main_shard)
+                main_shard.copy_(loaded)
         self._take_back_hyperparameters()
 
     def full_state_dict(self, to_all=False):
@@ -308,7 +309,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Put the parameters of `groups` into buckets, and this rank's ranges of them into the inner optimizer."""
         params = [param for group in groups for param in group["params"]]
         for param in params:
-            self.hooks.append(hook_gradient(param, self))
+            self.hooks.append(hook_gradient(param, self._on_grad_ready, alone=True))
             self._broadcast([local(param)], src=0)
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)

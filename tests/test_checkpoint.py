@@ -26,6 +26,7 @@ from tests.common import assert_same, batch, fused, loss_of, optimizer_of, train
 
 SHARDED = STAGES[2:]
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+F, B = torch.float32, torch.bfloat16
 
 
 def checkpoint_of(stage):
@@ -287,6 +288,28 @@ def other_buckets(rank):
         ours.load_state_dict(theirs.state_dict())
 
 
+def of_another_kind(rank, stage, other, dtypes):
+    """Nothing is changed where main parameters of their own are in one of the two only, or of another stage."""
+    def made(stage, dtype):
+        weight = torch.nn.Parameter(torch.ones(64, dtype=dtype, device=rank.device))
+        optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.1, momentum=0.9)
+        weight.sum().backward()
+        optimizer.step()
+        return optimizer
+    state_dict, optimizer = made(other, dtypes[0]).state_dict(), made(stage, dtypes[1])
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="use full_state_dict"):
+        optimizer.load_state_dict(state_dict)
+    assert equal(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("other, dtypes", [(STAGES[0], (F, F)), (None, (F, B)), (None, (B, F))], ids=str)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_of_another_kind_is_refused(run, stage, world_size, other, dtypes):
+    run(of_another_kind, stage, other or stage, dtypes)
+
+
 @pytest.mark.parametrize("world_size", [2])
 def test_a_state_dict_of_other_buckets_is_refused(run, world_size):
     run(other_buckets)
@@ -482,7 +505,6 @@ def save_and_load(rank, stage, folder, dtypes, asynchronous):
     assert len(frozen) == 2 and all(torch.equal(params[i], before[1][i].to(loaded)) for i in frozen)
 
 
-F, B = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -944,6 +966,9 @@ def group_added_by_some(rank, stage, path):
     if rank.rank == 1:
         with pytest.raises(checkpoint_of(stage).CheckpointError, match="in no process group since reshard"):
             checkpoint_of(stage).save(path, model, optimizer)
+        for call in (lambda: optimizer.full_state_dict(to_all=True), lambda: optimizer.load_full_state_dict({})):
+            with pytest.raises(RuntimeError, match="in no process group since reshard"):
+                call()
     else:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5, device=rank.device))]})
     with pytest.raises(RuntimeError, match="different parameter groups"):

@@ -447,6 +447,33 @@ def test_zero_grad_forgets_what_came_past_every_hook(run, world_size):
     assert all(found == [[-1.0] * 5] * 2 for found in run(written_past_hooks))
 
 
+def changed_after_sync(rank, dtype, change):
+    """Stage 3: 16-bit gradients have been copied to fp32 ones by then, fp32 ones are the buffer's own."""
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
+    optimizer = DistributedOptimizer([weight], torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((weight * 5).sum()).backward()
+    optimizer.finish_grad_sync()
+    if change == "unscale":
+        scaler.unscale_(optimizer)
+    else:
+        torch.nn.utils.clip_grad_value_([weight], 0.5)
+    scaler.step(optimizer)
+    return weight.unique().tolist()
+
+
+def refused_after_sync(rank):
+    with pytest.raises(RuntimeError, match="16-bit gradients were changed after finish_grad_sync"):
+        changed_after_sync(rank, torch.bfloat16, "clip")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("change, expected", [("unscale", -5.0), ("clip", -0.125)])
+def test_a_change_of_gradients_after_their_synchronization(run, change, expected):
+    assert all(found == [expected] for found in run(changed_after_sync, torch.float32, change))
+    run(refused_after_sync)
+
+
 def padding_stays_zero(rank, row):
     dtype, grad_dtype = ROWS[row]
     model = Mixed(seed=0, dtype=dtype)

@@ -628,3 +628,94 @@ def test_buckets_leave_in_backward_although_a_parameter_is_frozen(fake_group):
     with Ledger() as ledger:
         sum(param.sum() for param in params[:3]).backward()
     assert ledger.collectives == {"reduce_scatter": 3}  # and the last one when the ranks have agreed to step
+
+
+# ------------------------------------------------------------------------------------------- found by a reader of 1 to 3
+
+
+def frozen_at_first(rank, stage, frozen):
+    """SGD by hand: two passes with a synchronization in between, of a parameter that was frozen at construction."""
+    weight = torch.nn.Parameter(torch.zeros(64, device=rank.device))
+    optimizer = optimizer_of(stage)([weight.requires_grad_(not frozen)], **{**SGD, "lr": 1.0})
+    weight.requires_grad_(True)
+    optimizer.zero_grad()
+    (weight.sum() * (1 + rank.rank)).backward()
+    optimizer.clip_grad_norm_(1e6)
+    (weight.sum() * (10 + 10 * rank.rank)).backward()
+    optimizer.step()
+    if stage == FOUR:
+        optimizer.finish_param_sync()
+    return weight.unique().tolist()
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_pass_after_a_synchronization_counts(run, stage, world_size, frozen):
+    if stage == "stage3_gradbuffer":  # documented: no backward pass there
+        assert all("call step() or zero_grad()" in run(error_after_sync, frozen)[rank] for rank in range(2))
+    else:
+        assert run(frozen_at_first, stage, frozen) == [[-16.5], [-16.5]]
+
+
+def error_after_sync(rank, frozen):
+    return error_of(lambda: frozen_at_first(rank, "stage3_gradbuffer", frozen), RuntimeError)
+
+
+def an_older_one(rank, older, newer):
+    """Stage 3: both optimizers live, and the older one has given up a step after clipping."""
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16, device=rank.device))
+    kept = []
+    for grad_dtype in (older, newer):
+        optimizer = optimizer_of("stage3_gradbuffer")([weight], **{**SGD, "lr": 1.0}, grad_dtype=grad_dtype)
+        kept.append(optimizer)
+        optimizer.zero_grad()  # what is there already counts, as in torch
+        for _ in range(2):
+            weight.sum().backward()
+            optimizer.step()
+        weight.sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+    weight.grad = None
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    return weight.unique().tolist(), hasattr(weight, "main_grad")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("older", [None, torch.float32])
+@pytest.mark.parametrize("newer", [None, torch.float32])
+def test_a_newer_optimizer_has_the_gradients_to_itself(run, world_size, older, newer):
+    assert run(an_older_one, older, newer) == [([-5.0], newer is not None)] * world_size
+
+
+def named_in_part(rank, stage):
+    """torch refuses it when the second group is added: by then the first one would have been broadcast."""
+    weights = [torch.nn.Parameter(torch.full((3,), float(rank.rank), device=rank.device)) for _ in range(2)]
+    groups = [{"params": [("a", weights[0])]}, {"params": weights[1:]}]
+    message = error_of(lambda: optimizer_of(stage)(groups, **SGD), ValueError)
+    optimizer = optimizer_of(stage)([torch.nn.Parameter(torch.ones(3, device=rank.device))], **SGD)
+    assert error_of(lambda: optimizer.add_param_group({"params": [("a", weights[0])]}), ValueError) == message
+    return message, all(weight.eq(rank.rank).all().item() for weight in weights)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_groups_of_which_some_have_names_are_refused_at_once(run, stage, world_size):
+    for message, is_unchanged in run(named_in_part, stage):
+        assert "name all of them or none" in message and is_unchanged
+
+
+def nesterov(rank, stage):
+    """foreach, torch's default on CUDA, writes into the gradients that it steps with."""
+    kwargs = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
+    model = net(rank)
+    other = copy.deepcopy(model)
+    plain = torch.optim.SGD(other.parameters(), **kwargs)
+    optimizer, ddp = optimizer_of(stage)(model.parameters(), torch.optim.SGD, **kwargs), DistributedDataParallel(other)
+    for step in range(3):
+        step_both(rank, step, (model, optimizer), (ddp, plain))
+    assert_same(model, other, rank.world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nesterov_with_foreach_is_elementwise(run, stage, world_size):
+    run(nesterov, stage)
