@@ -9,7 +9,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from .checks import checked_groups
+from .checks import checked_groups, param_ids, refuse_edited
 from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
 
 
@@ -55,6 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         (param_group,) = checked_groups([param_group], self.process_group, self.param_groups, one_dtype=True)
         check_divisible(self.make_optimizer, [param_group], elementwise=False)
         super().add_param_group(param_group)
+        self.known_params = param_ids(self.param_groups)
         self.grads_synced = False  # what the new ones have in param.grad is local
         params = self.param_groups[-1]["params"]
         for param in params:
@@ -72,9 +73,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
         `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
         """
+        refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
         self.finish_grad_sync()
         if self._found_inf(grad_scaler):
+            self.grads_synced = False
             return loss
         self._pass_on_hyperparameters()
         self.optimizer.step()

@@ -71,6 +71,18 @@ def named_params(groups) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def param_ids(groups) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in groups]
+
+
+def refuse_edited(groups, known) -> None:
+    """Who steps which parameter was decided when it was added; `known`: param_ids() at that time."""
+    if param_ids(groups) != known:
+        raise RuntimeError(
+            "the parameters in param_groups have changed: add them with add_param_group(), or build the optimizer anew"
+        )
+
+
 def local(tensor):
     """Of a DTensor, as a tensor-parallel model has them, what lies on this rank; of any other tensor, itself."""
     return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, whose data can't be replaced

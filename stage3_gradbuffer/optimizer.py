@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds, split_like
-from .checks import checked_groups, named_params
+from .checks import checked_groups, named_params, param_ids, refuse_edited
 from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
 from .inner import check_divisible, hyperparameters, optimizer_factory
 
@@ -62,6 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_grad_dtype([*self.param_groups, param_group], self.grad_dtype)
         check_divisible(self.make_optimizer, [param_group], elementwise=True)
         super().add_param_group(param_group)
+        self.known_params = param_ids(self.param_groups)
         if self.buffers:  # not while the constructor runs: it puts all its groups into one buffer
             self._shard(self.param_groups[-1:])
 
@@ -76,6 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the `data` of a parameter was replaced; on the rank where it was.
         """
+        refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
         self.finish_grad_sync()
         if self._found_inf(grad_scaler):

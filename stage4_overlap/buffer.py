@@ -77,7 +77,8 @@ class Bucket:
         params: in the order in which their gradients are expected.
         process_group: the d ranks that own a shard each.
         alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
-            kernel then rounds a shard as it rounds the whole. GPUs and NCCL want 16.
+            kernel then rounds a shard of parameters, whose sizes are multiples of that, as it rounds the whole; of
+            others the last bit may differ. GPUs and NCCL want 16.
 
     Attributes:
         ranges: where in the parameters this rank's shard lies.
@@ -142,9 +143,10 @@ class Bucket:
             if self.param_sync is not None:
                 self.param_sync.wait()
                 self.param_sync = None
+                with torch._C.DisableTorchFunctionSubclass():
+                    self.note_new_params(self.stepped)
                 for param in self.params:
                     param.__class__ = type(param).kind
-                self.note_new_params(self.stepped)
 
     def note_new_params(self, changed):
         """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""

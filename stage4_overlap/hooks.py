@@ -1,7 +1,6 @@
 """What stage 4 hangs on the model: whoever reads a parameter waits for it; and where a backward pass ends."""
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
 READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
@@ -29,7 +28,9 @@ class Awaited:
         if function in READ_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        wait_for(tree_leaves((args, kwargs)))
+        for kind in types:
+            if issubclass(kind, Awaited):
+                kind.bucket.finish_param_sync()
         return function(*args, **kwargs)
 
 
@@ -58,6 +59,14 @@ def wait_for(values):
             kind.bucket.finish_param_sync()
 
 
+def own_params(module):
+    """Those of a module, and of the containers in it: nobody calls a ParameterList."""
+    yield from module._parameters.values()
+    for child in module.children():
+        if type(child).forward is torch.nn.Module.forward:
+            yield from own_params(child)
+
+
 class ModuleHook:
     """Waits for a module's own parameters before it is called, so that torch.compile finds them as they always are.
 
@@ -72,7 +81,7 @@ class ModuleHook:
     @torch.compiler.disable
     def __call__(self, module, _):
         in_transform = torch._C._functorch.maybe_current_level() is not None
-        wait_for(self.params if in_transform or self.reads_all else module._parameters.values())
+        wait_for(self.params if in_transform or self.reads_all else own_params(module))
 
 
 class BackwardPass:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
-from .checks import checked_groups, local, named_params, spread_over
+from .checks import checked_groups, local, named_params, param_ids, refuse_edited, spread_over
 from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
 from .hooks import Awaited, BackwardPass, ModuleHook
 from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
@@ -100,6 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         check_divisible(self.make_optimizer, [param_group], elementwise=True)
         super().add_param_group(param_group)
+        self.known_params = param_ids(self.param_groups)
         if self.buckets:  # not while the constructor runs: it puts all its groups into the same buckets
             self._shard(self.param_groups[-1:])
 
@@ -116,6 +117,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RuntimeError: a parameter received no gradient, or one by assignment when its own had left, or its `data`
                 was replaced; on every rank, but after `clip_grad_norm_`, when the ranks have agreed already.
         """
+        refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
         self._start_remaining_grad_syncs()
         if self._found_inf(grad_scaler):
@@ -426,13 +428,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         names = [name for (name, _), what in zip(named, wrong) if what == worst]
         if worst == MOVED:
             raise RuntimeError(
-                f"the data of parameter {names[0]} was replaced, by model.to() or vector_to_parameters(), and this "
-                "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
+                f"the data of parameter {names[0]} was replaced, by model.to(), vector_to_parameters() or another "
+                "optimizer, and this one steps the old: write into it with copy_(), or build the optimizer afterwards"
             )
         if worst == LATE:
             raise RuntimeError(
                 f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too late, go "
-                "backward in no_sync()"
+                "backward in no_sync(), and take DDP off the model"
             )
         raise RuntimeError(
             f"no gradient on some rank for parameter {', '.join(names[:9])}{' and others' * (len(names) > 9)}: "

@@ -704,6 +704,49 @@ def test_groups_of_which_some_have_names_are_refused_at_once(run, stage, world_s
         assert "name all of them or none" in message and is_unchanged
 
 
+EDITS = {
+    "a group taken out": lambda groups: groups.pop(0),
+    "groups turned round": lambda groups: groups.reverse(),
+    "a parameter taken out": lambda groups: groups[0]["params"].pop(),
+    "a parameter replaced": lambda groups: groups[1]["params"].__setitem__(0, torch.nn.Parameter(torch.ones(7, 7))),
+}
+
+
+def edited(rank, stage, edit):
+    model = net(rank)
+    params = list(model.parameters())
+    optimizer = optimizer_of(stage)([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], **SGD)
+    loss(model, rank).backward()
+    before = copy.deepcopy(model.state_dict())
+    EDITS[edit](optimizer.param_groups)
+    message = error_of(optimizer.step, RuntimeError)
+    assert all(torch.equal(param, before[name]) for name, param in model.state_dict().items())
+    return message
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_param_groups_are_refused(run, stage, world_size, edit):
+    assert all("param_groups have changed: add them with add_param_group()" in text for text in run(edited, stage, edit))
+
+
+def assigned_after_a_skip(rank, stage):
+    """An inf on rank 1 makes all skip; then gradients by hand, which are averaged as any others are."""
+    weight = torch.nn.Parameter(torch.zeros(5, device=rank.device))
+    optimizer, scaler = optimizer_of(stage)([weight], torch.optim.SGD, lr=1.0), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum() * (torch.inf if rank.rank == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    weight.grad = torch.full_like(weight, 1.0 + rank.rank)
+    optimizer.step()
+    return weight.unique().tolist()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_gradients_by_hand_after_a_step_that_was_skipped(run, stage, world_size):
+    assert run(assigned_after_a_skip, stage) == [[-1.5], [-1.5]]
+
+
 def nesterov(rank, stage):
     """foreach, torch's default on CUDA, writes into the gradients that it steps with."""
     kwargs = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}

@@ -247,6 +247,14 @@ READS = {
 }
 
 
+class Listed(list):
+    """A list of its own class, such as those of torch.fx."""
+
+
+READS["foreach of a list of its own"] = lambda model: torch._foreach_add(Listed(model.parameters()), 1.0)
+READS["cat of a list of its own"] = lambda model: [torch.cat(Listed([model.head.weight, model.embed.weight]))]
+
+
 def reads_past_hooks(rank, with_grad):
     model = Words()
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
@@ -305,6 +313,50 @@ def script_prefetched(rank):
 
 def test_a_torchscript_model_is_not_prefetched(run):
     run(script_prefetched)
+
+
+class Experts(torch.nn.Module):
+    """Its weights are in containers, which nobody calls, and torch.func reads them past torch's functions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = torch.nn.ParameterDict({"experts": torch.randn(3, 7, 7)})
+        self.more = torch.nn.ModuleList([torch.nn.ParameterList([torch.randn(7, 7)]), torch.nn.Linear(7, 7)])
+
+    def forward(self, x):
+        experts = self.weights["experts"]
+        x = torch.vmap(lambda weight: torch.tanh(x @ weight))(experts).sum(dim=0)
+        x = x + torch.func.vjp(torch.sin, self.more[0][0])[1](x.new_ones(7, 7))[0].sum()
+        return self.more[1](x) + torch.func.grad(lambda weight: weight.square().sum())(experts).sum()
+
+
+def containers(rank):
+    model = Experts().to(rank.device)
+    optimizer, x = starts(rank, model)
+    with torch.no_grad():
+        first = model(x)
+        optimizer.finish_param_sync()
+        return torch.equal(first, model(x))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_module_waits_for_the_containers_in_it(run, world_size):
+    assert all(run(containers))
+
+
+def versions(rank):
+    """They move on before the class is given back: another thread would read in between, for a graph that is refused."""
+    model, seen = Branches(seed=0).to(rank.device), []
+    optimizer, _ = starts(rank, model)
+    note = optimizer.buckets[0].note_new_params
+    optimizer.buckets[0].note_new_params = lambda params: (seen.extend(map(type, params)), note(params))
+    optimizer.finish_param_sync()
+    return all(issubclass(kind, Awaited) for kind in seen) and len(seen) > 0
+
+
+def test_parameters_are_new_before_anybody_may_read_them(run):
+    assert all(run(versions))
 
 
 def threads_read(rank):
