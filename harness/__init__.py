@@ -1,6 +1,8 @@
 """What measuring and training need and no stage may know."""
 
+import ctypes
 import os
+import signal
 import sys
 
 
@@ -12,8 +14,9 @@ def fail(program, message):
 
 def check_at_least_1(args, names, fail):
     for name in names:
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+        if not 1 <= getattr(args, name) <= 10**6:
+            bound = "at least 1" if getattr(args, name) < 1 else "at most a million"
+            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
 
 
 def check_workload(args, at_least_1, models, fail):
@@ -29,7 +32,30 @@ def check_writable(option, path, fail):
     """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.exists()  # its name may be too long
     except OSError as error:
         fail(f"{option} {path}: {error.strerror}: {error.filename}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         fail(f"{option} {path}: it {'is a folder' if path.is_dir() else 'may not be written'}")
+
+
+def check_beside(option, path, suffix, fail):
+    """As check_writable, also for the file that is written beside `path`, with `suffix`."""
+    if path.suffix == suffix:
+        fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
+    check_writable(option, path, fail)
+    check_writable(option, path.with_suffix(suffix), fail)
+
+
+def end_with_parent():
+    """In a child: ask Linux for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
+    PR_SET_PDEATHSIG = 1
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def exit_on_signals():
+    """SIGTERM and SIGHUP end this process as Ctrl-C does: what it has started and made is put away."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))

@@ -51,7 +51,8 @@ class Run:
                    f"--batch-size={batch_size}", f"--steps={steps}", f"--seed={seed}", f"--checkpoint={folder}",
                    f"--save-every={save_every}"]
         self.command = " ".join(["torchrun", *command[3:]])
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                        preexec_fn=harness.end_with_parent)
         self.lines, self.unread = [], queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -208,6 +209,7 @@ def main():
     harness.check_at_least_1(args, ("kills", "ranks"), fail)
     if args.json:
         harness.check_writable("--json", args.json, fail)
+    harness.exit_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))

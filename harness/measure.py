@@ -315,7 +315,8 @@ def _examine(workers, settings, name, progress):
         if row["kind"] == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
             row["max_abs_diff"] = None
         elif row["max_abs_diff"] > allowed:
-            _fail(row, f"wrong: a parameter differs from ddp's by {row['max_abs_diff']:.1e}, allowed {allowed:g}")
+            whose = "ddp" if row["dtype"] == "float32" else "replicated training with fp32 copies"
+            _fail(row, f"wrong: a parameter differs from {whose}'s by {row['max_abs_diff']:.1e}, allowed {allowed:g}")
         if movement == 0:
             _fail(row, "wrong: its weights did not move")
     return row

@@ -9,7 +9,6 @@ is touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM.
 """
 
 import argparse
-import ctypes
 import functools
 import json
 import os
@@ -58,8 +57,8 @@ def parse():
 def bits_per_second(rate):
     """"300mbit" -> 3e8."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if not match or float(match[1]) == 0:
-        fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit")
+    if not match or not 0 < float(match[1]) * UNITS[match[2]] <= 1e12:
+        fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; at most 1000gbit")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -93,12 +92,19 @@ class Hosts:
         return self
 
     def __exit__(self, *exception):
-        """End what still runs in the namespaces, by its process id, and remove them; the line goes with them."""
+        """End what still runs in the namespaces, by its process id, and remove them; the line goes with them.
+
+        A second Ctrl-C doesn't interrupt that.
+        """
+        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
         for name in self.names:
             if Path("/run/netns", name).exists():
                 for pid in run("ip", "netns", "pids", name).split():
                     end(int(pid))
                 run("ip", "netns", "delete", name)
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
 
     def start(self, host, *command):
         """Start a command on host 0 or 1 -> Popen. It ends when this process does."""
@@ -106,13 +112,7 @@ class Hosts:
                        "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
                                 cwd=Path(__file__).resolve().parents[1], start_new_session=True,
-                                preexec_fn=end_with_parent)
-
-
-def end_with_parent():
-    """In the child: ask Linux for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+                                preexec_fn=harness.end_with_parent)
 
 
 def end(pid):
@@ -124,7 +124,7 @@ def end(pid):
 
 def run(*command):
     """Run one command of iproute2 -> what it prints. Its error is ours, in one line."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)  # Ctrl-C is not for it
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
@@ -198,7 +198,7 @@ def measure_here(args):
 
     rank = launch.connect(args.timeout)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
-    always = ("ddp", "compute only")
+    always = ("ddp", "compute only") + ("stage 4 overlap",) * args.accumulation
     names = [name for name in ROWS if args.rows in name or name in always]
 
     def progress(text):
@@ -207,8 +207,10 @@ def measure_here(args):
     together = Together(rank)
     result = measure.measure(together, settings, names, progress)
     timeline.record_rows(together, settings, result["rows"], progress)
-    if args.accumulation:
-        result["accumulation"] = measure.accumulation(together, settings, progress)
+    stage4 = next((row for row in result["rows"] if row["name"] == "stage 4 overlap"), None)
+    if args.accumulation and "error" not in stage4:  # what is wrong gets no time
+        measure.attempt(stage4, lambda: result.update(
+            accumulation=measure.accumulation(together, settings, progress)))
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
         result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2)
@@ -235,13 +237,12 @@ def main():
 
     harness.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
     if args.json:
-        harness.check_writable("--json", args.json, fail)
-    at_other_rates = earlier(args)
+        harness.check_beside("--json", args.json, ".svg", fail)
+    earlier(args)  # fails now if the file holds something else
     reason = missing()
     if reason:
         sys.exit(f"network: {reason}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that the hosts are removed
+    harness.exit_on_signals()
     try:
         result = measure_on_two_hosts(args)
     except OSError as error:
@@ -253,7 +254,7 @@ def main():
         drawn, title = timeline.on_two_hosts(result)
         if drawn:
             console.print(title, timeline.text(drawn), sep="\n")
-        results = [result, *at_other_rates]
+        results = [result, *earlier(args)]
         to_draw = timeline.to_draw(results)
         for other in results:
             if other is not to_draw:
@@ -261,7 +262,7 @@ def main():
         args.json.write_text(json.dumps({**result, "other_rates": results[1:]}, indent=1) + "\n")
         drawn, title = timeline.on_two_hosts(to_draw)
         if drawn:
-            args.json.with_suffix(".svg").write_text(timeline.svg(drawn, title))
+            args.json.with_suffix(".svg").write_text(timeline.svg(drawn, title), encoding="utf-8")
         console.print(f"written to {args.json} and {args.json.with_suffix('.svg')}")
     sys.exit(measure.is_wrong(result))
 

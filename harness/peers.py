@@ -78,7 +78,7 @@ class MainParamsTraining(Training):
     def update(self):
         params = list(self.model.parameters())
         for param, main_param in zip(params, self.main_params):
-            main_param.grad = param.grad.float() / self.world_size
+            main_param.grad = (param.grad / self.world_size).float()
             if self.world_size > 1:
                 dist.all_reduce(main_param.grad)
         self.optimizer.step()

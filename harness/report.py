@@ -41,8 +41,9 @@ class Sheet(NamedTuple):
 def sheets(result):
     """-> list of Sheets: time and traffic; floors, where there is a line; memory and correctness; model state."""
     rows, conditions = result["rows"], result["conditions"]
-    failures = [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
     wire_notes, memory_notes = Notes(), Notes()
+    has_16_bits = any(row["dtype"] != "float32" for row in rows)
+    of_16_bits = ", in 16 bits from replicated training with fp32 copies" * has_16_bits
     time = Sheet(
         "Time and traffic of a step",
         [("", ""), ("ms/step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
@@ -50,7 +51,7 @@ def sheets(result):
         [[row["name"], *_time(row, conditions), _exposed(row), _collectives(row), *_wire(row, conditions, wire_notes)]
          for row in rows],
         ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
-         *[EXPOSED] * any("timeline" in row for row in rows), *_noise_note(conditions), *wire_notes, *failures])
+         *[EXPOSED] * any("timeline" in row for row in rows), *_noise_note(conditions), *wire_notes, *failures(rows)])
     memory = Sheet(
         "Memory of a rank, and the difference from ddp",
         [("", ""), ("model\ninit", "counted"), ("optimizer\ninit", "counted"), ("forward\nbackward", "counted"),
@@ -60,7 +61,7 @@ def sheets(result):
          for row in rows if row["kind"] != "noise"],
         ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
          "optimizer state after a step, mean over the ranks.",
-         "Largest |Δ|: of any parameter on any rank, from ddp, after 3 steps; "
+         f"Largest |Δ|: of any parameter on any rank, from ddp{of_16_bits}, after 3 steps; "
          f"allowed: {_number(conditions['tolerance'])}.",
          *memory_notes])
     line = [_line_sheet(result)] if "bits_per_second" in conditions else []
@@ -69,17 +70,20 @@ def sheets(result):
     return [time, *line, *accumulation, memory, *state]
 
 
+def failures(rows):
+    return [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
+
+
 def _accumulation_sheet(accumulation):
     def spread(times):
         return f"{statistics.median(times):.0f} ({min(times):.0f}–{max(times):.0f})"
     ratios = [[each / once for once, each in zip(one["no_sync_ms"], one["each_ms"])] for one in accumulation]
     noise = max(abs(ratio - 1) for ratio in ratios[0])  # with one micro-batch both ways are the same
-    is_noise = [statistics.median(of_rounds) <= 1 + noise for of_rounds in ratios]
+    medians = [statistics.median(of_rounds) for of_rounds in ratios]
     rows = [[str(one["micro_batches"]), spread(one["no_sync_ms"]), spread(one["each_ms"]),
-             f"{statistics.median(of_rounds):.2f}{'~' * within}"]
-            for one, of_rounds, within in zip(accumulation, ratios, is_noise)]
+             f"{median:.2f}{'~' * (abs(median - 1) <= noise)}"] for one, median in zip(accumulation, medians)]
     counts = [one["micro_batches"] for one in accumulation]
-    dearer = [count for i, count in enumerate(counts) if not any(is_noise[i:])]
+    dearer = [count for i, count in enumerate(counts) if min(medians[i:]) > 1 + noise]
     where = f"from {dearer[0]} micro-batches a step on," if dearer else f"no number up to {counts[-1]} from which on"
     return Sheet(
         "Accumulation in stage 4, ms a micro-batch",
@@ -104,7 +108,10 @@ def _line_sheet(result):
         bf16 = " bf16" if row["dtype"] == "bfloat16" else ""
         others = "compute only" + bf16, "stage 4 overlap" + bf16
         mine, compute, stage4 = (times.get(name) for name in (row["name"], *others))
-        line_ms = row.get("wire_bytes_theory", 0) * 8 / rate * 1000
+        if "wire_bytes_theory" not in row:  # it has failed
+            rows.append([row["name"], *[NONE] * 7])
+            continue
+        line_ms = row["wire_bytes_theory"] * 8 / rate * 1000
         floors = [max(line_ms, one) for one in compute or []]
         floor = f"{statistics.median(floors):.0f}" if floors else NONE
         rows.append([row["name"], *_time(row, result["conditions"])[:2], _exposed(row), f"{line_ms:.0f}", floor,
@@ -116,7 +123,7 @@ def _line_sheet(result):
          ("stage 4\nx this row", "measured")], rows,
         [EXPOSED,
          "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
-         "dtype. Ratios: medians, round by round."])
+         "dtype. Ratios: medians, round by round.", *failures(result["rows"])])
 
 
 def _state_sheet(states):
@@ -273,7 +280,10 @@ def _load(name):
     path = ROOT / "results" / name
     if not path.exists():
         raise SystemExit(f"report: {path} is missing: run make {path.stem} first")
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise SystemExit(f"report: {path} is damaged: run make {path.stem} again") from None
 
 
 def _conditions(result):
@@ -289,7 +299,8 @@ def _by_rate():
 
 def _load_bench():
     result = _load("bench.json")
-    if "model_state" not in result or COUNTED.keys() - {row["name"] for row in result["rows"]}:
+    right = {row["name"] for row in result["rows"] if "error" not in row}
+    if "model_state" not in result or COUNTED.keys() - right:
         raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
     return result
 
@@ -313,7 +324,7 @@ def _accumulation_sheets():
         if "accumulation" in result:
             sheet = _accumulation_sheet(result["accumulation"])
             found.append(sheet_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
-    return found
+    return found or ['Not measured: make network RATE=300mbit ARGS="--accumulation", which takes an hour.']
 
 
 COUNTED = {  # row -> its formulas: bytes a parameter, collectives, bytes that a rank sends
@@ -399,10 +410,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = functools.partial(harness.fail, "report")
     parser.parse_args()
+    texts = []  # nothing is written before all of it is there
     for path in [*files(), *PICTURES]:
-        before = path.read_text() if path.exists() else ""
-        after = PICTURES[path]() if path in PICTURES else rewritten(before)
-        path.write_text(after)
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        try:
+            texts.append((path, before, PICTURES[path]() if path in PICTURES else rewritten(before)))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise SystemExit(f"report: {path.name}: results/ holds something else than results: {error!r}") from None
+    for path, before, after in texts:
+        path.write_text(after, encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 
 

@@ -329,7 +329,7 @@ def parse():
     add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     harness.check_workload(args, ("ranks",), workload.MODELS, fail)
-    harness.check_writable("--out", args.out, fail)
+    harness.check_beside("--out", args.out, ".json", fail)
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
     if args.rows == "all":
@@ -348,7 +348,7 @@ def main():
                 for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     print(text(rows))
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
-    args.out.write_text(svg(rows, title))
+    args.out.write_text(svg(rows, title), encoding="utf-8")
     args.out.with_suffix(".json").write_text(json.dumps(trace(rows)))
     print(f"written to {args.out} and {args.out.with_suffix('.json')}")
 

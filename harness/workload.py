@@ -153,24 +153,28 @@ def load_bytes(path=None):
         files, limit = [file for file in _files(root) if file.suffix == ".py"], STDLIB_BYTES
         advice = "this Python comes without its source: give a text file or folder with --data"
     else:
-        root = Path(path).expanduser()
-        files, limit = _files(root) if root.is_dir() else [root], DATA_BYTES
         advice = "give a text file, or a folder with text files"
-        if not path or not root.exists():
+        try:
+            root = Path(path).expanduser()
+            is_there = bool(path) and root.exists()
+        except (OSError, RuntimeError) as error:  # its name is too long, or of a user that there isn't
+            raise ValueError(f"--data {path}: {error}; {advice}") from None
+        if not is_there:
             raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
+        files, limit = _files(root, skipped=()) if root.is_dir() else [root], DATA_BYTES
     data = _read(files, limit, skip_binary=root.is_dir())
     if not data:
         raise ValueError(f"{root}: no text in it; {advice}")
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def _files(root):
-    """The files below `root`, sorted by relative path, without hidden ones and those that STDLIB_SKIPPED names."""
+def _files(root, skipped=STDLIB_SKIPPED):
+    """The files below `root`, sorted by relative path, without hidden ones, and folders of names in `skipped`."""
     found = []
     for folder, subfolders, names in os.walk(root):
         # Assigned in place: os.walk then doesn't enter the others (site-packages alone may hold 100 000 files).
-        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED and _is_wanted(name)]
-        found += [Path(folder, name) for name in names if _is_wanted(name)]
+        subfolders[:] = [name for name in subfolders if name not in skipped and _is_wanted(name)]
+        found += [path for name in names if _is_wanted(name) and (path := Path(folder, name)).is_file()]  # no pipes
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 

@@ -143,7 +143,7 @@ class GradBuffer:
     def refuse_new_grads(self, groups):
         """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.
 
-        What is written into it counts where main gradients are views of the buffer; where they are copies, it would not.
+        What is written into it counts where main gradients are views of the buffer. Where they are copies it wouldn't.
         """
         if self.main_grad_shard is not None and self.flat._version != self.shard_version:
             raise RuntimeError(

@@ -273,7 +273,7 @@ def main():
     args = parse_args()
     blocks = draw(run_ranks(args), args)
     print_blocks(blocks)
-    args.svg.write_text(svg(blocks))
+    args.svg.write_text(svg(blocks), encoding="utf-8")
     print(f"saved as {args.svg}")
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import bench
+from harness import measure, peers
 from tests.ranks import ROOT, run_alone
 
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
@@ -102,3 +103,96 @@ def test_bad_input_is_one_line(args, message):
     run = run_alone("bench.py", *args)
     assert run.code == 2
     assert run.stderr.count("\n") == 1 and message in run.stderr
+
+
+# ------------------------------------------------------------------------------ what the figures are, without any ranks
+
+
+def test_a_row_is_that_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent():
+    def part(n):
+        return {"memory_bytes": {"model": n, "peak": 10 - n}, "wire_bytes": n, "bytes_per_param": n / 2, "other": n}
+    assert measure._over_ranks([part(1), part(4)]) == {
+        "memory_bytes": {"model": 4, "peak": 9}, "wire_bytes": 2, "bytes_per_param": 1.25, "other": 1}
+
+
+def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
+    row = {}
+    measure._add_times(row, [100, 400, 900], [100, 200, 100])
+    assert row["step_ms"] == {"median": 400, "min": 100, "max": 900, "rounds": [100, 400, 900]}
+    assert row["vs_reference"] == 2
+
+
+@pytest.mark.parametrize("kind, error, is_wrong", [
+    ("stage", None, False), ("stage", "it failed", True), ("peer", "it failed", False), ("peer", "wrong: by 1", True)])
+def test_what_ends_with_1(kind, error, is_wrong):
+    row = {"kind": kind, **({"error": error} if error else {})}
+    assert measure.is_wrong({"rows": [{"kind": "floor"}, row]}) == is_wrong
+
+
+class Recorded:
+    """In place of ranks: notes what is timed, in order; `movement` and `difference` are those of each row."""
+    world_size = 2
+
+    def __init__(self, movement=1.0, difference=0.0):
+        self.examined = {"movement": movement, "max_abs_diff": difference}
+        self.timed = []
+
+    def run(self, function, settings, *args):
+        if function is measure.describe:
+            return [{}] * 2
+        if function is measure.examine:
+            return [{**self.examined, "memory_bytes": {}, "wire_bytes": 0, "bytes_per_param": 0}] * 2
+        self.timed.append(*args)
+        return [len(self.timed)] * 2
+
+
+def test_no_row_always_comes_first():
+    names, ranks = ["ddp", "stage 1 naive broadcast", "fsdp2"], Recorded()
+    measure.measure(ranks, measure.Settings("nano", 1, 1, 3, 1), names)
+    assert ranks.timed == [*names, *names[1:], names[0], *names[2:], *names[:2]]
+
+
+@pytest.mark.parametrize("found, reason", [({"movement": 0.0}, "wrong: its weights did not move"),
+                                           ({"difference": 1.0}, "wrong: a parameter differs from ddp's by 1.0e+00")])
+def test_what_is_wrong_is_not_timed(found, reason):
+    ranks = Recorded(**found)
+    result = measure.measure(ranks, measure.Settings("nano", 1, 1, 3, 1), ["ddp", "fsdp2"])
+    assert ranks.timed == [] and all(row["error"].startswith(reason) for row in result["rows"])
+
+
+def slow_rank(rank, settings):
+    """-> what each rank says of a row in which rank 1 pauses in each step, and, at the end, for longer."""
+    import threading
+
+    def build(model, adamw):
+        training = peers.find("compute only").build(model, adamw)
+        step, finish, pause = training.step, training.finish, threading.Event().wait
+        training.step = lambda batch: (step(batch), pause(0.05 * rank.rank))
+        training.finish = lambda: (finish(), pause(0.2 * rank.rank))
+        return training
+    row = peers.find("compute only")._replace(name="slow", build=build)
+    peers.ROWS.append(row)
+    try:
+        return measure.time_steps(rank, settings, "slow")
+    finally:
+        peers.ROWS.remove(row)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_time_is_that_of_the_slowest_rank_until_all_has_arrived(run, world_size):
+    """4 steps of 50 ms and 200 ms at the end are at least 100 ms a step; a pause is never shorter."""
+    one, other = run(slow_rank, measure.Settings("nano", 1, 8, 1, 4))
+    assert one == other >= 100
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_a_right_row_in_16_bits_is_right_on_three_ranks(run, world_size):
+    """A third is rounded: the reference must divide as stage 4 does."""
+    for found in run(measure.examine, measure.Settings("nano", 2, 16, 1, 1), "stage 4 overlap bf16"):
+        assert found["max_abs_diff"] == 0 and found["movement"] > 0
+
+
+def test_the_model_state_is_that_of_the_formula(result):
+    """Up to padding, which is much in a tiny model: at one rank there is little of it."""
+    for row in result["model_state"]:
+        assert row["bytes_per_param"]["1"] == pytest.approx(row["bytes_per_param_theory"]["1"], rel=0.02), row["name"]

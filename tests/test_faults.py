@@ -1,5 +1,6 @@
 """Runs that are killed: the other ranks end with one line, and what goes on from a checkpoint ends as it should."""
 
+import os
 import re
 import subprocess
 import sys
@@ -165,3 +166,23 @@ def test_what_was_started_ends_when_something_goes_wrong(tmp_path):
         raise AssertionError
     assert run.process.poll() is not None and len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_a_terminated_run_leaves_no_process(tmp_path):
+    """SIGTERM, as `kill` sends it, while ranks are being killed."""
+    def children(pid):
+        try:
+            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except OSError:
+            return []
+    run = subprocess.Popen([sys.executable, "-m", "harness.faults", "--kills", "9"], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)})
+    try:
+        assert run.stdout.readline().startswith("kill 1")
+        started = [pid for child in children(run.pid) for pid in [child, *children(child)]]
+        run.terminate()
+        run.communicate(timeout=LIMIT_S)
+    finally:
+        run.kill()
+    assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
+    assert not [path for path in tmp_path.iterdir() if (path / "killed").exists()]

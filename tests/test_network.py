@@ -6,11 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from harness.network import missing
+from harness import launch, measure, report, timeline
+from harness import network as program
+from harness.network import Hosts, missing
 from tests.ranks import hears_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,17 +84,30 @@ def test_the_timeline_has_both_ranks_and_what_travelled(result):
 
 
 @needs_hosts
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_behind(number):
+def test_the_line_is_held_to_its_rate():
+    """As Linux says; not by a clock."""
+    with Hosts("12mbit") as made:
+        for name, link in zip(made.names, made.links):
+            shown = subprocess.run(["tc", "-n", name, "qdisc", "show", "dev", link], capture_output=True, text=True)
+            assert "qdisc tbf" in shown.stdout and "rate 12Mbit" in shown.stdout
+
+
+@needs_hosts
+@pytest.mark.parametrize("number, n_signals", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
+    """Nor where somebody has no patience: a second signal comes while it cleans up, to all of its process group."""
     before = hosts()
     command, options = network("--rate", "10mbit", *NANO[:6], "--rounds", "50")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c,
-                               **options)
+                               start_new_session=True, **options)
     try:
         for line in iter(lambda: process.stderr.read(1), ""):
             if line == "r":  # of "round" or "stage 1 …": the ranks are at work
                 break
-        process.send_signal(number)
+        os.killpg(process.pid, number)
+        for _ in range(n_signals - 1):
+            threading.Event().wait(0.02)
+            os.killpg(process.pid, number)
         process.communicate(timeout=30)
     finally:
         process.kill()
@@ -117,9 +133,48 @@ def test_without_root_it_says_so(monkeypatch):
                                           (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'"),
                                           (["--model", "huge"], "'huge'"), (["--sequence-length", "9999"], "9999"),
                                           (["--json", "results"], "results: it is a folder"),
+                                          (["--json", "net.svg"], "choose another ending"),
+                                          (["--json", "x" * 300], "File name too long"),
+                                          (["--timeout", "99999999999"], "at most a million"),
+                                          (["--rate", "9999999gbit"], "--rate 9999999gbit"),
                                           (["--json", "results/bench.json"], "something else than results of make")])
 def test_bad_input_is_one_line(wrong, named):
     command, options = network(*wrong)
     run = subprocess.run(command, capture_output=True, timeout=60, **options)
     assert run.returncode == 2
     assert run.stderr.startswith("network: error: ") and named in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
+    """The other one, of another rate, writes while this one measures."""
+    path = tmp_path / "network.json"
+    whole = json.loads((report.ROOT / "results" / "network.json").read_text())
+    of_rate = {result["conditions"]["rate"]: result for result in [whole, *whole.pop("other_rates")]}
+
+    def measured(args):
+        path.write_text(json.dumps({**of_rate["1gbit"], "other_rates": []}))
+        return of_rate["300mbit"]
+    monkeypatch.setattr(program, "missing", lambda: None)
+    monkeypatch.setattr(program, "measure_on_two_hosts", measured)
+    monkeypatch.setattr(program.harness, "exit_on_signals", lambda: None)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path)])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    found = json.loads(path.read_text())
+    assert not end.value.code and found["conditions"]["rate"] == "300mbit"
+    assert [other["conditions"]["rate"] for other in found["other_rates"]] == ["1gbit"]
+
+
+@pytest.mark.parametrize("error", [None, "wrong: by 1"])
+def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, tmp_path, monkeypatch):
+    row = {"name": "stage 4 overlap", "kind": "stage", **({"error": error} if error else {})}
+    monkeypatch.setattr(launch, "connect", lambda timeout: launch.Rank(0, 1, None, "gloo"))
+    monkeypatch.setattr(launch, "disconnect", lambda: None)
+    monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
+    monkeypatch.setattr(measure, "measure", lambda *_: {"conditions": {}, "rows": [row]})
+    monkeypatch.setattr(measure, "accumulation", lambda *_: ["times"])
+    path = tmp_path / "network.json"
+    monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--json", str(path)])
+    program.measure_here(program.parse())
+    assert ("accumulation" in json.loads(path.read_text())) == (error is None)

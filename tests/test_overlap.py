@@ -346,7 +346,7 @@ def test_a_module_waits_for_the_containers_in_it(run, world_size):
 
 
 def versions(rank):
-    """They move on before the class is given back: another thread would read in between, for a graph that is refused."""
+    """They move on before the class is given back, or another thread reads in between, for a graph that is refused."""
     model, seen = Branches(seed=0).to(rank.device), []
     optimizer, _ = starts(rank, model)
     note = optimizer.buckets[0].note_new_params

@@ -1,7 +1,11 @@
 """The tables and pictures in README.md and the chapters are those of results/*.json."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -85,6 +89,7 @@ def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
     text = found([106, 105, 105], [103, 103, 103])
     assert "Break-even: no number up to 4 from which on an exchange" in text and "up to 4% apart" in text
     assert "1.00~" in text and "1.03~" in text and "1.05~" not in text
+    assert "0.50 " in found([50, 50, 50], [97, 97, 97]) and "0.97~" in found([50, 50, 50], [97, 97, 97])
 
 
 def test_a_table_of_times_is_no_wider_than_100_columns(result):
@@ -119,3 +124,61 @@ def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
     (tmp_path / "results" / "bench.json").write_text(json.dumps(left))
     with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
         report.rewritten("<!-- report: stage1 -->\n<!-- end -->")
+
+
+def test_a_row_that_failed_has_no_line_and_says_why():
+    result = json.loads((report.ROOT / "results" / "network.json").read_text())
+    left = {key: find(result, "fsdp2")[key] for key in ("name", "kind", "dtype")}
+    find(result, "fsdp2").clear()
+    result["rows"][3].update(left, step_ms=None, vs_reference=None, max_abs_diff=None, error="rank 1: it broke")
+    text = report.sheet_text(report._line_sheet(result))
+    assert cells(text, "fsdp2") == ["fsdp2", *[report.NONE] * 7] and "fsdp2: rank 1: it broke" in text
+
+
+def copied(tmp_path):
+    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests")
+    shutil.copytree(report.ROOT, tmp_path / "copy", ignore=ignored)
+    return tmp_path / "copy"
+
+
+def test_a_locale_without_unicode_changes_nothing(tmp_path):
+    copy = copied(tmp_path)
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run([sys.executable, "-m", "harness.report"], cwd=copy, env=ascii_only, capture_output=True,
+                         text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]")])
+def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_path, monkeypatch):
+    copy = copied(tmp_path)
+    monkeypatch.setattr(report, "ROOT", copy)
+    monkeypatch.setattr(sys, "argv", ["report"])
+    readme = (copy / "README.md").read_text(encoding="utf-8").replace("3 all-reduce", "2 all-reduce")
+    (copy / "README.md").write_text(readme, encoding="utf-8")
+    (copy / "results" / name).write_text(content)
+    with pytest.raises(SystemExit, match="^report: .*$"):
+        report.main()
+    assert (copy / "README.md").read_text(encoding="utf-8") == readme
+
+
+def test_a_bench_with_a_row_that_failed_is_a_part_of_it(tmp_path, monkeypatch):
+    whole = json.loads((report.ROOT / "results" / "bench.json").read_text())
+    find(whole, "stage 1 naive broadcast")["error"] = "rank 0: it broke"
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bench.json").write_text(json.dumps(whole))
+    with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
+        report.rewritten("<!-- report: bench -->\n<!-- end -->")
+
+
+def test_accumulation_that_was_not_measured_is_said_to_be_so(monkeypatch):
+    def without(name):
+        found = load(name)
+        for result in [found, *found.get("other_rates", [])] if name == "network.json" else []:
+            result.pop("accumulation", None)
+        return found
+    load = report._load
+    monkeypatch.setattr(report, "_load", without)
+    assert "Not measured: make network" in report.rewritten("<!-- report: accumulation -->\n<!-- end -->")

@@ -1,11 +1,13 @@
 """train.py: all stages print the losses of DDP, and bad input is one line. DDP and stage 4 are run by torchrun."""
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
+from harness import workload
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -75,3 +77,18 @@ def test_bad_input_on_two_ranks_is_said_once():
     assert run.returncode != 0
     assert run.stderr.count("there is no such file") == 1
     assert "load_bytes" not in run.stderr  # no traceback of ours
+
+
+def test_a_folder_of_text_is_read_but_for_what_is_no_file(tmp_path):
+    """Every folder in it, whatever its name; a pipe would be waited for, and a broken link is nothing."""
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.txt").write_bytes(b"text " * 9)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert bytes(workload.load_bytes(tmp_path)) == b"text " * 9
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-that-name/text"])
+def test_data_that_cannot_be_there_is_said_to_be_wrong(path):
+    with pytest.raises(ValueError, match="--data .*give a text file"):
+        workload.load_bytes(path)
