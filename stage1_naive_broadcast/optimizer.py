@@ -72,6 +72,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
         `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
+
+        Raises:
+            RuntimeError: the parameters in `param_groups` are not those that were added.
         """
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)

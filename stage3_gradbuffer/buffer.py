@@ -57,8 +57,8 @@ class GradBuffer:
         grad_dtype: dtype of the buffer: that of the parameters, or torch.float32 to sum 16-bit gradients in fp32.
         process_group: the d ranks that own a shard each.
         alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
-            kernel then rounds a shard of parameters, whose sizes are multiples of that, as it rounds the whole; of
-            others the last bit may differ. GPUs and NCCL want 16.
+            kernel then rounds a shard as it rounds the whole, if the sizes of all parameters are multiples of it too;
+            if not, the last bit may differ. GPUs and NCCL want 16.
 
     Attributes:
         flat: (padded_numel,) of grad_dtype: the buffer. The padding at its end is zero and stays zero.

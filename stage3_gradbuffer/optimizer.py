@@ -75,7 +75,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         afterwards: without a backward pass in between, a second step is one with gradients of zero.
 
         Raises:
-            RuntimeError: the `data` of a parameter was replaced; on the rank where it was.
+            RuntimeError: the parameters in `param_groups` are not those that were added, or the `data` of one was
+                replaced; on the rank where that is so.
         """
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)

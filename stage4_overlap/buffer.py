@@ -77,8 +77,8 @@ class Bucket:
         params: in the order in which their gradients are expected.
         process_group: the d ranks that own a shard each.
         alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
-            kernel then rounds a shard of parameters, whose sizes are multiples of that, as it rounds the whole; of
-            others the last bit may differ. GPUs and NCCL want 16.
+            kernel then rounds a shard as it rounds the whole, if the sizes of all parameters are multiples of it too;
+            if not, the last bit may differ. GPUs and NCCL want 16.
 
     Attributes:
         ranges: where in the parameters this rank's shard lies.

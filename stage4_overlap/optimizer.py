@@ -115,7 +115,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a parameter received no gradient, or one by assignment when its own had left, or its `data`
-                was replaced; on every rank, but after `clip_grad_norm_`, when the ranks have agreed already.
+                was replaced; on every rank, but after `clip_grad_norm_`, when the ranks have agreed already. Or the
+                parameters in `param_groups` are not those that were added; on the rank where that is so.
         """
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
