@@ -98,13 +98,15 @@ class Hosts:
         """
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-        for name in self.names:
-            if Path("/run/netns", name).exists():
-                for pid in run("ip", "netns", "pids", name).split():
-                    end(int(pid))
-                run("ip", "netns", "delete", name)
-        for number, handler in zip(numbers, handlers):
-            signal.signal(number, handler)
+        try:
+            for name in self.names:
+                if Path("/run/netns", name).exists():
+                    for pid in run("ip", "netns", "pids", name).split():
+                        end(int(pid))
+                    run("ip", "netns", "delete", name)
+        finally:
+            for number, handler in zip(numbers, handlers):
+                signal.signal(number, handler)
 
     def start(self, host, *command):
         """Start a command on host 0 or 1 -> Popen. It ends when this process does."""

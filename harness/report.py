@@ -416,7 +416,8 @@ def main():
         try:
             texts.append((path, before, PICTURES[path]() if path in PICTURES else rewritten(before)))
         except (AttributeError, KeyError, TypeError) as error:
-            raise SystemExit(f"report: {path.name}: results/ holds something else than results: {error!r}") from None
+            reason = f"there is no such block, or results/ holds something else than results: {error!r}"
+            raise SystemExit(f"report: {path.name}: {reason}") from None
     for path, before, after in texts:
         path.write_text(after, encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")

@@ -28,15 +28,13 @@ class Awaited:
         if function in READ_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        for kind in types:
-            if issubclass(kind, Awaited):
-                kind.bucket.finish_param_sync()
+        wait_for(types)
         return function(*args, **kwargs)
 
 
 def _waits(name):
     def method(self, *args, **kwargs):
-        wait_for([self])
+        wait_for([type(self)])
         return getattr(self, name)(*args, **kwargs)  # that of its kind
     return method
 
@@ -51,10 +49,9 @@ def awaited(kind, bucket):
 
 
 @torch.compiler.disable  # it would guard a class that changes
-def wait_for(values):
-    """Wait for those of `values` that are parameters under way."""
-    for value in values:
-        kind = type(value)  # another thread may give it back its own
+def wait_for(kinds):
+    """Wait for what is under way of these classes: each bucket has its own."""
+    for kind in kinds:
         if issubclass(kind, Awaited):
             kind.bucket.finish_param_sync()
 
@@ -81,7 +78,7 @@ class ModuleHook:
     @torch.compiler.disable
     def __call__(self, module, _):
         in_transform = torch._C._functorch.maybe_current_level() is not None
-        wait_for(self.params if in_transform or self.reads_all else own_params(module))
+        wait_for(map(type, self.params if in_transform or self.reads_all else own_params(module)))
 
 
 class BackwardPass:

@@ -630,7 +630,7 @@ def test_buckets_leave_in_backward_although_a_parameter_is_frozen(fake_group):
     assert ledger.collectives == {"reduce_scatter": 3}  # and the last one when the ranks have agreed to step
 
 
-# ------------------------------------------------------------------------------------------ found by readers, all stages
+# ----------------------------------------------------------------------------------------- found by readers, all stages
 
 
 def frozen_at_first(rank, stage, frozen):

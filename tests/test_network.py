@@ -182,3 +182,20 @@ def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, tmp_path
     monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--json", str(path)])
     program.measure_here(program.parse())
     assert ("accumulation" in json.loads(path.read_text())) == (error is None)
+
+
+def test_a_cleanup_that_fails_leaves_ctrl_c_as_it_was(monkeypatch):
+    def fails(*command):
+        raise OSError("ip netns pids: it failed")
+    monkeypatch.setattr(program, "run", fails)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with pytest.raises(OSError, match="it failed"):
+            Hosts("1gbit").__exit__()
+        after = [signal.getsignal(number) for number in numbers]
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+    assert after == before
