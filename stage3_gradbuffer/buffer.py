@@ -4,6 +4,7 @@ Source of the idea: the grad buffer of Megatron-LM's distributed optimizer.
 """
 
 import enum
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -38,14 +39,18 @@ def padded_numel(numel: int, world_size: int, alignment: int) -> int:
     return -(-numel // unit) * unit
 
 
-def ranges_in_shard(numels: list[int], shard_start: int, shard_stop: int) -> list[Range]:
-    """Which parts of parameters that lie end to end fall between two positions. Shards ignore parameter boundaries."""
-    ranges, param_start = [], 0
-    for index, numel in enumerate(numels):
+def param_starts(numels: list[int], alignment: int) -> list[int]:
+    """Where parameters begin that lie one after the other, each at a multiple of `alignment`; and where they end."""
+    return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
+
+
+def ranges_in_shard(numels: list[int], starts: list[int], shard_start: int, shard_stop: int) -> list[Range]:
+    """Which parts of parameters fall between two positions. Shards ignore parameter boundaries."""
+    ranges = []
+    for index, (numel, param_start) in enumerate(zip(numels, starts)):
         start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
         if start < stop:
             ranges.append(Range(index, start - param_start, stop - param_start, start - shard_start))
-        param_start += numel
     return ranges
 
 
@@ -56,12 +61,12 @@ class GradBuffer:
         params: tensors of one dtype on one device, contiguous.
         grad_dtype: dtype of the buffer: that of the parameters, or torch.float32 to sum 16-bit gradients in fp32.
         process_group: the d ranks that own a shard each.
-        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
-            kernel then rounds a shard as it rounds the whole, if the sizes of all parameters are multiples of it too;
-            if not, the last bit may differ. GPUs and NCCL want 16.
+        alignment: bytes, of which a shard is a multiple and at which each parameter begins. 64 is a cache line and the
+            widest vector of a CPU: what a fused kernel makes of a part is then, to the bit, what it makes of the whole.
+            GPUs and NCCL want 16.
 
     Attributes:
-        flat: (padded_numel,) of grad_dtype: the buffer. The padding at its end is zero and stays zero.
+        flat: (padded_numel,) of grad_dtype: the buffer. What lies between and after parameters is zero and stays zero.
         grads: for each parameter its view of the buffer, of its shape.
         main_params, main_grads: for each range in this rank's shard what the inner optimizer steps, and with which
             gradient; (range numel,) each. Of 16-bit parameters they are fp32; of fp32 ones they are views of the
@@ -76,18 +81,19 @@ class GradBuffer:
         rank, dtype = dist.get_rank(process_group), params[0].dtype
         numels = [param.numel() for param in params]
         alignment //= min(dtype.itemsize, grad_dtype.itemsize)  # in elements
-        numel = padded_numel(sum(numels), self.world_size, alignment)
+        *self.starts, end = param_starts(numels, alignment)
+        numel = padded_numel(end, self.world_size, alignment)
         shard_numel = numel // self.world_size
 
         self.in_main_grad = grad_dtype != dtype  # autograd insists on the dtype of the parameter for param.grad
         self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
         self.holds, self.zero_version = Holds.ZEROS, self.flat._version
-        self.grads = split_like(self.flat, params)
+        self.grads = views_of(self.flat, params, self.starts)
         self.grad_shard = self.flat.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
         self.flat_params = self.flat.view(dtype)[:numel]  # the same bytes, read as parameters
         self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
 
-        self.ranges = ranges_in_shard(numels, rank * shard_numel, (rank + 1) * shard_numel)
+        self.ranges = ranges_in_shard(numels, self.starts, rank * shard_numel, (rank + 1) * shard_numel)
         self.main_params = [params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
         self.main_grads = cut_ranges(self.grad_shard, self.ranges)
         self.main_shard, self.main_grad_shard = None, None
@@ -190,7 +196,7 @@ class GradBuffer:
 
     def copy_params_to_model(self):
         """The buffer keeps holding PARAMS."""
-        copy_all(self.params, split_like(self.flat_params, self.params))
+        copy_all(self.params, views_of(self.flat_params, self.params, self.starts))
         self.note_new_params()
 
     def note_new_params(self):
@@ -234,7 +240,6 @@ def copy_all(targets, sources):
         torch._foreach_copy_(targets, sources)
 
 
-def split_like(flat, params):
-    """Cut the start of `flat` into views shaped like `params`."""
-    pieces = flat[: sum(param.numel() for param in params)].split([param.numel() for param in params])
-    return [piece.view(param.shape) for piece, param in zip(pieces, params)]
+def views_of(flat, params, starts):
+    """Views of `flat`, shaped like `params`, which begin at `starts`."""
+    return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]

@@ -11,7 +11,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from .buffer import GradBuffer, Holds, split_like
+from .buffer import GradBuffer, Holds
 from .checks import checked_groups, named_params, param_ids, refuse_edited
 from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
 from .inner import check_divisible, hyperparameters, optimizer_factory
@@ -229,20 +229,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Where this rank's part of the parameters is: objects like GradBuffer, for `full_state.py`."""
         return self.buffers
 
-    def _broadcast(self, params, src):
-        """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
-        if params:
-            flat = torch.cat([param.reshape(-1) for param in params])
-            dist.broadcast(flat, group=self.process_group, group_src=src)
-            for param, piece in zip(params, split_like(flat, params)):
-                param.copy_(piece)
-
     @torch.no_grad()
     def _shard(self, groups):
         """Put the parameters of `groups` into buffers, and this rank's ranges of them into the inner optimizer."""
         params = [param for group in groups for param in group["params"]]
         for param in params:
-            self._broadcast([param], src=0)
+            dist.broadcast(param, group=self.process_group, group_src=0)
         main_param = {}  # id of a parameter -> this rank's range of it
         for dtype in dict.fromkeys(param.dtype for param in params):
             same = [param for param in params if param.dtype == dtype]

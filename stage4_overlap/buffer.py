@@ -3,6 +3,7 @@
 Sources of the ideas: DistributedDataParallel's buckets, Megatron-LLaMA's OverlappedDistributedOptimizer, veScale.
 """
 
+import itertools
 import threading
 from typing import NamedTuple
 
@@ -31,14 +32,18 @@ def padded_numel(numel: int, world_size: int, alignment: int) -> int:
     return -(-numel // unit) * unit
 
 
-def ranges_in_shard(numels: list[int], shard_start: int, shard_stop: int) -> list[Range]:
-    """Which parts of parameters that lie end to end fall between two positions. Shards ignore parameter boundaries."""
-    ranges, param_start = [], 0
-    for index, numel in enumerate(numels):
+def param_starts(numels: list[int], alignment: int) -> list[int]:
+    """Where parameters begin that lie one after the other, each at a multiple of `alignment`; and where they end."""
+    return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
+
+
+def ranges_in_shard(numels: list[int], starts: list[int], shard_start: int, shard_stop: int) -> list[Range]:
+    """Which parts of parameters fall between two positions. Shards ignore parameter boundaries."""
+    ranges = []
+    for index, (numel, param_start) in enumerate(zip(numels, starts)):
         start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
         if start < stop:
             ranges.append(Range(index, start - param_start, stop - param_start, start - shard_start))
-        param_start += numel
     return ranges
 
 
@@ -76,9 +81,9 @@ class Bucket:
     Args:
         params: in the order in which their gradients are expected.
         process_group: the d ranks that own a shard each.
-        alignment: bytes of which a shard is a multiple. 64 is a cache line and the widest vector of a CPU: a fused
-            kernel then rounds a shard as it rounds the whole, if the sizes of all parameters are multiples of it too;
-            if not, the last bit may differ. GPUs and NCCL want 16.
+        alignment: bytes, of which a shard is a multiple and at which each parameter begins. 64 is a cache line and the
+            widest vector of a CPU: what a fused kernel makes of a part is then, to the bit, what it makes of the whole.
+            GPUs and NCCL want 16.
 
     Attributes:
         ranges: where in the parameters this rank's shard lies.
@@ -91,10 +96,15 @@ class Bucket:
         self.process_group = process_group
         self.dtype = params[0].dtype
         self.world_size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        self.numels = [local(param).numel() for param in params]
-        self.numel = padded_numel(sum(self.numels), self.world_size, alignment // self.dtype.itemsize)
+        numels = [local(param).numel() for param in params]
+        alignment //= self.dtype.itemsize  # in elements
+        *self.starts, end = param_starts(numels, alignment)
+        self.numel = padded_numel(end, self.world_size, alignment)
         self.shard_numel = self.numel // self.world_size
-        self.ranges = ranges_in_shard(self.numels, self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel)
+        shard_start = self.rank * self.shard_numel
+        self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + self.shard_numel)
+        slots = zip(self.starts, numels, [*self.starts[1:], self.numel])
+        self.padding = [slice(start + numel, stop) for start, numel, stop in slots if start + numel < stop]
         self.ready = set()  # ids of the parameters whose gradient is there
         self.param_sync = None  # the all-gather that is under way
         self.lock = threading.RLock()  # several threads may wait for it
@@ -104,7 +114,7 @@ class Bucket:
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
         self.flat_params = flat_params
         params = [local(param) for param in self.params]
-        views = split_like(flat_params, params)
+        views = views_of(flat_params, params, self.starts)
         for param, view in zip(params, views):
             param.data = view.copy_(param)
         self.views = {id(param): view for param, view in zip(self.params, views)}
@@ -250,13 +260,15 @@ class BucketBuffer:
         """Take the gradients out of the parameters of `bucket`, and scale them by 1/d."""
         self.bucket, self.has_left = bucket, False
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
-        for param, slot in zip(bucket.params, split_like(flat, [local(param) for param in bucket.params])):
+        slots = views_of(flat, [local(param) for param in bucket.params], bucket.starts)
+        for param, slot in zip(bucket.params, slots):
             if param.grad is None:
                 slot.zero_()
             else:
                 torch.div(local_grad(param).to_dense(), bucket.world_size, out=slot)
                 param.grad = None
-        flat[sum(bucket.numels) :].zero_()
+        for padding in bucket.padding:
+            flat[padding].zero_()
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
 
     def start_grad_sync(self):
@@ -304,10 +316,9 @@ def local_grad(param):
     return local(grad)
 
 
-def split_like(flat, params):
-    """Cut the start of `flat` into views shaped like `params`."""
-    pieces = flat[: sum(param.numel() for param in params)].split([param.numel() for param in params])
-    return [piece.view(param.shape) for piece, param in zip(pieces, params)]
+def views_of(flat, params, starts):
+    """Views of `flat`, shaped like `params`, which begin at `starts`."""
+    return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]
 
 
 def cut_ranges(shard, ranges):

@@ -15,7 +15,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout, split_like
+from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
 from .checks import checked_groups, local, named_params, param_ids, refuse_edited, spread_over
 from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
 from .hooks import Awaited, BackwardPass, ModuleHook
@@ -299,21 +299,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_param_sync()
         return self.buckets
 
-    def _broadcast(self, params, src):
-        """Replace `params` by those of rank `src`: flatten, broadcast, copy back."""
-        if params:
-            flat = torch.cat([param.reshape(-1) for param in params])
-            dist.broadcast(flat, group=self.process_group, group_src=src)
-            for param, piece in zip(params, split_like(flat, params)):
-                param.copy_(piece)
-
     @torch.no_grad()
     def _shard(self, groups):
         """Put the parameters of `groups` into buckets, and this rank's ranges of them into the inner optimizer."""
         params = [param for group in groups for param in group["params"]]
         for param in params:
             self.hooks.append(hook_gradient(param, self._on_grad_ready, alone=True))
-            self._broadcast([local(param)], src=0)
+            dist.broadcast(local(param), group=self.process_group, group_src=0)
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
         n_cuts = [math.prod(dist.get_world_size(group) for group in spread_over(param)) for param in params]

@@ -111,6 +111,14 @@ class Replicated:
         return loss
 
 
+def padding(flat, pieces):
+    """The elements of `flat`, (numel,), that lie in none of `pieces`, of (offset, number)."""
+    is_padding = torch.ones_like(flat, dtype=torch.bool)
+    for offset, numel in pieces:
+        is_padding[offset : offset + numel] = False
+    return flat[is_padding]
+
+
 def assert_same(model, reference, exact):
     """Every parameter equal to the reference's: to the bit, or where sums may be in another order, up to rounding."""
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):

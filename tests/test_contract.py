@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from tests.common import OPTIMIZERS, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
 
 # torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently: a parameter cut
-# in two is then not what the whole one would be, to the last bit. Unfused, every element is rounded alike.
+# elsewhere than at a multiple of 64 bytes is then not what the whole one would be. Unfused, all are rounded alike.
 UNFUSED = {"foreach": False}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, **UNFUSED}
 

@@ -113,7 +113,7 @@ def test_files_that_stages_3_and_4_share_are_equal(name):
 
 def test_shared_functions_of_the_buffers_are_equal():
     three, four = (dict(definitions(ROOT / stage / "buffer.py")) for stage in STAGES[2:])
-    for name in ("padded_numel", "ranges_in_shard", "split_like", "cut_ranges"):
+    for name in ("padded_numel", "param_starts", "ranges_in_shard", "views_of", "cut_ranges"):
         assert three[name] == four[name]
 
 

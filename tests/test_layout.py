@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stage3_gradbuffer.buffer import Range, padded_numel, ranges_in_shard
+from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
 
 
@@ -15,31 +15,45 @@ def test_padding(numel, world_size, alignment, expected):
     assert padded_numel(numel, world_size, alignment) == expected
 
 
+@pytest.mark.parametrize(
+    "numels, alignment, expected", [([5, 2, 9], 1, [0, 5, 7, 16]), ([5, 2, 9], 4, [0, 8, 12, 24]), ([0, 4], 4, [0, 0, 4])]
+)
+def test_where_parameters_begin_and_the_last_one_ends(numels, alignment, expected):
+    assert param_starts(numels, alignment) == expected
+
+
 def test_shards_ignore_parameter_boundaries():
     """Parameters of 5, 2 and 9 elements, 4 ranks of 4: the second shard has the end of the first parameter."""
-    shards = [ranges_in_shard([5, 2, 9], 4 * r, 4 * r + 4) for r in range(4)]
+    shards = [ranges_in_shard([5, 2, 9], [0, 5, 7, 16], 4 * r, 4 * r + 4) for r in range(4)]
     assert shards[0] == [Range(index=0, start=0, stop=4, offset=0)]
     assert shards[1] == [Range(0, 4, 5, 0), Range(1, 0, 2, 1), Range(2, 0, 1, 3)]
     assert shards[2] == [Range(2, 1, 5, 0)]
     assert shards[3] == [Range(2, 5, 9, 0)]
 
 
+def test_what_lies_between_parameters_is_in_no_range():
+    """The same on 3 ranks of 8, where each parameter begins at a multiple of 4: p0 in 0-4, p1 in 8-9, p2 in 12-20."""
+    shards = [ranges_in_shard([5, 2, 9], [0, 8, 12, 24], 8 * r, 8 * r + 8) for r in range(3)]
+    assert shards == [[Range(0, 0, 5, 0)], [Range(1, 0, 2, 0), Range(2, 0, 4, 4)], [Range(2, 4, 9, 0)]]
+
+
 def test_a_shard_may_be_padding_only():
-    assert ranges_in_shard([3], 4, 8) == []
+    assert ranges_in_shard([3], [0], 4, 8) == []
 
 
+@pytest.mark.parametrize("alignment", [1, 4, 16])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
-def test_every_element_has_one_owner(world_size):
+def test_every_element_has_one_owner_and_is_cut_where_alignment_says(world_size, alignment):
     numels = [1, 35, 0, 55, 11, 128, 7]
-    numel = padded_numel(sum(numels), world_size, 4)
+    *starts, end = param_starts(numels, alignment)
+    numel = padded_numel(end, world_size, alignment)
     owners = [torch.zeros(n, dtype=torch.int64) for n in numels]
     for rank in range(world_size):
         shard = numel // world_size
-        covered = 0
-        for r in ranges_in_shard(numels, rank * shard, (rank + 1) * shard):
+        for r in ranges_in_shard(numels, starts, rank * shard, (rank + 1) * shard):
             owners[r.index][r.start : r.stop] += 1
-            assert r.offset == covered  # what a shard holds lies end to end
-            covered += r.stop - r.start
+            assert rank * shard + r.offset == starts[r.index] + r.start
+            assert r.start % alignment == r.offset % alignment == 0  # so that a fused kernel rounds it like the whole
     assert all(count.eq(1).all() for count in owners)
 
 
@@ -80,8 +94,8 @@ def test_buckets_and_shards_by_hand():
     numels = [6, 3, 8, 5]
     buckets = bucket_layout([4 * numel for numel in numels], ["f32"] * 4, 32)
     assert buckets == [[3], [2], [1], [0]]
-    assert [padded_numel(sum(numels[i] for i in bucket), 2, 4) for bucket in buckets] == [8, 8, 8, 8]
-    assert [ranges_in_shard([numels[i] for i in bucket], 4, 8) for bucket in buckets] == [
+    assert [padded_numel(numels[i], 2, 4) for (i,) in buckets] == [8, 8, 8, 8]
+    assert [ranges_in_shard([numels[i]], [0], 4, 8) for (i,) in buckets] == [
         [Range(0, 4, 5, 0)],  # one element of five, three of padding
         [Range(0, 4, 8, 0)],
         [],  # rank 1 has nothing but padding of the bucket with three elements

@@ -2,14 +2,16 @@
 
 The model is three parameters: 5 x 7, 11 and 4 x 3, of 58 elements. What follows is arithmetic on paper, for d ranks.
 Stages 1 and 2 own whole parameters, the largest first to whoever has the least: with 2 ranks 35 | 12 + 11 elements,
-with 3 ranks 35 | 12 | 11, with 4 the same and nothing. Stages 3 and 4 pad to d shards of equal length, a multiple of
-64 bytes: of 16 elements in fp32, and of 32 where parameters have 16 bits.
+with 3 ranks 35 | 12 | 11, with 4 the same and nothing. Stages 3 and 4 let each parameter begin at a multiple of 64
+bytes: 16 elements in fp32, where they take 48 + 16 + 16 = 80, and 32 where parameters have 16 bits, 64 + 32 + 32 = 128.
+And they pad these to d shards of equal length, a multiple of 64 bytes too.
 """
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from harness.ledger import Ledger
+from harness.ledger import Ledger, wire_bytes
 from tests.common import optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]
@@ -34,8 +36,8 @@ def counted(rank, stage, dtype="float32", **kwargs):
 
 LARGEST = 35  # elements of the rank that owns most
 OWNERS = {2: 2, 3: 3, 4: 3}  # ranks that own something
-PADDED = {2: 64, 3: 96, 4: 64}  # 58 elements, in d shards of multiples of 16
-PADDED_16BIT = {2: 64, 3: 96, 4: 128}  # of multiples of 32
+PADDED = {2: 96, 3: 96, 4: 128}  # 80 elements, in d shards of multiples of 16
+PADDED_16BIT = {2: 128, 3: 192, 4: 128}  # 128, of multiples of 32
 FLAGS = 4 * (2 * 3 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds begun and finished
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stage3_gradbuffer.buffer import Holds
-from tests.common import Net, Replicated, add, assert_same, batch, loss_of, optimizer_of, trainable
+from tests.common import Net, Replicated, add, assert_same, batch, loss_of, optimizer_of, padding, trainable
 from tests.test_contract import ADAMW, Lamb, backward, exact, train
 
 FOUR = "stage4_overlap"
@@ -277,6 +277,33 @@ def test_backward_into_the_reduced_shard_is_refused(run):
     assert all("call step() or zero_grad()" in message for message in run(backward_after_clip))
 
 
+def to_the_bit(rank, stage, optimizer_cls):
+    """Sizes that fill no vector, in shards that cut them. Equal gradients: their sum is the same in any order."""
+    generator = torch.Generator().manual_seed(0)
+    d, max_numel = rank.world_size, 200
+    for _ in range(20):
+        sizes = torch.randint(1, max_numel, (6,), generator=generator).tolist()
+        params = [torch.randn(numel, generator=generator).to(rank.device) for numel in sizes]
+        ours, plain = ([param.clone().requires_grad_() for param in params] for _ in range(2))
+        optimizer = optimizer_of(stage)(ours, optimizer_cls, lr=0.01, fused=True)
+        reference = optimizer_cls(plain, lr=0.01, fused=True)
+        for step in range(3):
+            for param, expected in zip(ours, plain):
+                grad = torch.randn(param.shape, generator=generator).to(rank.device)
+                (param * grad).sum().backward()
+                expected.grad = sum([grad / d] * d)
+            optimizer.step()
+            reference.step()
+            assert all(torch.equal(param, expected) for param, expected in zip(ours, plain)), (sizes, step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stage", ["stage3_gradbuffer", FOUR])
+def test_fused_kernels_round_a_shard_as_they_round_the_whole(run, stage, name):
+    run(to_the_bit, stage, getattr(torch.optim, name))
+
+
 # ------------------------------------------------------------------------------------------------------------ stage 4
 
 
@@ -327,8 +354,7 @@ def many_buckets(rank, cap_mb, in_hooks):
             for name, value in model.state_dict().items():
                 assert torch.equal(value, alone.state_dict()[name]), name
     for bucket in optimizer.buckets:
-        covered = sum(r.stop - r.start for r in bucket.ranges)
-        assert bucket.gradient.shard[covered:].eq(0).all()  # padding
+        assert padding(bucket.gradient.shard, [(r.offset, r.stop - r.start) for r in bucket.ranges]).eq(0).all()
     return len(optimizer.buckets)
 
 
