@@ -4,6 +4,7 @@ Two ways in. `connect()` is for a process that torchrun started (train.py). `Wor
 start ranks itself, many times and quickly (tests, bench.py): it keeps a process a rank alive, and hands it functions.
 """
 
+import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.forkserver
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
 
 class Rank(NamedTuple):
@@ -142,15 +144,17 @@ def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
     return Rank(rank, world_size, device, backend)
 
 
-_left = []  # process groups until Python ends
+_left = []  # process groups until just before Python ends
 
 
 def disconnect():
     """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
     dist.barrier()
-    # A DDP model that outlives this call would take the group down, holding the GIL, and wait for gloo's threads, of
-    # which one may wait for the GIL to let go of a tensor: on a busy machine 1 run of 7 hung. It must not be the last.
+    # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
+    # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python, once it ends, ends
+    # threads that ask for it: 1 run of 25 aborted, with such threads delayed. So it is done in between, without the GIL.
     _left.append(dist.group.WORLD)
+    atexit.register(_left.clear)
     dist.destroy_process_group()
 
 

@@ -147,3 +147,31 @@ def test_the_first_choice_that_works_is_taken(world_size):
         for rank in ranks:
             rank.kill()
     assert printed == [["cpu", "gloo"]] * world_size
+
+
+ENDS = """
+import atexit, sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from harness import launch
+
+@atexit.register  # what is registered first comes last
+def count_threads():
+    print(sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm")))
+
+def main():
+    launch.connect(timeout_s=30)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    count_threads()
+    launch.disconnect()
+
+main()
+"""
+
+
+def test_no_thread_of_gloo_is_left_when_python_ends():
+    """Python aborts, "terminate called without an active exception", if one of them asks for the GIL then."""
+    run = subprocess.run([sys.executable, "-c", ENDS, ROOT], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    before, at_the_end = map(int, run.stdout.split())
+    assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
