@@ -4,11 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import bench
 from harness import measure, peers
+from harness.ledger import Ledger
 from tests.ranks import ROOT, run_alone
 
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
@@ -190,6 +193,29 @@ def test_a_right_row_in_16_bits_is_right_on_three_ranks(run, world_size):
     """A third is rounded: the reference must divide as stage 4 does."""
     for found in run(measure.examine, measure.Settings("nano", 2, 16, 1, 1), "stage 4 overlap bf16"):
         assert found["max_abs_diff"] == 0 and found["movement"] > 0
+
+
+def without_broadcast(rank, settings, name):
+    with mock.patch.object(dist, "broadcast"):
+        return measure.examine(rank, settings, name)["max_abs_diff"]
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", ["stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"])
+def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
+    assert min(run(without_broadcast, measure.Settings("nano", 2, 16, 1, 1), name)) > 0.01
+
+
+def gradients_sent(rank, settings, in_no_sync):
+    with Ledger() as ledger:
+        measure.time_accumulation(rank, settings, 4, in_no_sync)
+    return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_in_no_sync_four_micro_batches_are_one_exchange(run, world_size):
+    settings = measure.Settings("nano", 2, 16, 1, 1)
+    assert run(gradients_sent, settings, False) == [4 * number for number in run(gradients_sent, settings, True)]
 
 
 def test_the_model_state_is_that_of_the_formula(result):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,6 +143,43 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
 def test_random_kills_lose_nothing(tmp_path):
     """The short version of make faults."""
     assert faults(stage=4, ranks=2, kills=2, seed=1, folder=tmp_path)["kills"] == 2
+
+
+STATE = {"weight": torch.zeros(2), "weight exp_avg": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "resumed, killed, message",
+    [
+        ("step-00000020", STATE, None),
+        ("step-00000010", STATE, "went on from step-00000010, but step-00000020 was complete"),
+        ("", STATE, "went on from the beginning, but step-00000020 was complete"),
+        ("step-00000020", {**STATE, "weight": torch.tensor([0, 1e-9])}, "different at the end: weight"),
+        ("step-00000020", {"weight": STATE["weight"]}, "different at the end: weight exp_avg"),
+    ],
+    ids=["nothing", "a step", "everything", "a bit", "a state"],
+)
+def test_what_is_lost_is_found(resumed, killed, message, tmp_path, monkeypatch):
+    """One kill, of a run that goes on from `resumed`, and ends with the state `killed`."""
+    class Recorded:
+        lines = []
+
+        def __init__(self, script, ranks, steps, folder, **options):
+            self.attempts = ["", resumed] if folder.name == "killed" else [""]
+            self.starts, self.kill_a_rank, self.end = lambda: iter(self.attempts), lambda chance: True, lambda: 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+    monkeypatch.setattr(program, "Run", Recorded)
+    monkeypatch.setattr(program, "latest", lambda folder: tmp_path / "step-00000020")
+    monkeypatch.setattr(program, "final_state", lambda folder, _: killed if folder.name == "killed" else STATE)
+    monkeypatch.setattr(program, "LONGEST_S", 0)
+    with pytest.raises(AssertionError, match=f"{message}$") if message else nullcontext():
+        assert faults(stage=4, ranks=2, kills=1, seed=0, folder=tmp_path)["tensors"] == 2
 
 
 def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):

@@ -88,3 +88,29 @@ def test_stage_4(run, world_size, dtype, itemsize):
     for found, sent in run(counted, "stage4_overlap", dtype=dtype):
         assert found == {**exchange, "all_reduce": (1, FLAGS), "all_gather": (1, itemsize * n)}
         assert sent == round((2 * itemsize * n + 2 * FLAGS) * (d - 1) / d)
+
+
+def scatter_and_gather(rank):
+    """-> {kind: bytes on the wire}; rank 0 has, and gets, 3 fp32 elements for each rank."""
+    part = torch.zeros(3, device=rank.device)
+    parts = [torch.zeros_like(part) for _ in range(rank.world_size)] if rank.rank == 0 else None
+    with Ledger() as ledger:
+        dist.scatter(part, parts, src=0)
+        dist.gather(part, parts, dst=0)
+    return {entry.kind: entry.wire_bytes for entry in ledger.entries}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_one_rank_sends_or_gets_all_parts_but_its_own(run, world_size):
+    """12 bytes each, on average over the ranks."""
+    for found in run(scatter_and_gather):
+        assert found == {kind: pytest.approx(12 * (world_size - 1) / world_size) for kind in ("scatter", "gather")}
+
+
+@pytest.mark.parametrize("kind, expected", [("all_reduce", 150), ("reduce_scatter", 75), ("all_gather", 75),
+                                            ("all_to_all", 75), ("broadcast", 75), ("reduce", 75), ("scatter", 18.75),
+                                            ("gather", 18.75), ("send", 100), ("recv", 0), ("barrier", 0)])
+def test_wire_bytes_by_hand(kind, expected):
+    """100 bytes, 4 ranks, NCCL; gloo's reduce-scatter sends twice as much."""
+    assert wire_bytes(kind, 100, 4, "nccl") == expected
+    assert wire_bytes(kind, 100, 4, "gloo") == {"reduce_scatter": 150}.get(kind, expected)

@@ -4,11 +4,13 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness import peers, timeline
 from harness.ledger import Collective
@@ -71,6 +73,15 @@ def test_drawings_have_what_was_recorded():
     events = timeline.trace([("a row", step)])["traceEvents"]
     assert {"ph": "X", "name": "recv 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
     assert {"ph": "C", "name": "memory", "pid": 0, "ts": 2e6, "args": {"bytes": 300}} in events
+
+
+def test_a_rank_waits_where_no_operator_runs_for_a_while():
+    with Memory(torch.device("cpu")) as memory, timeline.Recorder(memory) as recorder:
+        for pause in (0, 0, 0.02):
+            threading.Event().wait(pause)
+            torch.ones(3)
+    (before, after) = recorder.busy
+    assert after[0] - before[1] >= 0.02
 
 
 def peaks(rank, name):
