@@ -2,7 +2,7 @@
 
     python bench.py [--ranks 2] [--model tiny] [--rows "stage 4"] [--quick] [--json results/bench.json]
 
-Each row is checked against DistributedDataParallel first; one that computes something else gets no time.
+Each row is checked against replicated training first; one that computes something else gets no time.
 Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 """
 

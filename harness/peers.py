@@ -1,7 +1,7 @@
 """The rows of the bench: ways to train the same model on the same data, each a small function that sets one of them up.
 
-A new row is one function and one line in ROWS. What a row should cost is stated here too, for fp32 and AdamW, beside
-where it comes from: the table in DESIGN of what each idea sends and holds, Ψ parameters (`numel`), d ranks.
+A new row is one function and one line in ROWS. What a row should cost with AdamW is stated here too, beside where it
+comes from: what each idea sends and holds, as its chapter says, of Ψ parameters (`numel`) on d ranks.
 """
 
 import importlib

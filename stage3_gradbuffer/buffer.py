@@ -66,7 +66,7 @@ class GradBuffer:
             GPUs and NCCL want 16.
 
     Attributes:
-        flat: (padded_numel,) of grad_dtype: the buffer. What lies between and after parameters is zero and stays zero.
+        flat: (padded_numel,) of grad_dtype: the buffer. Between and after gradients there are zeros.
         grads: for each parameter its view of the buffer, of its shape.
         main_params, main_grads: for each range in this rank's shard what the inner optimizer steps, and with which
             gradient; (range numel,) each. Of 16-bit parameters they are fp32; of fp32 ones they are views of the

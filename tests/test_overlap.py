@@ -1,4 +1,4 @@
-"""Stage 4: overlap that is right whatever the schedule, and that overlaps. Each row of DESIGN's list of real bugs."""
+"""Stage 4: overlap that is right whatever the schedule, and that overlaps. And bugs of real systems."""
 
 import copy
 import io
