@@ -55,7 +55,7 @@ def check_divisible(make_optimizer, groups, elementwise):
         except (AttributeError, RuntimeError, TypeError, ValueError) as failure:
             alike, reason = False, failure  # Muon wants matrices, L-BFGS a closure, some a gradient for every tensor
         if not alike and elementwise:
-            raise ValueError(f"{name} is not element-wise: in shards it would step differently; see stage 2") from reason
+            raise ValueError(f"{name} is not element-wise: in shards it would step otherwise; see stage 2") from reason
         if not alike:
             raise ValueError(f"{name} doesn't step tensors one by one: a rank's would step differently") from reason
         if elementwise and torch.equal(before, whole):

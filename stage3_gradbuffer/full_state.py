@@ -5,6 +5,8 @@ One parameter travels at a time: beyond its own part and what it asked for, no r
 """
 
 import copy
+import numbers
+import pickle
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ def pieces_of(optimizer) -> dict[int, Piece]:
     """-> index -> Piece. Stages 1 and 2 own whole parameters; every rank owns all those of a plain torch optimizer."""
     index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
     if not hasattr(optimizer, "sharded_params"):
-        return {index_of[id(p)]: Piece(0, p.numel(), p) for p in all_params(inner_of(optimizer))}
+        return {index_of[id(p)]: Piece(0, p.numel(), p) for p in all_params(inner_of(optimizer)) if p.numel()}
     for shard in optimizer.sharded_params:
         shard.take_model_changes()
     return {
@@ -48,20 +50,25 @@ def bounds_of(optimizer) -> dict[int, tuple[int, int]]:
     return {index: (piece.start, piece.stop) for index, piece in pieces_of(optimizer).items()}
 
 
-def shard_layout(bounds=None, main_shards=(), **_):
-    """What a state_dict and an optimizer must have in common: bounds_of(), and shapes of fp32 copies, or None."""
-    return bounds, [getattr(shard, "shape", None) for shard in main_shards]
+def main_params_of(optimizer) -> dict[int, torch.Tensor]:
+    """-> index -> this rank's piece of it in fp32, where the parameter has 16 bits."""
+    params = all_params(optimizer)
+    return {index: main for index, (_, _, main) in pieces_of(optimizer).items() if main.dtype != params[index].dtype}
 
 
-def states_of(optimizer, pieces) -> dict[int, dict[str, Any]]:
-    """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step")."""
+def states_of(optimizer, pieces, all_main_params=False) -> dict[int, dict[str, Any]]:
+    """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step").
+
+    A main parameter that has no state yet is left out, for torch takes it for one: the parameter has its value, but for
+    what it lost to rounding where it was loaded in fp32. `all_main_params`: it is not.
+    """
     params, states = all_params(optimizer), {}
     expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else None
     for index, piece in pieces.items():
         states[index] = dict(inner_of(optimizer).state.get(piece.main, {}))
         has_main_param = piece.main.dtype != params[index].dtype
-        if has_main_param and (states[index] or not expected[index]):  # SGD without momentum never has a state
-            states[index]["main_param"] = piece.main  # before its first step it is what the parameter is
+        if has_main_param and (all_main_params or states[index] or not expected[index]):  # SGD may never have a state
+            states[index]["main_param"] = piece.main
     return states
 
 
@@ -106,10 +113,15 @@ def saved_hyperparameters(group):
 
 
 def packed_groups(optimizer) -> list[dict]:
-    """The groups as a plain torch optimizer's state_dict has them: with the indices of their parameters."""
+    """The groups as a plain torch optimizer's state_dict has them: with the indices of their parameters.
+
+    And with Python's numbers for NumPy's, which a schedule may have put there: torch.load(weights_only=True) wants that.
+    """
     groups, n_before = [], 0
     for group in optimizer.param_groups:
-        groups.append({**group, "params": list(range(n_before, n_before + len(group["params"])))})
+        groups.append({key: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
+                       for key, value in group.items()})
+        groups[-1]["params"] = list(range(n_before, n_before + len(group["params"])))
         if getattr(optimizer, "chose_fused", False) and "fused" in group:
             groups[-1]["fused"] = None
         n_before += len(group["params"])
@@ -217,6 +229,7 @@ def load_full_state_dict(optimizer, state_dict):
     if optimizer.rank == 0:
         try:
             plan = _plan(optimizer, state_dict)
+            pickle.dumps(plan)  # before the others wait for it
         except ValueError as error:
             plan = error
         except Exception as error:  # the other ranks wait for the plan
@@ -268,19 +281,24 @@ def _plan(optimizer, state_dict):
             if state[key].shape != param.shape:
                 shapes = f"{tuple(state[key].shape)} in this state_dict, the parameter is {tuple(param.shape)}"
                 raise ValueError(f"{key} of parameter {index} is {shapes}")
+            if local(state[key]).shape != local(param).shape:
+                kinds = f"{type(state[key]).__name__} in this state_dict, the parameter is a {type(param).__name__}"
+                raise ValueError(f"{key} of parameter {index} is a {kinds}, with another part on this rank")
     return state_dict["param_groups"], described
 
 
 @torch.no_grad()
-def reshard(optimizer, process_group):
-    """See DistributedOptimizer.reshard."""
+def reshard(optimizer, process_group, has_grads):
+    """See DistributedOptimizer.reshard. `has_grads`: whether this rank is between backward() and step()."""
     params, pieces = all_params(optimizer), pieces_of(optimizer)
-    states = states_of(optimizer, pieces)
+    states = states_of(optimizer, pieces, all_main_params=True)
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer)))
-    if len({tuple(len(group["params"]) for group in groups) for _, groups in everyone}) > 1:
+    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer), has_grads))
+    if any(theirs for _, _, theirs in everyone):
+        raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
+    if len({tuple(len(group["params"]) for group in groups) for _, groups, _ in everyone}) > 1:
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
-    source = next(rank for rank, (n_pieces, _) in enumerate(everyone) if n_pieces)
+    source = next((rank for rank, (n_pieces, _, _) in enumerate(everyone) if n_pieces), 0)
     for param in params:
         dist.broadcast(param, src=source)  # to the ranks that join
     optimizer.move_to(process_group)

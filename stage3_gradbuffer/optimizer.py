@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds
 from .checks import checked_groups, named_params, param_ids, refuse_edited
-from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
+from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
 from .inner import check_divisible, hyperparameters, optimizer_factory
 
 
@@ -154,11 +154,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pass_on_hyperparameters()
         for param in [param for param, state in self.state.items() if not state]:
             del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
-        bounds = bounds_of(self)  # after which main_shards follow what somebody has written into the model
         return {
             **self.optimizer.state_dict(),
-            "main_shards": [buffer.main_shard for buffer in self.buffers],  # None where the model's are in fp32
-            "bounds": bounds,
+            "main_params": main_params_of(self),
+            "bounds": bounds_of(self),
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -172,13 +171,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        main_shards = [buffer.main_shard for buffer in self.buffers]
-        if shard_layout(bounds_of(self), main_shards) != shard_layout(**state_dict):
+        main_params = main_params_of(self)
+        saved = state_dict.get("bounds"), state_dict.get("main_params", {}).keys()
+        if (bounds_of(self), main_params.keys()) != saved:
             raise ValueError("this state_dict is of other shards, by another grad_dtype say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
-        for main_shard, loaded in zip(main_shards, state_dict["main_shards"]):
-            if main_shard is not None:
-                main_shard.copy_(loaded)
+        for index, main_param in main_params.items():
+            main_param.copy_(state_dict["main_params"][index])
         self._take_back_hyperparameters()
 
     def full_state_dict(self, to_all=False):
@@ -207,9 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: between backward() and step().
         """
-        if any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers):
-            raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
-        reshard(self, process_group)
+        reshard(self, process_group, any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers))
 
     def move_to(self, process_group):
         """For `reshard`: give up this rank's shards, and take those of its place in `process_group`, without state."""

@@ -197,11 +197,6 @@ class PartitionedParameter:
         self.main_shard = shard.to(torch.promote_types(shard.dtype, torch.float32))
         self.main_params = cut_ranges(self.main_shard, ranges)
 
-    @property
-    def own_main_shard(self):
-        """main_shard, or None if it is part of the model."""
-        return None if self.main_shard is self.shard else self.main_shard
-
     def copy_main_to_model(self):
         self.shard.copy_(self.main_shard)
 

@@ -7,7 +7,6 @@ stage and in a plain torch optimizer, and torch.distributed.checkpoint's own too
 Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM's distributed optimizer.
 """
 
-import copy
 import io
 import json
 import math
@@ -108,15 +107,17 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         path: a folder that doesn't exist, where all ranks can write; until it does, there is one with ".partial" more.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names.
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer; not of DTensors.
-        extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states.
+        extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states. What
+            parameter groups hold must be like that too.
         asynchronous: copy everything to the CPU, and write while training goes on. One at a time: it waits for the one
             before.
 
     Returns a Future: `.result()` waits, and raises what went wrong. Without `asynchronous` it is done.
 
     Raises:
-        CheckpointError: on every rank; `path` exists, or can't be written, or `extra` not be read again; or
-            `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than others.
+        CheckpointError: on every rank; `path` exists, or can't be written, or `extra` or a parameter group not be read
+            again; or `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than
+            others.
         ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors.
     """
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
@@ -127,9 +128,9 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     error = None
     try:
-        extra = read_again(extra)
+        extra, groups = read_again((extra, packed_groups(optimizer)))
     except Exception as refusal:  # whatever pickle raises
-        error = f"torch.load(weights_only=True) can't read `extra` again: {first_line(refusal)}"
+        error = f"torch.load(weights_only=True) can't read `extra` or a parameter group again: {first_line(refusal)}"
     agree(error, what, group)
     if rank == 0:
         try:
@@ -140,7 +141,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         except OSError as refusal:
             error = refusal.strerror
     agree(all_gather(error, group)[0], what, group)
-    tree, manifest = collect(model, optimizer, names, extra, rank, to_cpu=asynchronous)
+    tree, manifest = collect(model, optimizer, names, groups, extra, rank, to_cpu=asynchronous)
     manifest["ranks"] = world_size
     if not asynchronous:
         return _done(write(path, partial, tree, manifest, group))
@@ -171,15 +172,15 @@ def _done(result):
     return future
 
 
-def read_again(extra):
-    """A copy of `extra`, made as `load` will make it."""
+def read_again(what):
+    """A copy of `what`, made as `load` will make it."""
     file = io.BytesIO()
-    torch.save(extra, file)
+    torch.save(what, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def collect(model, optimizer, names, extra, rank, to_cpu):
+def collect(model, optimizer, names, groups, extra, rank, to_cpu):
     """What this rank writes, in the layout of torch's get_state_dict -> (tree, manifest without the files)."""
     pieces, params = pieces_of(optimizer), all_params(optimizer)
     index_of = {id(param): index for index, param in enumerate(params)}
@@ -187,7 +188,6 @@ def collect(model, optimizer, names, extra, rank, to_cpu):
     def kept(tensor):
         return tensor.detach().to("cpu", copy=True) if to_cpu else tensor.detach()
 
-    groups = copy.deepcopy(packed_groups(optimizer))
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": groups}, "extra": {}}
     for name, value in model.state_dict(keep_vars=True).items():
         index = index_of.get(id(value))
@@ -203,12 +203,12 @@ def collect(model, optimizer, names, extra, rank, to_cpu):
             else Shard(kept(value), params[index].shape, start) if value.shape == main.shape else kept(value)
             for key, value in state.items()
         }
-    for group in tree["optimizer"]["param_groups"]:
+    for group in groups:
         group.pop("param_names", None)
         group["params"] = [names[index] for index in group["params"]]
     tree["extra"][str(rank)] = (extra,)  # a tuple: torch.distributed.checkpoint looks for tensors in lists and dicts
-    groups = [group["params"] for group in tree["optimizer"]["param_groups"]]
-    return tree, {"optimizer": type(inner_of(optimizer)).__name__, "groups": groups}
+    manifest = {"optimizer": type(inner_of(optimizer)).__name__, "groups": [group["params"] for group in groups]}
+    return tree, manifest
 
 
 def names_of(model, optimizer) -> list[str]:
@@ -276,21 +276,20 @@ def load(path, model, optimizer):
     pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
     try:
         manifest = verified(path, rank, world_size)
-        metadata = Reader(path).read_metadata().state_dict_metadata
-        stored = stored_states(metadata)
+        found = Reader(path).read_metadata()
+        metadata, stored = found.state_dict_metadata, stored_states(found.state_dict_metadata)
         check(manifest, metadata, model, optimizer, names)
-    except (OSError, ValueError, KeyError, pickle.UnpicklingError) as refusal:
+    except Exception as refusal:  # whatever a damaged pickle raises, on the ranks that read it before its checksum
         error = first_line(refusal)
     agree(error, what, group)
     shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
     extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
     values = {key: blank(metadata[key]) for key in [*shared, extra]}
     agree(read(path, values), what, group)  # what may not be read is here
-    groups = [{} for _ in optimizer.param_groups]
-    for key in shared:
-        _, _, group_index, entry = key.split(".", 3)
-        groups[int(group_index)][entry] = values[key]
     try:
+        paths = {key: found.planner_data[key] for key in shared}  # torch.distributed.checkpoint flattens dicts in them
+        tree = dcp._nested_dict.unflatten_state_dict({key: values[key] for key in shared}, paths)
+        groups = tree["optimizer"]["param_groups"]
         is_sharded = hasattr(optimizer, "sharded_params")
         expected = expected_of_saved(optimizer, names, stored, groups) if is_sharded else None
     except Exception as refusal:  # whatever an optimizer says of its hyperparameters
@@ -300,7 +299,9 @@ def load(path, model, optimizer):
     wanted, mains, states = {}, {}, {}  # key in the checkpoint -> tensor to fill, or None for what is no tensor
     for name, tensor in model.state_dict(keep_vars=True).items():
         main_key = stored.get(name, {}).get("main_param")  # of a parameter that had 16 bits when it was saved
-        key = main_key if main_key and tensor.dtype.itemsize >= 4 else f"model.{name}"
+        key = f"model.{name}"
+        if main_key and tensor.dtype != metadata[key].properties.dtype:
+            key = main_key  # rounded once, not twice
         if isinstance(tensor, torch.Tensor):
             wanted[key] = tensor.detach()
     for index, (start, _, main) in pieces.items():

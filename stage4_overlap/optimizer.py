@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
 from .checks import checked_groups, local, named_params, param_ids, refuse_edited, spread_over
-from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, reshard, shard_layout
+from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
 from .hooks import Awaited, BackwardPass, ModuleHook
 from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
 
@@ -176,11 +176,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective after a backward
         pass, which every rank must have had then: what has begun must end, on all of them.
         """
-        if (self.waiting or self.n_rounds or self.rounds_begun) and not self.grads_synced:
+        if (self.waiting or self.rounds_begun) and not self.grads_synced:
             self._agree_on_used(all_params(self))
         self._finish_grad_syncs()
         super().zero_grad()
-        self.optimizer.zero_grad()
         self._start_accumulation()
 
     @torch.no_grad()
@@ -221,11 +220,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pass_on_hyperparameters()
         for param in [param for param, state in self.state.items() if not state]:
             del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
-        bounds = bounds_of(self)  # after which main_shards follow what somebody has written into the model
         return {
             **self.optimizer.state_dict(),
-            "main_shards": [bucket.parameter.own_main_shard for bucket in self.buckets],  # None where it is the model's
-            "bounds": bounds,
+            "main_params": main_params_of(self),
+            "bounds": bounds_of(self),
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -239,13 +237,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        main_shards = [bucket.parameter.own_main_shard for bucket in self.buckets]
-        if shard_layout(bounds_of(self), main_shards) != shard_layout(**state_dict):
+        main_params = main_params_of(self)
+        saved = state_dict.get("bounds"), state_dict.get("main_params", {}).keys()
+        if (bounds_of(self), main_params.keys()) != saved:
             raise ValueError("this state_dict is of other shards, by another bucket_cap_mb say: use full_state_dict()")
         self.optimizer.load_state_dict(state_dict)
-        for main_shard, loaded in zip(main_shards, state_dict["main_shards"]):
-            if main_shard is not None:
-                main_shard.copy_(loaded)
+        for index, main_param in main_params.items():
+            main_param.copy_(state_dict["main_params"][index])
         self._take_back_hyperparameters()
 
     def full_state_dict(self, to_all=False):
@@ -274,11 +272,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: between backward() and step(), or there are DTensors.
         """
-        if self.waiting or self.n_rounds or self.rounds_begun:
-            raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
         if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
-        reshard(self, process_group)
+        reshard(self, process_group, bool(self.waiting or self.n_rounds or self.rounds_begun))
 
     def move_to(self, process_group):
         """For `reshard`: give up this rank's shards, and take those of its place in `process_group`, without state."""

@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from harness.memory import Memory
 from tests.common import OPTIMIZERS, STAGES, Net, Replicated
@@ -198,6 +200,8 @@ WRONG = {
               "a state of 'embed.weight': parameters must be indices"),
     "groups without parameters": (lambda found: {**found, "param_groups": [{"lr": 1.0}]}, "can't be read: KeyError"),
     "a number for a tensor": (lambda found: changed(found, exp_avg=0.0), "can't be read: AttributeError"),
+    "what can't be sent": (lambda found: {**found, "param_groups": [{**found["param_groups"][0], "mine": lambda: 0}]},
+                           "can't be read: .*pickle"),
 }
 
 
@@ -221,6 +225,62 @@ def refuse_dict(rank, stage, what):
 @pytest.mark.parametrize("world_size", [2])
 def test_a_state_dict_of_something_else_is_refused_on_every_rank(run, stage, what):
     run(refuse_dict, stage, what)
+
+
+def refuse_dtensors(rank, stage):
+    """What fully_shard leaves on each rank is a part of the moments, of the same global shape."""
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(8, 4, device=rank.device), mesh, [Shard(0)]))
+    theirs = torch.optim.AdamW([sharded])
+    sharded.grad = torch.ones_like(sharded)
+    theirs.step()
+    weight = torch.nn.Parameter(torch.ones(8, 4, device=rank.device))
+    optimizer = optimizer_of(stage)([weight])
+    weight.sum().backward()
+    optimizer.step()
+    before = optimizer.full_state_dict(to_all=True)
+    with pytest.raises(ValueError, match="is a DTensor in this state_dict, the parameter is a Parameter"):
+        optimizer.load_full_state_dict(theirs.state_dict())
+    assert equal(optimizer.full_state_dict(to_all=True), before)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_state_dict_of_dtensors_is_refused_on_every_rank(run, stage, world_size):
+    run(refuse_dtensors, stage)
+
+
+def main_params_by_name(rank, stage):
+    """Groups that were added later lie elsewhere in the shards: 16-bit main parameters must find their own."""
+    def run_with(*groups):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(2)))
+        model = model.to(rank.device, torch.bfloat16)
+        sizes = {"bucket_cap_mb": 0.001} if stage == STAGES[3] else {}
+        params = [{"params": [layer.weight]} for layer in model]
+        optimizer = optimizer_of(stage)(params[: groups[0]], lr=0.01, **sizes)
+        for group in params[groups[0] :]:
+            optimizer.add_param_group(group)
+        return model, optimizer
+
+    (model, optimizer), (other, again) = run_with(1), run_with(2)
+    model(torch.ones(2, 32, device=rank.device, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    other.load_state_dict(model.state_dict())
+    try:
+        again.load_state_dict(optimizer.state_dict())
+    except ValueError:
+        return False
+    assert equal(again.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+    return True
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_main_parameters_are_loaded_into_their_own(run, stage, world_size):
+    """Loaded where each rank has the same ranges, which in stage 3 is not so on two ranks."""
+    loaded = run(main_params_by_name, stage)
+    assert set(loaded) == {world_size == 1 or stage == STAGES[3]}
 
 
 def load_twice(rank, stage):
@@ -442,6 +502,48 @@ def test_gradients_are_not_lost_by_moving(run, stage):
     run(move_with_gradients, stage)
 
 
+def move_with_gradients_on_some(rank, stage):
+    """The last rank is outside, and has none."""
+    model, optimizer = a_run(rank, stage, None)
+    optimizer.reshard(dist.new_group(range(rank.world_size - 1)))
+    if optimizer.rank >= 0:
+        loss_of(model, *batch(0, 0, device=rank.device)).backward()
+    with pytest.raises(RuntimeError, match="between backward"):
+        optimizer.reshard(None)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [3])
+def test_a_move_that_is_refused_is_refused_on_every_rank(run, stage, world_size):
+    run(move_with_gradients_on_some, stage)
+
+
+def move_what_was_never_stepped(rank, stage, path):
+    """Loaded in fp32, and moved before the first step."""
+    checkpoint_of(stage).save(path, *a_run(rank, stage, None))
+    model, optimizer = a_run(rank, stage, None, seed=1, dtype=torch.bfloat16)
+    checkpoint_of(stage).load(path, model, optimizer)
+    optimizer.reshard(None)
+    step_alike_16_bits(rank, model, optimizer)
+    other, undisturbed = a_run(rank, stage, None, seed=1, dtype=torch.bfloat16)
+    checkpoint_of(stage).load(path, other, undisturbed)
+    step_alike_16_bits(rank, other, undisturbed)
+    assert equal(optimizer.full_state_dict(to_all=True), undisturbed.full_state_dict(to_all=True))
+
+
+def step_alike_16_bits(rank, model, optimizer):
+    x, y = (part.bfloat16() for part in batch(0, 0, device=rank.device))
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_move_keeps_what_16_bits_cannot(run, stage, world_size, tmp_path):
+    run(move_what_was_never_stepped, stage, tmp_path / "one")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -640,8 +742,14 @@ def code_in_the_metadata(path):
     return ".metadata refers to builtins.print, which no checkpoint needs"
 
 
+def empty_the_metadata(path):
+    """A rank that doesn't verify this file reads it before it knows."""
+    (path / ".metadata").write_bytes(b"")
+    return "rank 0: .metadata is damaged"
+
+
 DAMAGE = [truncate, flip_a_bit, remove_a_file, remove_the_manifest, cut_the_manifest, remove_everything,
-          code_in_the_metadata]
+          code_in_the_metadata, empty_the_metadata]
 
 
 def refuse(rank, stage, path, message, make=None):
@@ -916,7 +1024,7 @@ def test_what_all_ranks_have_is_saved_by_rank_0(run, stage, tmp_path):
 
 def unreadable(rank, stage, path):
     model, optimizer = small(rank, stage)
-    checkpoint, message = checkpoint_of(stage), "rank 1: .* can't read `extra` again: it holds numpy"
+    checkpoint, message = checkpoint_of(stage), "rank 1: .* can't read `extra` or a parameter group again: it holds numpy"
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.save(path, model, optimizer, np.zeros(2) if rank.rank == 1 else {"step": 1})
     assert not path.exists()
@@ -1029,3 +1137,102 @@ def other_hyperparameters(rank, stage, path, optimizer_cls, made, changed, remad
 @pytest.mark.parametrize("world_size", [2])
 def test_saved_hyperparameters_decide_what_is_loaded(run, stage, case, tmp_path):
     run(other_hyperparameters, stage, tmp_path / "one", *CHANGED[case])
+
+
+def numbers_of_numpy(rank, stage, path):
+    """As a schedule leaves them that is written with NumPy's functions."""
+    model, optimizer = small(rank, stage)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step))
+    scheduler.step()
+    lr = optimizer.param_groups[0]["lr"]
+    assert type(lr) is np.float64
+    checkpoint_of(stage).save(path, model, optimizer)
+    optimizer.param_groups[0]["lr"] = 1.0
+    checkpoint_of(stage).load(path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == lr
+    optimizer.param_groups[0]["mine"] = path  # what no load would read
+    with pytest.raises(checkpoint_of(stage).CheckpointError, match="or a parameter group again: it holds pathlib"):
+        checkpoint_of(stage).save(path.with_name("two"), model, optimizer)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_numbers_of_numpy_in_parameter_groups(run, stage, world_size, tmp_path):
+    run(numbers_of_numpy, stage, tmp_path / "one")
+
+
+ENTRIES = [{"a": 1, "b": {"c": 2.0}}, (0.9, 0.99), [1, 2], [torch.ones(2), 2], [{"k": 1}]]
+
+
+def entries_of_groups(rank, stage, path):
+    model, optimizer = small(rank, stage)
+    optimizer.param_groups[0].update({f"mine {i}": entry for i, entry in enumerate(ENTRIES)})
+    checkpoint_of(stage).save(path, model, optimizer)
+    other, again = small(rank, stage)
+    checkpoint_of(stage).load(path, other, again)
+    assert all(equal(again.param_groups[0][f"mine {i}"], entry) for i, entry in enumerate(ENTRIES))
+    assert len(again.param_groups[0]) == len(optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_entries_of_ones_own_in_parameter_groups(run, stage, world_size, tmp_path):
+    run(entries_of_groups, stage, tmp_path / "one")
+
+
+def from_16_bits_to_16_others(rank, stage, path, dtype, other):
+    """Main parameters are in the file: what the other 16 bits would round is not asked."""
+    model, optimizer = a_run(rank, stage, None, dtype=dtype)
+    x, y = (part.to(dtype) for part in batch(0, rank.rank, device=rank.device))
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    checkpoint_of(stage).save(path, model, optimizer)
+    model, again = a_run(rank, stage, None, seed=1, dtype=other)
+    checkpoint_of(stage).load(path, model, again)
+    assert equal(again.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+
+
+@pytest.mark.parametrize("dtype, other", [(B, torch.float16), (torch.float16, B)], ids=str)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_from_16_bits_to_16_others_nothing_is_lost(run, stage, world_size, dtype, other, tmp_path):
+    run(from_16_bits_to_16_others, stage, tmp_path / "one", dtype, other)
+
+
+class WithNothing(torch.nn.Module):
+    """An empty parameter, as a layer of no width has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.nothing = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.empty(0, 3))
+
+    def forward(self):
+        return (self.weight**2).sum() + self.nothing.sum()
+
+
+def empty_parameters(rank, stages, folder):
+    """A step in each of `stages`, with a checkpoint in between. None is plain torch."""
+    for number, stage in enumerate(stages):
+        model, checkpoint = WithNothing().to(rank.device), checkpoint_of(stage)
+        optimizer = (optimizer_of(stage) if stage else torch.optim.AdamW)(model.parameters())
+        if number:
+            checkpoint.load(folder / str(number - 1), model, optimizer)
+        model().backward()
+        optimizer.step()
+        checkpoint.save(folder / str(number), model, optimizer)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("first", [None, *STAGES])
+@pytest.mark.parametrize("world_size", [2])
+def test_an_empty_parameter_is_no_obstacle(run, world_size, first, tmp_path):
+    """Two steps, the second in stage 1 or 3."""
+    expected = WithNothing()
+    optimizer = torch.optim.AdamW(expected.parameters(), fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected().backward()
+        optimizer.step()
+    for second in (STAGES[0], STAGES[2]):
+        for weight in run(empty_parameters, [first, second], tmp_path / second):
+            assert torch.allclose(weight, expected.weight, rtol=1e-6)
