@@ -151,8 +151,8 @@ def disconnect():
     """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
     dist.barrier()
     # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
-    # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python, once it ends, ends
-    # threads that ask for it: 1 run of 25 aborted, with such threads delayed. So it is done in between, without the GIL.
+    # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
+    # ask for it while it ends: 1 run of 25 aborted, with such threads delayed. So it is done in between, without it.
     _left.append(dist.group.WORLD)
     atexit.register(_left.clear)
     dist.destroy_process_group()

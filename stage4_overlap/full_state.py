@@ -115,7 +115,7 @@ def saved_hyperparameters(group):
 def packed_groups(optimizer) -> list[dict]:
     """The groups as a plain torch optimizer's state_dict has them: with the indices of their parameters.
 
-    And with Python's numbers for NumPy's, which a schedule may have put there: torch.load(weights_only=True) wants that.
+    And with Python's numbers for NumPy's, which a schedule may put there and torch.load(weights_only=True) refuses.
     """
     groups, n_before = [], 0
     for group in optimizer.param_groups:

@@ -1024,7 +1024,8 @@ def test_what_all_ranks_have_is_saved_by_rank_0(run, stage, tmp_path):
 
 def unreadable(rank, stage, path):
     model, optimizer = small(rank, stage)
-    checkpoint, message = checkpoint_of(stage), "rank 1: .* can't read `extra` or a parameter group again: it holds numpy"
+    checkpoint = checkpoint_of(stage)
+    message = "rank 1: .* can't read `extra` or a parameter group again: it holds numpy"
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.save(path, model, optimizer, np.zeros(2) if rank.rank == 1 else {"step": 1})
     assert not path.exists()

@@ -16,7 +16,8 @@ def test_padding(numel, world_size, alignment, expected):
 
 
 @pytest.mark.parametrize(
-    "numels, alignment, expected", [([5, 2, 9], 1, [0, 5, 7, 16]), ([5, 2, 9], 4, [0, 8, 12, 24]), ([0, 4], 4, [0, 0, 4])]
+    "numels, alignment, expected",
+    [([5, 2, 9], 1, [0, 5, 7, 16]), ([5, 2, 9], 4, [0, 8, 12, 24]), ([0, 4], 4, [0, 0, 4])],
 )
 def test_where_parameters_begin_and_the_last_one_ends(numels, alignment, expected):
     assert param_starts(numels, alignment) == expected
