@@ -232,6 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = [param for group in groups for param in group["params"]]
         for param in params:
             dist.broadcast(param, group=self.process_group, group_src=0)
+        torch.autograd.graph.increment_version(params)  # autograd saw nothing: a graph that has read the old is refused
         main_param = {}  # id of a parameter -> this rank's range of it
         for dtype in dict.fromkeys(param.dtype for param in params):
             same = [param for param in params if param.dtype == dtype]

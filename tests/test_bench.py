@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -165,8 +166,6 @@ def test_what_is_wrong_is_not_timed(found, reason):
 
 def slow_rank(rank, settings):
     """-> what each rank says of a row in which rank 1 pauses in each step, and, at the end, for longer."""
-    import threading
-
     def build(model, adamw):
         training = peers.find("compute only").build(model, adamw)
         step, finish, pause = training.step, training.finish, threading.Event().wait

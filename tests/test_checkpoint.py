@@ -252,18 +252,18 @@ def test_a_state_dict_of_dtensors_is_refused_on_every_rank(run, stage, world_siz
 
 def main_params_by_name(rank, stage):
     """Groups that were added later lie elsewhere in the shards: 16-bit main parameters must find their own."""
-    def run_with(*groups):
+    def made(n_at_once):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(2)))
         model = model.to(rank.device, torch.bfloat16)
         sizes = {"bucket_cap_mb": 0.001} if stage == STAGES[3] else {}
         params = [{"params": [layer.weight]} for layer in model]
-        optimizer = optimizer_of(stage)(params[: groups[0]], lr=0.01, **sizes)
-        for group in params[groups[0] :]:
+        optimizer = optimizer_of(stage)(params[:n_at_once], lr=0.01, **sizes)
+        for group in params[n_at_once:]:
             optimizer.add_param_group(group)
         return model, optimizer
 
-    (model, optimizer), (other, again) = run_with(1), run_with(2)
+    (model, optimizer), (other, again) = made(1), made(2)
     model(torch.ones(2, 32, device=rank.device, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     other.load_state_dict(model.state_dict())

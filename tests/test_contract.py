@@ -65,6 +65,19 @@ def test_equals_replicated_training(run, stage, name, unfused):
     run(equals_replicated, stage, name, unfused)
 
 
+def built_after_the_forward_pass(rank, stage):
+    """The broadcast has replaced what the graph has read: torch's error on every rank, no gradient of old weights."""
+    weight = torch.nn.Parameter(torch.full((4,), 1.0 + rank.rank, device=rank.device))
+    loss = (weight**2).sum()
+    optimizer_of(stage)([weight], lr=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_from_before_the_constructor_is_refused(run, stage):
+    run(built_after_the_forward_pass, stage)
+
+
 def frozen_parameters_stay(rank, stage):
     model = Net(seed=rank.rank, frozen_seed=rank.rank).to(rank.device)
     reference = Replicated(rank, groups=lambda model: model.parameters(), **ADAMW)

@@ -280,9 +280,9 @@ def test_backward_into_the_reduced_shard_is_refused(run):
 def to_the_bit(rank, stage, optimizer_cls):
     """Sizes that fill no vector, in shards that cut them. Equal gradients: their sum is the same in any order."""
     generator = torch.Generator().manual_seed(0)
-    d, max_numel = rank.world_size, 200
+    d = rank.world_size
     for _ in range(20):
-        sizes = torch.randint(1, max_numel, (6,), generator=generator).tolist()
+        sizes = torch.randint(1, 200, (6,), generator=generator).tolist()
         params = [torch.randn(numel, generator=generator).to(rank.device) for numel in sizes]
         ours, plain = ([param.clone().requires_grad_() for param in params] for _ in range(2))
         optimizer = optimizer_of(stage)(ours, optimizer_cls, lr=0.01, fused=True)
