@@ -62,6 +62,10 @@ def backends_of(process_group) -> dict[str, str]:
     return config.get_device_backend_map()
 
 
+def all_params(optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def named_params(groups) -> list[tuple[str, torch.Tensor]]:
     """Every parameter with a name for messages: its own where the groups have names, else its place."""
     return [

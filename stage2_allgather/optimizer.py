@@ -9,11 +9,11 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from .checks import checked_groups, param_ids, refuse_edited
-from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
+from .checks import all_params, checked_groups, param_ids, refuse_edited
+from .inner import OptimizerWrapper, check_divisible, hook_gradient, optimizer_factory
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -30,8 +30,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         RuntimeError, TypeError, ValueError: see `checks.checked_groups`; on every rank, before anything is changed.
         ValueError: `optimizer_cls` steps all tensors together, as L-BFGS does: those of a rank would step differently.
     """
-
-    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
@@ -98,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self.grads_synced or not self.average_gradients:
             return
-        params = [param for group in self.param_groups for param in group["params"]]  # frozen ones too: maybe only here
+        params = all_params(self)  # frozen ones too: maybe only here
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params])
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])])  # (numel + one flag a parameter,)
@@ -118,24 +116,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
-        params = [param for group in self.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(all_params(self), max_norm, norm_type)
 
     def no_sync(self):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
-
-    @property
-    def state(self):
-        """That of the inner optimizer: what this rank steps, and no more."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state):
-        self.optimizer.state = state
-
-    def __getstate__(self):
-        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
@@ -180,25 +165,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _on_grad_ready(self, param):
         self.grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
 
-    def _closure_loss(self, closure):
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            loss = closure()
-        if loss is None:
-            return None
-        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
-        dist.all_reduce(loss, group=self.process_group)
-        return loss / self.world_size
-
     def _found_inf(self, grad_scaler):
         """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
         if grad_scaler is None:
             return False
         state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
         unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
-        grads = [grad for grad in grads if grad is not None]
+        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
         found_inf = torch.zeros_like(scale)
         if grads:
             factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
@@ -206,22 +179,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
         state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
         return found_inf.item() > 0
-
-    def _add_to_inner(self, group, params):
-        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
-        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
-        self.optimizer.param_groups += added.param_groups
-        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
-
-    def _pass_on_hyperparameters(self):
-        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            inner.update(hyperparameters(group))
-
-    def _take_back_hyperparameters(self):
-        """And what the inner optimizer has written into its own: some count steps there."""
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(inner))
 
 
 def dense_grad(param):

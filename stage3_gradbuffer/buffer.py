@@ -94,13 +94,13 @@ class GradBuffer:
         self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
 
         self.ranges = ranges_in_shard(numels, self.starts, rank * shard_numel, (rank + 1) * shard_numel)
-        self.main_params = [params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
-        self.main_grads = cut_ranges(self.grad_shard, self.ranges)
-        self.main_shard, self.main_grad_shard = None, None
+        self.model_params = [params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
+        self.main_params = self.model_params
+        self.main_grads, self.main_grad_shard = cut_ranges(self.grad_shard, self.ranges), None
         if dtype.itemsize < 4:
-            self.main_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
-            model_params, self.main_params = self.main_params, cut_ranges(self.main_shard, self.ranges)
-            copy_all(self.main_params, model_params)
+            main_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
+            self.main_params = cut_ranges(main_shard, self.ranges)
+            copy_all(self.main_params, self.model_params)
         if grad_dtype.itemsize < 4:
             self.main_grad_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
             self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
@@ -205,10 +205,9 @@ class GradBuffer:
 
     def take_model_changes(self):
         """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
-        if self.main_shard is None or self.versions == [param._version for param in self.params]:
+        if self.main_params is self.model_params or self.versions == [param._version for param in self.params]:
             return
-        for r, main_param in zip(self.ranges, self.main_params):
-            now = self.params[r.index].detach().view(-1)[r.start : r.stop]
+        for now, main_param in zip(self.model_params, self.main_params):
             changed = now != main_param.to(now.dtype)  # an element that it still rounds to keeps its fp32 value
             main_param.copy_(torch.where(changed, now, main_param))
 

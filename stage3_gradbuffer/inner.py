@@ -8,9 +8,55 @@ import inspect
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that takes its gradient
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """What a stage has to do because it wraps another optimizer, `self.optimizer`, which steps what this rank owns."""
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+
+    @property
+    def state(self):
+        """That of the inner optimizer: what this rank steps, and no more."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state):
+        self.optimizer.state = state
+
+    def __getstate__(self):
+        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
+
+    def _closure_loss(self, closure):
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        if loss is None:
+            return None
+        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
+        dist.all_reduce(loss, group=self.process_group)
+        return loss / self.world_size
+
+    def _add_to_inner(self, group, params):
+        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
+        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
+        self.optimizer.param_groups += added.param_groups
+        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
+
+    def _pass_on_hyperparameters(self):
+        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            inner.update(hyperparameters(group))
+
+    def _take_back_hyperparameters(self):
+        """And what the inner optimizer has written into its own: some count steps there."""
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(inner))
 
 
 def optimizer_factory(optimizer_cls, param, kwargs):
@@ -87,28 +133,24 @@ def hyperparameters(group):
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-class Hook:
-    """Calls `method`, of an optimizer or of its buffer, as long as that exists: parameters don't keep it alive."""
-
-    def __init__(self, method):
-        self.method = weakref.WeakMethod(method)
-
-    def __call__(self, *args):
-        method = self.method()
-        if method:
-            method(*args)
-
-
 def hook_gradient(param, method, alone=False):
     """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
 
-    A frozen parameter has the hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called,
-    since a gradient can be taken only once.
+    Only as long as that exists: parameters don't keep alive what they were trained with. A frozen parameter has the
+    hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called, since a gradient can be
+    taken only once.
     """
+    weak_method = weakref.WeakMethod(method)
+
+    def hook(param):
+        alive = weak_method()
+        if alive:
+            alive(param)
+
     if alone and param in GRADIENT_HOOKS:
         GRADIENT_HOOKS[param].remove()
     requires_grad = param.requires_grad
-    handle = param.requires_grad_().register_post_accumulate_grad_hook(Hook(method))
+    handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
     if alone:
         GRADIENT_HOOKS[param] = handle

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds
-from .checks import checked_groups, named_params, param_ids, refuse_edited
-from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
-from .inner import check_divisible, hyperparameters, optimizer_factory
+from .checks import all_params, checked_groups, named_params, param_ids, refuse_edited
+from .full_state import bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
+from .inner import OptimizerWrapper, check_divisible, optimizer_factory
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -37,8 +37,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             of some parameters can't be kept in `grad_dtype`.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
-
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, grad_dtype=None,
                  **optimizer_kwargs):
         groups = checked_groups(params, process_group, contiguous=True)
@@ -46,15 +44,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         check_divisible(self.make_optimizer, groups, elementwise=True)
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
         self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
-        self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
-        self._shard(self.param_groups)
+        self.move_to(process_group)
 
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
@@ -85,7 +80,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
             return loss
         self._pass_on_hyperparameters()
-        self._take_model_changes()
+        for buffer in self.buffers:
+            buffer.take_model_changes()
         self.optimizer.step()
         self._take_back_hyperparameters()
         for buffer in self.buffers:
@@ -128,26 +124,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
-        main_params = all_params(self.optimizer)
-        total_norm = self._total_norm([param.grad for param in main_params if param.grad is not None], norm_type)
-        torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
+        total_norm = self._total_norm(norm_type)
+        torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)
         return total_norm
 
     def no_sync(self):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
-
-    @property
-    def state(self):
-        """That of the inner optimizer: what this rank steps, and no more."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state):
-        self.optimizer.state = state
-
-    def __getstate__(self):
-        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
@@ -209,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reshard(self, process_group, any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers))
 
     def move_to(self, process_group):
-        """For `reshard`: give up this rank's shards, and take those of its place in `process_group`, without state."""
+        """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)  # -1: in none
         self.world_size = dist.get_world_size(process_group)
@@ -242,29 +225,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
 
-    def _take_model_changes(self):
-        """Where somebody has written into the model since the last step, main parameters of their own follow."""
-        for shard in self.sharded_params:
-            shard.take_model_changes()
-
-    def _total_norm(self, grads, norm_type):
-        """The norm over the gradients of all shards, from this rank's `grads`: that of the norms of all ranks."""
+    def _total_norm(self, norm_type):
+        """The norm over the gradients of all shards: that of the norms of all ranks."""
+        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
         dtype = functools.reduce(torch.promote_types, [buffer.flat.dtype for buffer in self.buffers], torch.float32)
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buffers[0].flat.device, dtype)
         norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
         dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
         return torch.linalg.vector_norm(norms, float(norm_type))
-
-    def _closure_loss(self, closure):
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            loss = closure()
-        if loss is None:
-            return None
-        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
-        dist.all_reduce(loss, group=self.process_group)
-        return loss / self.world_size
 
     def _found_inf(self, grad_scaler):
         """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
@@ -285,22 +253,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
         state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
         return found_inf.item() > 0
-
-    def _add_to_inner(self, group, params):
-        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
-        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
-        self.optimizer.param_groups += added.param_groups
-        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
-
-    def _pass_on_hyperparameters(self):
-        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            inner.update(hyperparameters(group))
-
-    def _take_back_hyperparameters(self):
-        """And what the inner optimizer has written into its own: some count steps there."""
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(inner))
 
 
 def check_grad_dtype(groups, grad_dtype):

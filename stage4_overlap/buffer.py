@@ -105,7 +105,6 @@ class Bucket:
         self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + self.shard_numel)
         slots = zip(self.starts, numels, [*self.starts[1:], self.numel])
         self.padding = [slice(start + numel, stop) for start, numel, stop in slots if start + numel < stop]
-        self.ready = set()  # ids of the parameters whose gradient is there
         self.param_sync = None  # the all-gather that is under way
         self.lock = threading.RLock()  # several threads may wait for it
         self.awaited = {kind: awaited(kind, self) for kind in map(type, params)}
@@ -114,28 +113,21 @@ class Bucket:
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
         self.flat_params = flat_params
         params = [local(param) for param in self.params]
-        views = views_of(flat_params, params, self.starts)
-        for param, view in zip(params, views):
+        self.views = views_of(flat_params, params, self.starts)
+        for param, view in zip(params, self.views):
             param.data = view.copy_(param)
-        self.views = {id(param): view for param, view in zip(self.params, views)}
         self.note_new_params(self.params)
         self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
+        self.main_params = self.parameter.main_params
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
-    @property
-    def main_params(self):
-        return self.parameter.main_params
-
-    def is_full(self):
-        return all(id(param) in self.ready or not param.requires_grad for param in self.params)
-
-    def has_lost(self, param):
-        """Whether somebody has replaced `param.data`: it is no view of `flat_params` any more."""
-        return local(param).data_ptr() != self.views[id(param)].data_ptr()
+    def moved_params(self):
+        """Those whose `data` somebody has replaced: they are no views of `flat_params` any more."""
+        return [param for param, view in zip(self.params, self.views) if local(param).data_ptr() != view.data_ptr()]
 
     def hand_out_grads(self, unused):
         """Give each main parameter its gradient, or None if its parameter is in `unused`, a set of ids."""
-        for r, main_param, main_grad in zip(self.ranges, self.parameter.main_params, self.gradient.main_grads):
+        for r, main_param, main_grad in zip(self.ranges, self.main_params, self.gradient.main_grads):
             main_param.grad = None if id(self.params[r.index]) in unused else main_grad
 
     def start_param_sync(self, unused):
@@ -311,11 +303,11 @@ def local_grad(param):
     return local(grad)
 
 
-def views_of(flat, params, starts):
-    """Views of `flat`, shaped like `params`, which begin at `starts`."""
-    return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]
-
-
 def cut_ranges(shard, ranges):
     """Cut a shard into views, one for each of its `ranges`; what is left is padding."""
     return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]
+
+
+def views_of(flat, params, starts):
+    """Views of `flat`, shaped like `params`, which begin at `starts`."""
+    return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]

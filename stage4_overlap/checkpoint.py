@@ -23,15 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from .full_state import (
-    all_params,
-    expected_of_saved,
-    inner_of,
-    install,
-    packed_groups,
-    pieces_of,
-    states_of,
-)
+from .checks import all_params
+from .full_state import expected_of_saved, inner_of, install, packed_groups, pieces_of, states_of
 
 # Each rank reads for itself, which torch.distributed.checkpoint finds worth a warning.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -70,7 +63,6 @@ class Shard(torch.Tensor):
     The three methods with underscores are the protocol of torch.distributed.checkpoint, which DTensor follows too.
     """
 
-    @staticmethod
     def __new__(cls, piece, shape, start):
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=piece.dtype, device=piece.device)
 
@@ -144,7 +136,9 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     tree, manifest = collect(model, optimizer, names, groups, extra, rank, to_cpu=asynchronous)
     manifest["ranks"] = world_size
     if not asynchronous:
-        return _done(write(path, partial, tree, manifest, group))
+        future = Future()
+        future.set_result(write(path, partial, tree, manifest, group))
+        return future
     return thread.submit(write, path, partial, tree, manifest, own_group)
 
 
@@ -164,12 +158,6 @@ def writer_of(optimizer, group):
         set_device = torch.cuda.set_device if device.type == "cuda" else lambda _: None
         writers[ranks] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
     return writers[ranks]
-
-
-def _done(result):
-    future = Future()
-    future.set_result(result)
-    return future
 
 
 def read_again(what):

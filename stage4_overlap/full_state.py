@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .checks import local
+from .checks import all_params, local
 
 
 class Piece(NamedTuple):
@@ -21,10 +21,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     main: torch.Tensor
-
-
-def all_params(optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def inner_of(optimizer):

@@ -39,13 +39,12 @@ def _waits(name):
     return method
 
 
-for _name in ("__deepcopy__", "__repr__", "to_local", "redistribute"):
-    setattr(Awaited, _name, _waits(_name))  # of parameters and DTensors; these are not torch functions
-
-
 def awaited(kind, bucket):
     """-> the class of a parameter of class `kind` while `bucket` is under way."""
-    return type(f"Awaited{kind.__name__}", (Awaited, kind), {"__slots__": (), "bucket": bucket, "kind": kind})
+    names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # of parameters and DTensors; no torch functions
+    members = {name: _waits(name) for name in names if hasattr(kind, name)}
+    members.update(__slots__=(), bucket=bucket, kind=kind)
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
 
 
 @torch.compiler.disable  # it would guard a class that changes

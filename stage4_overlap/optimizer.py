@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
-from .checks import checked_groups, local, named_params, param_ids, refuse_edited, spread_over
-from .full_state import all_params, bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
+from .checks import all_params, checked_groups, local, named_params, param_ids, refuse_edited, spread_over
+from .full_state import bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
 from .hooks import Awaited, BackwardPass, ModuleHook
-from .inner import check_divisible, hook_gradient, hyperparameters, optimizer_factory
+from .inner import OptimizerWrapper, check_divisible, hook_gradient, optimizer_factory
 
 # What can be wrong with a gradient, for `_agree_on_used`; 0: nothing. The ranks agree on the largest.
 MISSING = 1
@@ -30,7 +30,7 @@ MOVED = 3  # its parameter has other memory than this optimizer steps
 TAGS = weakref.WeakKeyDictionary()
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -55,8 +55,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             or `reduce_dtype` is none of the values above.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
-
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
                  reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
         error = None
@@ -68,24 +66,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
         check_divisible(self.make_optimizer, groups, elementwise=True)
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
         self.bucket_cap_mb = bucket_cap_mb
         self.reduce_dtype = reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self.buckets = []  # in the order in which they leave
         self.hooks = []  # of the parameters
-        self.bucket_of = {}  # id of a parameter -> its bucket
         self.travelling = deque()  # the bucket buffers that are under way, oldest first
         self.next_bucket = 0  # of this round; in a round every bucket leaves once
+        self.ready = set()  # ids of the parameters whose gradient has come in this round
         self.accumulating = False  # inside no_sync
         self.prefetching = False
         self._start_accumulation()
         self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
-        self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
-        self._shard(self.param_groups)
+        self.move_to(process_group)
 
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters, not between backward() and step(). Collective.
@@ -93,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises what the constructor raises.
         """
         error = None
-        if self.n_rounds or self.rounds_begun:
+        if self.n_rounds or self.in_round:
             error = RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         (param_group,) = checked_groups(
             [param_group], self.process_group, self.param_groups, contiguous=True, dtensors=True, error=error
@@ -126,7 +121,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return loss
         self._pass_on_hyperparameters()
         self.finish_param_sync()  # of buckets that no forward pass has asked for
-        self._take_model_changes()
+        for bucket in self.buckets:
+            bucket.take_model_changes()
         self._step_arrived()
         while self.travelling:
             self._finish_oldest_grad_sync()
@@ -176,8 +172,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective after a backward
         pass, which every rank must have had then: what has begun must end, on all of them.
         """
-        if (self.waiting or self.rounds_begun) and not self.grads_synced:
-            self._agree_on_used(all_params(self))
+        if (self.waiting or self.went_backward) and not self.grads_synced:
+            self._agree_on_used()
         self._finish_grad_syncs()
         super().zero_grad()
         self._start_accumulation()
@@ -186,9 +182,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
         self.finish_grad_sync()
-        main_params = all_params(self.optimizer)
         total_norm = self._total_norm(norm_type)
-        torch.nn.utils.clip_grads_with_norm_(main_params, max_norm, total_norm)
+        torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)
         return total_norm
 
     @contextlib.contextmanager
@@ -202,18 +197,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self.accumulating = outside
-
-    @property
-    def state(self):
-        """That of the inner optimizer: what this rank steps, and no more."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state):
-        self.optimizer.state = state
-
-    def __getstate__(self):
-        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
@@ -274,10 +257,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
-        reshard(self, process_group, bool(self.waiting or self.n_rounds or self.rounds_begun))
+        reshard(self, process_group, bool(self.waiting or self.n_rounds or self.in_round))
 
     def move_to(self, process_group):
-        """For `reshard`: give up this rank's shards, and take those of its place in `process_group`, without state."""
+        """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)  # -1: in none
         self.world_size = dist.get_world_size(process_group)
@@ -285,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.state.clear()
         for hook in self.hooks:
             hook.remove()
-        self.hooks, self.buckets, self.bucket_of = [], [], {}
+        self.hooks, self.buckets = [], []
         if self.rank >= 0:
             self._shard(self.param_groups)
 
@@ -312,9 +295,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])
         main_param = {}  # id of a parameter -> this rank's range of it
         for bucket in buckets:
-            self.bucket_of.update((id(param), bucket) for param in bucket.params)
-            owned = zip(bucket.ranges, bucket.parameter.main_params)
-            main_param.update((id(bucket.params[r.index]), main) for r, main in owned)
+            for r, main in zip(bucket.ranges, bucket.main_params):
+                main_param[id(bucket.params[r.index])] = main
         for group in groups:
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
         self.buckets += buckets
@@ -330,7 +312,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start_accumulation(self):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
         self.n_rounds = 0  # in which every bucket has left
-        self.rounds_begun = 0  # by backward passes, one each; what no_sync has kept leaves in a round more
+        self.in_round = False  # whether a backward pass has begun one that isn't finished
+        self.went_backward = False  # whether one has begun any, and so gradients have left before step(); on any rank
         self.backward_pass = None  # a weak reference to the one that is under way
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
@@ -351,20 +334,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.backward_pass is None or self.backward_pass() is None:  # this is the first gradient of a pass
             self._end_backward()  # of the one before, if that has failed
             self.backward_pass = weakref.ref(BackwardPass(self._end_backward))
-            self.rounds_begun = self.n_rounds + 1
-        if self._in_round():  # else every bucket has left: what is used again, by a checkpoint, waits for the next one
-            self.bucket_of[id(param)].ready.add(id(param))
+            self.in_round = self.went_backward = True
+        if self.in_round:  # else every bucket has left: what is used again, by a checkpoint, waits for the next one
+            self.ready.add(id(param))
             self._start_full_buckets()
 
     @torch.no_grad()
     def _end_backward(self):
         """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
         self.backward_pass = None
-        if self._in_round():
-            self._finish_round()
-
-    def _in_round(self):
-        return self.rounds_begun > self.n_rounds
+        if self.in_round:
+            self._start_full_buckets(finish_round=True)
 
     def _raise_stale(self, param):
         name = next(name for name, named in named_params(self.param_groups) if named is param)
@@ -373,9 +353,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "past torch's functions, by a TorchScript model say: call optimizer.finish_param_sync() after step()"
         )
 
-    def _start_full_buckets(self):
+    def _start_full_buckets(self, finish_round=False):
+        """In order; with `finish_round` the rest of a round too, and what is missing counts as zero."""
         for bucket in self.buckets[self.next_bucket :]:
-            if not bucket.is_full():
+            if not finish_round and any(param.requires_grad and id(param) not in self.ready for param in bucket.params):
                 return
             self._start_last_grad_sync()
             if not self.idle:
@@ -387,9 +368,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if bucket is not self.buckets[-1]:
                 self.travelling[-1].start_grad_sync()
             self.next_bucket += 1
-        for bucket in self.buckets:
-            bucket.ready.clear()
-        self.next_bucket = 0
+        self.ready.clear()
+        self.next_bucket, self.in_round = 0, False
         self.n_rounds += 1
 
     def _start_last_grad_sync(self):
@@ -400,21 +380,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.travelling and not self.travelling[-1].has_left:
             self.travelling[-1].start_grad_sync()
 
-    def _finish_round(self):
-        """Let every bucket leave that has not left in this round; what is missing counts as zero."""
-        for bucket in self.buckets[self.next_bucket :]:
-            bucket.ready.update(id(param) for param in bucket.params)
-        self._start_full_buckets()
-
     def _start_remaining_grad_syncs(self):
         """Let every gradient leave. Raises on every rank if one is missing on any, or was assigned too late."""
-        named = named_params(self.param_groups)
-        wrong = self._agree_on_used([param for _, param in named])
+        wrong = self._agree_on_used()
         worst = max(wrong)
         if not worst or worst == MISSING and self.find_unused_parameters:
             return
         self.zero_grad()
-        names = [name for (name, _), what in zip(named, wrong) if what == worst]
+        names = [name for (name, _), what in zip(named_params(self.param_groups), wrong) if what == worst]
         if worst == MOVED:
             raise RuntimeError(
                 f"the data of parameter {names[0]} was replaced, by model.to(), vector_to_parameters() or another "
@@ -431,31 +404,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "find_unused_parameters=True"
         )
 
-    def _agree_on_used(self, params):
+    def _agree_on_used(self):
         """Let every gradient leave, and finish as many rounds on each rank.
 
-        -> for each of `params`: 0, or MISSING on a rank that asks for a gradient, or LATE, or MOVED.
+        -> for each parameter: 0, or MISSING on a rank that asks for a gradient, or LATE, or MOVED.
         """
-        assigned = [param.grad is not None and id(param) not in self.waiting for param in params]  # by the user
-        late = [by_user and (self.grads_synced or id(p) in self.used) for by_user, p in zip(assigned, params)]
+        params = all_params(self)
+        assigned = [param for param in params if param.grad is not None and id(param) not in self.waiting]  # by a user
+        moved = {id(param) for bucket in self.buckets for param in bucket.moved_params()}
+        late = {id(param) for param in assigned if self.grads_synced or id(param) in self.used}
         if self.grads_synced:  # the other ranks have gone on: there is nobody to agree with
-            return [LATE * is_late for is_late in late]
+            return [MOVED if id(p) in moved else LATE if id(p) in late else 0 for p in params]
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        if self._in_round() or not self.n_rounds:
-            self._finish_round()
-        left = any(param.grad is not None for param in params)  # from a backward pass inside no_sync
+        if self.in_round or not self.n_rounds:
+            self._start_full_buckets(finish_round=True)
+        kept = any(param.grad is not None for param in params)  # by no_sync: it leaves in a round of its own
         used = [id(param) in self.used or param.grad is not None for param in params]
         wrong = [
-            MOVED * self.bucket_of[id(p)].has_lost(p) or LATE * is_late or MISSING * (p.requires_grad and not is_used)
-            for p, is_late, is_used in zip(params, late, used)
+            MOVED if id(p) in moved else LATE if id(p) in late else MISSING if p.requires_grad and not is_used else 0
+            for p, is_used in zip(params, used)
         ]
-        report = torch.tensor([*used, *wrong, self.rounds_begun, self.n_rounds + left], dtype=torch.int32)
+        report = torch.tensor([*used, *wrong, self.went_backward, self.n_rounds + kept], dtype=torch.int32)
         report = report.to(params[0].device)
         dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
-        *report, self.rounds_begun, n_rounds = report.tolist()
+        *report, self.went_backward, n_rounds = report.tolist()
         while self.n_rounds < n_rounds:
-            self._finish_round()
+            self._start_full_buckets(finish_round=True)
         self._start_last_grad_sync()
         used, wrong = report[: len(params)], report[len(params) :]
         self.unused = {id(param) for param, use in zip(params, used) if not use}
@@ -480,11 +455,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.gradient.is_empty = True
         self.optimizer.step()
 
-    def _take_model_changes(self):
-        """Where somebody has written into the model since the last step, main parameters of their own follow."""
-        for shard in self.sharded_params:
-            shard.take_model_changes()
-
     def _total_norm(self, norm_type):
         """The norm over the gradients of all shards: that of the norms of all ranks, each element counted once."""
         device = self.buckets[0].gradient.shard.device
@@ -504,17 +474,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             norms.append(norm)
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
 
-    def _closure_loss(self, closure):
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            loss = closure()
-        if loss is None:
-            return None
-        loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
-        dist.all_reduce(loss, group=self.process_group)
-        return loss / self.world_size
-
     def _found_inf(self, grad_scaler):
         """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
         if grad_scaler is None:
@@ -522,7 +481,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_grad_sync()
         state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
         unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        if unscaled and self.rounds_begun:
+        if unscaled and self.went_backward:
             raise RuntimeError(
                 "GradScaler.unscale_() came when gradients had left: call clip_grad_norm_(max_norm * "
                 "scaler.get_scale()) instead, which needs no unscale_()"
@@ -537,19 +496,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
         return found_inf.item() > 0
-
-    def _add_to_inner(self, group, params):
-        """Give the inner optimizer a group like `group`, with `params`: this rank's part of it."""
-        added = self.make_optimizer([{**hyperparameters(group), "params": params}])
-        self.optimizer.param_groups += added.param_groups
-        self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
-
-    def _pass_on_hyperparameters(self):
-        """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            inner.update(hyperparameters(group))
-
-    def _take_back_hyperparameters(self):
-        """And what the inner optimizer has written into its own: some count steps there."""
-        for group, inner in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(inner))

@@ -88,7 +88,7 @@ IDEAS = {
     (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "clip_grad_norm_"}
     | {"state_dict", "load_state_dict", "_found_inf"},
     (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
-    | {"clip_grad_norm_", "load_state_dict", "reshard", "move_to", "sharded_params"}
+    | {"load_state_dict", "reshard", "move_to", "sharded_params"}
     | {"_shard", "_total_norm", "_found_inf"},
 }
 
