@@ -29,12 +29,17 @@ def checked_groups(
 
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
-        TypeError: something is not a tensor, or parameters are in a set.
-        ValueError: empty, duplicate, sparse, non-leaf or integer parameters, several devices, or one that
-            `process_group` has no backend for, DTensors that lie over it already, or ranks that disagree.
+        TypeError: something is not a tensor, parameters are in a set, or `process_group` is something else.
+        ValueError: no parameters, or one that can't be sharded or stepped: a duplicate, or in the memory of another;
+            sparse, integer or of 8 bits, no leaf, of inference_mode(), not contiguous or with gaps; of another dtype where one is
+            needed, or device, or one that `process_group` has no backend for; a DTensor in stages 1 to 3, or spread
+            over `process_group`. Or only some have names, or the ranks disagree.
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
+    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+        kind = type(process_group).__name__
+        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, lines = [], []
@@ -95,7 +100,7 @@ def local(tensor):
 def spread_over(param) -> tuple:
     """The process groups over which the elements of a DTensor are spread; of any other tensor, none."""
     placements = enumerate(getattr(param, "placements", ()))
-    return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if placement.is_shard())
+    return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 def _as_groups(params) -> list[dict]:
@@ -143,10 +148,12 @@ def _check_params(named, one_dtype, contiguous, backends) -> None:
         name_of[id(param)] = name
         if param.layout != torch.strided:
             raise ValueError(f"parameter {name} is sparse ({param.layout}): only dense parameters can be sharded")
+        if param.is_inference():
+            raise ValueError(f"parameter {name} was made in inference_mode(), for good: make the model outside of it")
         if not param.is_leaf:
             raise ValueError(f"parameter {name} is not a leaf: only leaf tensors receive gradients")
-        if not param.is_floating_point():
-            raise ValueError(f"parameter {name} has dtype {param.dtype}: only floating-point parameters can be stepped")
+        if not param.is_floating_point() or param.dtype.itemsize < 2:
+            raise ValueError(f"parameter {name} has dtype {param.dtype}: only floats of 16 bits or more can be stepped")
         if param.device != first.device:
             raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
         if param.device.type not in backends:

@@ -38,6 +38,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
             loss = closure()
         if loss is None:
             return None
+        if hasattr(loss, "full_tensor"):  # a DTensor, maybe of partial sums
+            loss = loss.full_tensor()
         loss = torch.as_tensor(loss, device=self.param_groups[0]["params"][0].device).detach().clone()
         dist.all_reduce(loss, group=self.process_group)
         return loss / self.world_size

@@ -152,12 +152,12 @@ class Bucket:
 
     def note_new_params(self, changed):
         """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""
-        torch.autograd.graph.increment_version([local(param) for param in changed])
-        self.versions = [local(param)._version for param in self.params]
+        torch.autograd.graph.increment_version([*changed, *map(local, changed)])
+        self.versions = list(map(versions_of, self.params))
 
     def take_model_changes(self):
         """Where somebody has written into the parameters since, model.load_state_dict() say, main_shard follows."""
-        if self.versions != [local(param)._version for param in self.params]:
+        if self.versions != list(map(versions_of, self.params)):
             self.parameter.copy_changes_to_main()
 
 
@@ -293,6 +293,11 @@ class BucketBuffer:
                 operations.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
                 operations.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+def versions_of(param):
+    """A DTensor has a version counter, and so has what this rank has of it: a write moves on one of the two."""
+    return param._version, local(param)._version
 
 
 def local_grad(param):

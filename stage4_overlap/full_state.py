@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .checks import all_params, local
+from .checks import all_params, local, spread_over
 
 
 class Piece(NamedTuple):
@@ -41,9 +41,14 @@ def pieces_of(optimizer) -> dict[int, Piece]:
     }
 
 
-def bounds_of(optimizer) -> dict[int, tuple[int, int]]:
-    """-> index -> (start, stop) of its Piece: what two state_dicts must have in common to be one for the other."""
-    return {index: (piece.start, piece.stop) for index, piece in pieces_of(optimizer).items()}
+def bounds_of(optimizer) -> dict[int, tuple[int, ...]]:
+    """-> index -> (start, stop) of its Piece: what two state_dicts must have in common to be one for the other.
+
+    And of a DTensor, this rank in the other dimensions of its mesh: there it has another part, which looks alike.
+    """
+    params = all_params(optimizer)
+    return {index: (piece.start, piece.stop, *map(dist.get_rank, spread_over(params[index])))
+            for index, piece in pieces_of(optimizer).items()}
 
 
 def main_params_of(optimizer) -> dict[int, torch.Tensor]:

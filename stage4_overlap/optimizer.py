@@ -223,7 +223,10 @@ class DistributedOptimizer(OptimizerWrapper):
         main_params = main_params_of(self)
         saved = state_dict.get("bounds"), state_dict.get("main_params", {}).keys()
         if (bounds_of(self), main_params.keys()) != saved:
-            raise ValueError("this state_dict is of other shards, by another bucket_cap_mb say: use full_state_dict()")
+            raise ValueError(
+                "this state_dict is of other shards, by another bucket_cap_mb or tensor-parallel rank say: "
+                "use full_state_dict()"
+            )
         self.optimizer.load_state_dict(state_dict)
         for index, main_param in main_params.items():
             main_param.copy_(state_dict["main_params"][index])
@@ -464,15 +467,21 @@ class DistributedOptimizer(OptimizerWrapper):
             for r, main_param in zip(bucket.ranges, bucket.main_params):
                 if main_param.grad is not None:
                     grads[spread_over(bucket.params[r.index])].append(main_param.grad)
+        def gather(norm, group):  # not reduced: a collective's MAX may lose a nan
+            everyone = norm.new_empty(dist.get_world_size(group))
+            dist.all_gather_into_tensor(everyone, norm.view(1), group=group)
+            return everyone
+
         norms = []
         for tensor_parallel, part in grads.items():
             norm = torch.nn.utils.get_total_norm(part, norm_type).to(device, dtype)
             for group in (self.process_group, *tensor_parallel):  # a DTensor's elements are on the ranks of these too
-                gathered = norm.new_empty(dist.get_world_size(group))  # not reduced: a collective's MAX may lose a nan
-                dist.all_gather_into_tensor(gathered, norm.view(1), group=group)
-                norm = torch.linalg.vector_norm(gathered, float(norm_type))
+                norm = torch.linalg.vector_norm(gather(norm, group), float(norm_type))
             norms.append(norm)
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        for group in dict.fromkeys(group for tensor_parallel in grads for group in tensor_parallel):
+            norm = gather(norm, group).max()  # shards of unlike sizes round it otherwise: copies would drift apart
+        return norm
 
     def _found_inf(self, grad_scaler):
         """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""

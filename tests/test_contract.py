@@ -522,6 +522,11 @@ class Lamb(torch.optim.Optimizer):
                 param -= self.param_groups[0]["lr"] * param.norm() / param.grad.norm() * param.grad
 
 
+def inference_parameter(rank):
+    with torch.inference_mode():
+        return torch.nn.Parameter(torch.ones(3, device=rank.device))
+
+
 BAD = {
     "empty": lambda r: ([], {}),
     "empty group": lambda r: ([{"params": []}], {}),
@@ -538,6 +543,9 @@ BAD = {
     "a set": lambda r: ({parameter(r, 3), parameter(r, 3)}, {}),
     "a set in a group": lambda r: ([{"params": {parameter(r, 3), parameter(r, 3)}}], {}),
     "integers": lambda r: ([parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)], {}),
+    "8 bits": lambda r: ([parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)], {}),
+    "of inference_mode": lambda r: ([parameter(r, 3), inference_parameter(r)], {}),
+    "no group": lambda r: ([parameter(r, 3)], {"process_group": [0]}),
     "several devices": lambda r: ([parameter(r, 3), torch.nn.Parameter(torch.ones(3, device="meta"))], {}),
     "no backend": lambda r: ([torch.nn.Parameter(torch.ones(3, device="meta"))], {}),
     "another shape": lambda r: ([parameter(r, 4), parameter(r, 3 + (r.rank == 1))], {}),
@@ -564,6 +572,9 @@ REFUSALS = [
     ("a set", TypeError, "a set has no order"),
     ("a set in a group", TypeError, "a set has no order"),
     ("integers", ValueError, "parameter 1 .*int64"),
+    ("8 bits", ValueError, "parameter 1 .*float8_e4m3fn"),
+    ("of inference_mode", ValueError, "parameter 1 .*inference_mode"),
+    ("no group", TypeError, "process_group must be a ProcessGroup, .* not a list"),
     ("several devices", ValueError, "parameter 1 .*meta"),
     ("no backend", ValueError, "parameter 0 .* is on meta, process_group has .* for cpu.*: move the model"),
     ("negative lr", ValueError, "learning rate"),

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import stage4_overlap
@@ -125,6 +126,55 @@ def test_trains_like_one_process_and_counts_each_element_of_the_norm_once(run, p
     run(trains, prefetch)
 
 
+WRITES = {
+    "load_state_dict": lambda model: model.load_state_dict({k: 0 * v + 3 for k, v in model.state_dict().items()}),
+    "fill_": lambda model: [param.fill_(3) for param in model.parameters()],
+    "to_local": lambda model: [local(param).fill_(3) for param in model.parameters()],
+}
+
+
+def keeps(rank):
+    """What is written into 16-bit parameters, through a DTensor or past it, the next step begins with."""
+    model = tensor_parallel(rank)[0].bfloat16()
+    groups = {"process_group": mesh_of(rank)["dp"].get_group(), "lr": 2.0**-10, "bucket_cap_mb": 1e-6}
+    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.SGD, **groups)
+    optimizer.prefetch_params(model)
+    for how, write in WRITES.items():
+        with torch.no_grad():
+            write(model)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert all(whole(param).eq(3).all() for param in model.parameters()), how
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 128.0)
+        optimizer.step()
+        assert not any(whole(param).eq(3).any() for param in model.parameters()), how
+
+
+def test_what_is_written_into_16_bit_dtensors_is_not_undone(run):
+    run(keeps)
+
+
+def outdated(rank):
+    """Autograd hears of what stage 4 writes into what a DTensor wraps."""
+    model, mesh = tensor_parallel(rank)
+    x = data(rank, 0, 0)[0].requires_grad_()
+    before_constructor = model.first(x).square().sum()  # through a DTensor, and no other parameter
+    groups = {"process_group": mesh["dp"].get_group(), "lr": 1.0}
+    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.SGD, **groups)
+    before_step = model.first(x).square().sum()
+    backward(rank, model, 0)
+    optimizer.step()
+    for loss in (before_constructor, before_step):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_graph_with_older_dtensors_is_refused(run):
+    run(outdated)
+
+
 READS = {
     "to_local": lambda param: param.to_local(),
     "full_tensor": lambda param: param.full_tensor(),
@@ -227,6 +277,9 @@ def refused(rank):
         optimizer.reshard(dp)
     with pytest.raises(ValueError, match="parameter first.weight is a DTensor: save"):
         checkpoint.save("never", model, optimizer)
+    strided = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Shard(0)])  # as by FSDP2
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is spread over ranks of process_group already"):
+        stage4_overlap.DistributedOptimizer([nn.Parameter(strided)], process_group=dp)
     uneven = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh["tp"], [Shard(0)]))  # 2 rows here, 1 row there
     optimizer = stage4_overlap.DistributedOptimizer([uneven], torch.optim.SGD, lr=1.0, process_group=dp)
     uneven.to_local().sum().backward()
@@ -236,6 +289,36 @@ def refused(rank):
 
 def test_what_it_can_not_do_is_said_in_one_line(run):
     run(refused)
+
+
+def another_rank(rank):
+    """The state_dicts of two tensor-parallel neighbours look alike."""
+    model, optimizer = build(rank)
+    backward(rank, model, 0)
+    optimizer.step()
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, optimizer.state_dict())
+    optimizer.load_state_dict(everyone[rank.rank])
+    with pytest.raises(ValueError, match="is of other shards, by another bucket_cap_mb or tensor-parallel rank"):
+        optimizer.load_state_dict(everyone[rank.rank ^ 1])
+
+
+def test_the_state_of_a_tensor_parallel_neighbour_is_refused(run):
+    run(another_rank)
+
+
+def closure_loss(rank):
+    model, optimizer = build(rank)
+    mesh = mesh_of(rank)["tp"]
+
+    def closure():
+        backward(rank, model, 0)
+        return DTensor.from_local(torch.tensor(rank.rank + 1.0), mesh, [Partial()])
+    return optimizer.step(closure).item()
+
+
+def test_the_loss_of_a_closure_may_be_a_dtensor(run):
+    assert run(closure_loss) == [5.0] * 4  # the mean of 1 + 2 and 3 + 4
 
 
 class Uneven(nn.Module):
@@ -250,14 +333,19 @@ class Uneven(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def buckets_of_uneven_parts(rank):
+def build_uneven(rank):
     mesh = mesh_of(rank)
     model = nn.Sequential(*(Uneven() for _ in range(4))).to(rank.device)
     for block in model:
         parallelize_module(block, mesh["tp"], {
             "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
             "down": RowwiseParallel(output_layouts=Shard(1))})
-    optimizer = optimizer_of(STAGES[3])(model.parameters(), process_group=mesh["dp"].get_group(), bucket_cap_mb=0.0003)
+    groups = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0003}
+    return model, optimizer_of(STAGES[3])(model.parameters(), **groups)
+
+
+def buckets_of_uneven_parts(rank):
+    model, optimizer = build_uneven(rank)
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank.rank // 2)).to(rank.device)
     part = x.chunk(2, dim=1)[rank.rank % 2]
     model(part).square().sum().backward()  # a bucket with norms makes a collective over "tp" when it leaves
@@ -268,3 +356,25 @@ def buckets_of_uneven_parts(rank):
 def test_buckets_are_the_same_where_parts_are_not(run):
     first, *others = run(buckets_of_uneven_parts)
     assert all(other == first for other in others) and len(first) > 2
+
+
+def norms_of_uneven_parts(rank):
+    model, optimizer = build_uneven(rank)
+    generator = torch.Generator().manual_seed(rank.rank)
+    norms = []
+    for _ in range(60):
+        for param in model.parameters():
+            grad = torch.randn(local(param).shape, generator=generator).to(rank.device)
+            if not isinstance(param, DTensor):
+                dist.broadcast(grad, group=mesh_of(rank)["tp"].get_group(), group_src=0)  # what copies have is alike
+            param.grad = grad if not isinstance(param, DTensor) else DTensor.from_local(
+                grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+        norms.append(optimizer.clip_grad_norm_(0.1).item())
+        optimizer.step()
+    return norms
+
+
+def test_the_norm_is_the_same_to_the_bit_where_parts_are_not(run):
+    """Each rank scales its copy of what isn't cut by it: else copies drift apart."""
+    first, *others = run(norms_of_uneven_parts)
+    assert all(other == first for other in others) and len(set(first)) > 50
