@@ -31,13 +31,14 @@ def checked_groups(
         RuntimeError: there is no process group, or this rank is not in it.
         TypeError: something is not a tensor, parameters are in a set, or `process_group` is something else.
         ValueError: no parameters, or one that can't be sharded or stepped: a duplicate, or in the memory of another;
-            sparse, integer or of 8 bits, no leaf, of inference_mode(), not contiguous or with gaps; of another dtype where one is
-            needed, or device, or one that `process_group` has no backend for; a DTensor in stages 1 to 3, or spread
-            over `process_group`. Or only some have names, or the ranks disagree.
+            sparse, integer or of 8 bits, no leaf, of inference_mode(), not contiguous or with gaps; of another dtype
+            where one is needed, or device, or one that `process_group` has no backend for; a DTensor in stages 1 to 3,
+            or spread over `process_group`. Or only some have names, or the ranks disagree.
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
-    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+    no_group = None, dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and process_group not in no_group:
         kind = type(process_group).__name__
         raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:

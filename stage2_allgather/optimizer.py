@@ -1,4 +1,4 @@
-"""Stage 2, padded all-gather: every parameter has one owner, which steps it; one collective brings all of them round.
+"""Stage 2, padded all-gather: every parameter has one owner, which steps it; one collective takes all to every rank.
 
 Unlike stage 1: one all-gather of equal, padded shards instead of d broadcasts, one after the other.
 Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
@@ -21,7 +21,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.
-        optimizer_cls: any torch optimizer class, fused where torch has that, but for SGD.
+        optimizer_cls: any torch optimizer class, fused where torch has that, except SGD.
         process_group: the ranks that share the work; None is all of them.
         average_gradients: False beneath DistributedDataParallel, which has averaged the gradients already.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
@@ -109,7 +109,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self.grads_synced = True
 
     def zero_grad(self, set_to_none=True):
-        """Forget the gradients, averaged or not. After `clip_grad_norm_` `model.zero_grad()` is no substitute."""
+        """Forget the gradients, averaged or not.
+
+        After `clip_grad_norm_`, `model.zero_grad()` isn't enough where the next gradients are assigned by hand, or no
+        backward pass follows on some rank: they would not be averaged.
+        """
         super().zero_grad(set_to_none)
         self.grads_synced = False
 

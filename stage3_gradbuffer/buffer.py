@@ -123,7 +123,9 @@ class GradBuffer:
     def take_grad(self, param):
         """Bring a gradient into the buffer, wherever autograd or the user has put it. Called when it is ready."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
-            raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or zero_grad() before backward()")
+            raise RuntimeError(
+                f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() before backward()"
+            )
         self.holds = Holds.GRADS
         grad = self.grads[self.index_of[id(param)]]
         self.received.add(self.index_of[id(param)])
@@ -161,7 +163,7 @@ class GradBuffer:
                 raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
 
     def refuse_new_data(self, groups):
-        """What this rank steps are views of the parameters, and of no other memory that `param.data` may have now."""
+        """Refuse a parameter whose `data` somebody has replaced: what is stepped belongs to the memory before."""
         for name, param in named_params(groups):
             if param.data_ptr() != self.views.get(id(param), param).data_ptr():
                 raise RuntimeError(

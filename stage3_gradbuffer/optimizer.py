@@ -25,7 +25,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device.
-        optimizer_cls: an element-wise torch optimizer class, fused where torch has that, but for SGD.
+        optimizer_cls: an element-wise torch optimizer class, fused where torch has that, except SGD.
         process_group: the ranks that share the work; None is all of them.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
             them in the dtype of their parameter, in `param.grad`. Either is a view of the buffer.
@@ -45,7 +45,7 @@ class DistributedOptimizer(OptimizerWrapper):
         check_divisible(self.make_optimizer, groups, elementwise=True)
         self.process_group = process_group
         self.grad_dtype = grad_dtype
-        self.buffers = []  # one for each dtype of parameters
+        self.buffers = []  # one for each dtype of parameters, and more after add_param_group
         self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -58,7 +58,7 @@ class DistributedOptimizer(OptimizerWrapper):
         check_divisible(self.make_optimizer, [param_group], elementwise=True)
         super().add_param_group(param_group)
         self.known_params = param_ids(self.param_groups)
-        if self.buffers:  # not while the constructor runs: it puts all its groups into one buffer
+        if self.buffers:  # not while the constructor runs: it puts all its groups into the same buffers
             self._shard(self.param_groups[-1:])
 
     @torch.no_grad()
@@ -96,8 +96,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
 
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
-        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero; but the rank that
-        owns it doesn't step what is frozen there: freeze a layer on all ranks. GradScaler.unscale_() comes before.
+        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero. Whether a frozen
+        one is stepped its owners decide: freeze a layer on all ranks, or on none. GradScaler.unscale_() comes before.
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
@@ -115,7 +115,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none=True):
         """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says.
 
-        With `grad_dtype=torch.float32` `model.zero_grad()` is no substitute: it knows nothing of `param.main_grad`.
+        `model.zero_grad()` is no substitute after `clip_grad_norm_`, or with `grad_dtype`: it knows nothing of the
+        shard, nor of `param.main_grad`.
         """
         for buffer in self.buffers:
             buffer.zero()
@@ -166,7 +167,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def full_state_dict(self, to_all=False):
         """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
-        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32 and has a "main_param".
+        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
+        stepped has a "main_param".
         """
         return full_state_dict(self, to_all)
 

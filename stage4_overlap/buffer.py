@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .checks import backends_of, local
 from .hooks import awaited
 
-PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MB a message and peer
+PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MiB a message and peer
 UNDER_WAY = set()  # what travels: an optimizer that is gone must not take its messages with it, others expect them
 
 
@@ -162,7 +162,7 @@ class Bucket:
 
 
 class ParameterBuffer:
-    """The parameters of one dtype in one tensor, bucket after bucket: the model's are views, all-gathers land in place.
+    """Parameters of one dtype in one tensor, bucket after bucket: the model's are views, all-gathers land in place.
 
     Attributes:
         flat: (sum of the buckets' numel,).
@@ -213,7 +213,7 @@ class PartitionedGradient:
         self.is_empty = True
 
     def add(self, parts):
-        """Sum what the ranks sent, in rank order and in fp32, onto what earlier micro-batches left."""
+        """Sum `parts`, one of each rank or the sum of all, in order and in fp32, onto what micro-batches before left."""
         if self.is_empty and len(parts) > 1 and parts[0].dtype == self.shard.dtype:
             torch.add(parts[0], parts[1], out=self.shard)  # one pass over memory instead of two
             parts, self.is_empty = parts[2:], False

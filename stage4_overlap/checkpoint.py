@@ -60,7 +60,8 @@ def boxes(shape, start, stop):
 class Shard(torch.Tensor):
     """A tensor of `shape` of which only the flat elements from `start` on, as many as `piece` has, are here.
 
-    The three methods with underscores are the protocol of torch.distributed.checkpoint, which DTensor follows too.
+    __create_chunk_list__, __create_write_items__ and __get_tensor_shard__ are the protocol of
+    torch.distributed.checkpoint, which DTensor follows too.
     """
 
     def __new__(cls, piece, shape, start):
@@ -136,7 +137,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
             partial.mkdir(parents=True)
         except OSError as refusal:
             error = refusal.strerror
-    agree(all_gather(error, group)[0], what, group)
+    agree(all_gather(error, group)[0], what, group)  # only rank 0 can have one: all raise it, in its words
     tree, manifest = collect(model, optimizer, names, groups, extra, rank, to_cpu=asynchronous)
     manifest["ranks"] = world_size
     if not asynchronous:
@@ -260,7 +261,9 @@ def load(path, model, optimizer):
     On another number of ranks than it was saved on, `extra` is that of rank 0. No code from a file is ever run.
 
     Raises:
-        CheckpointError: on every rank, before anything is changed: it is not complete, damaged, or of another model.
+        CheckpointError: on every rank, before anything is changed: it is not complete, damaged, or of another model. A
+            file that can't be read to its end, though it could a moment before, leaves part of it in the model.
+        ValueError: `optimizer` is of another model, or of DTensors.
     """
     path, group = Path(path), getattr(optimizer, "process_group", None)
     rank, world_size = rank_and_size(group)

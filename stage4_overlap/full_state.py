@@ -60,8 +60,8 @@ def main_params_of(optimizer) -> dict[int, torch.Tensor]:
 def states_of(optimizer, pieces, all_main_params=False) -> dict[int, dict[str, Any]]:
     """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step").
 
-    A main parameter that has no state yet is left out, for torch takes it for one: the parameter has its value, but for
-    what it lost to rounding where it was loaded in fp32. `all_main_params`: it is not.
+    The main parameter of one that was never stepped is left out: torch would take it for a whole state. The model has
+    its value, except what rounding lost if it was loaded in fp32. `all_main_params` keeps it.
     """
     params, states = all_params(optimizer), {}
     expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else None
@@ -91,9 +91,10 @@ def expected_state(optimizer, saved_groups=None) -> list[dict[str, bool]]:
 
 
 def expected_of_saved(optimizer, names, states, saved_groups) -> list[dict[str, bool]]:
-    """As expected_state, of `states` by name: those of `saved_groups`, or of ours if momentum was set to 0 since, say.
+    """As expected_state, but what fits `states`, by name: it may be that of `saved_groups` or that of ours.
 
-    Raises ValueError where a state is neither; a parameter that was never stepped has none.
+    They differ where momentum was set to 0 since, say. Raises ValueError where a state is neither; a parameter that was
+    never stepped has none.
     """
     expected = []
     for name, *kinds in zip(names, expected_state(optimizer, saved_groups), expected_state(optimizer)):

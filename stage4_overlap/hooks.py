@@ -67,7 +67,7 @@ class ModuleHook:
     """Waits for a module's own parameters before it is called, so that torch.compile finds them as they always are.
 
     torch's MultiheadAttention reads those of a module in it, which it doesn't call. Inside torch.func.grad there are
-    other tensors, made past torch's functions. There it waits for all that the module had.
+    other tensors, made past torch's functions. In both cases it waits for all that the module had.
     """
 
     def __init__(self, module):

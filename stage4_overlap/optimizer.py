@@ -39,9 +39,9 @@ class DistributedOptimizer(OptimizerWrapper):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device. Of a DTensor
             each rank shards what it has, over `process_group`, which must be another dimension of the mesh.
-        optimizer_cls: an element-wise torch optimizer class, fused where torch has that, but for SGD.
+        optimizer_cls: an element-wise torch optimizer class, fused where torch has that, except SGD.
         process_group: the ranks that share the work; None is all of them.
-        bucket_cap_mb: size at which a bucket is closed, in MB; None is 2 on a CPU and 25 on a GPU.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; None is 2 on a CPU and 25 on a GPU.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
             in 16 bits; gloo always does.
         find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient
@@ -101,17 +101,18 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
-        """Step this rank's shards as their gradients arrive, then send the parameters round. Collective.
+        """Step this rank's shards as their gradients arrive, then all-gather the parameters. Collective.
 
         Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
         `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale. After
         `prefetch_params` it returns while the parameters are still on their way, otherwise when all have arrived.
-        Gradients are gone afterwards: a second step without a backward pass in between is one without gradients.
+        Gradients are gone afterwards: a second step without a backward pass in between lacks them.
 
         Raises:
-            RuntimeError: a parameter received no gradient, or one by assignment when its own had left, or its `data`
-                was replaced; on every rank, but after `clip_grad_norm_`, when the ranks have agreed already. Or the
-                parameters in `param_groups` are not those that were added; on the rank where that is so.
+            RuntimeError: a parameter received no gradient, or one was assigned when that of the backward pass had left,
+                or its `data` was replaced; on every rank, except after `clip_grad_norm_`, when the ranks have agreed
+                already: then on the rank where that is so. Or the parameters in `param_groups` are not those that were
+                added; there too.
         """
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
@@ -235,7 +236,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def full_state_dict(self, to_all=False):
         """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
-        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32 and has a "main_param".
+        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
+        stepped has a "main_param".
         """
         return full_state_dict(self, to_all)
 

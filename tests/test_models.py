@@ -4,6 +4,7 @@ Each is what replicated training makes of it, or an error that says what to do: 
 """
 
 import collections
+import contextlib
 import copy
 import gc
 import io
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -351,6 +354,11 @@ def test_weights_that_are_loaded_into_the_model_are_not_undone(run, stage, dtype
 def moved(rank, stage, how):
     model = net(rank)
     optimizer = optimizer_of(stage)(model.parameters(), **SGD)
+    if how == "after clip_grad_norm_":
+        loss(model, rank).backward()
+        optimizer.clip_grad_norm_(1.0)
+        model.double()
+        return error_of(optimizer.step)
     if how == "double":
         model.double()
     else:
@@ -360,7 +368,7 @@ def moved(rank, stage, how):
     return error_of(optimizer.step)
 
 
-@pytest.mark.parametrize("how", ["double", "vector_to_parameters"])
+@pytest.mark.parametrize("how", ["double", "vector_to_parameters", "after clip_grad_norm_"])
 @pytest.mark.parametrize("stage", STAGES[2:])
 def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(run, stage, how):
     for message in run(moved, stage, how):
@@ -763,3 +771,40 @@ def nesterov(rank, stage):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nesterov_with_foreach_is_elementwise(run, stage, world_size):
     run(nesterov, stage)
+
+
+# --------------------------------------------------------------------------------------------------------- a pipeline
+
+
+def in_a_pipeline(rank, stage, schedule, scales):
+    """Two pipeline stages, two replicas. `scales`: the schedule divides param.grad after the last micro-batch."""
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("pp", "dp"))
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    plain = net(rank)
+    model = copy.deepcopy(plain[:2] if place == 0 else plain[2:])
+    kwargs = {"bucket_cap_mb": ONE_PARAM} if stage == FOUR else {}
+    optimizer = optimizer_of(stage)(model.parameters(), process_group=mesh["dp"].get_group(), **SGD, **kwargs)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pipe = PipelineStage(model, place, 2, rank.device, group=mesh["pp"].get_group())
+    scale = 1 if scales else 1 / 4
+    options = {"n_microbatches": 4, "loss_fn": lambda y, t: scale * (y - t).square().mean(), "scale_grads": scales}
+    schedule = schedule(pipe, **options)
+    for step in range(3):
+        data = [(x.to(rank.device), x[:, :3].to(rank.device)) for x, _ in (batch(step, r) for r in range(2))]
+        x, target = data[replica]
+        with optimizer.no_sync() if scales else contextlib.nullcontext():
+            schedule.step(x) if place == 0 else schedule.step(target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        (sum((plain(x) - target).square().mean() for x, target in data) / 2).backward()
+        reference.step()
+    for param, expected in zip(model.parameters(), (plain[:2] if place == 0 else plain[2:]).parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_pipeline_trains_like_one_process(run, stage, schedule, scales, world_size):
+    run(in_a_pipeline, stage, schedule, scales)
