@@ -111,8 +111,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none=True):
         """Forget the gradients, averaged or not.
 
-        After `clip_grad_norm_`, `model.zero_grad()` isn't enough where the next gradients are assigned by hand, or no
-        backward pass follows on some rank: they would not be averaged.
+        After `clip_grad_norm_`, `model.zero_grad()` isn't enough: gradients that are assigned by hand then are not
+        averaged, and where a backward pass follows on some ranks only, they wait for the others.
         """
         super().zero_grad(set_to_none)
         self.grads_synced = False

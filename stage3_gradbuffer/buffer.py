@@ -94,13 +94,12 @@ class GradBuffer:
         self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
 
         self.ranges = ranges_in_shard(numels, self.starts, rank * shard_numel, (rank + 1) * shard_numel)
-        self.model_params = [params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
-        self.main_params = self.model_params
+        self.main_params = self.model_params()
         self.main_grads, self.main_grad_shard = cut_ranges(self.grad_shard, self.ranges), None
         if dtype.itemsize < 4:
             main_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
             self.main_params = cut_ranges(main_shard, self.ranges)
-            copy_all(self.main_params, self.model_params)
+            copy_all(self.main_params, self.model_params())
         if grad_dtype.itemsize < 4:
             self.main_grad_shard = torch.zeros(shard_numel, dtype=torch.float32, device=self.flat.device)
             self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
@@ -205,11 +204,15 @@ class GradBuffer:
         """Remember autograd's count of the writes into each parameter, to see later ones."""
         self.versions = [param._version for param in self.params]
 
+    def model_params(self):
+        """Views of the parameters, one for each of this rank's ranges."""
+        return [self.params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
+
     def take_model_changes(self):
         """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
-        if self.main_params is self.model_params or self.versions == [param._version for param in self.params]:
+        if self.flat_params.dtype.itemsize >= 4 or self.versions == [param._version for param in self.params]:
             return
-        for now, main_param in zip(self.model_params, self.main_params):
+        for now, main_param in zip(self.model_params(), self.main_params):
             changed = now != main_param.to(now.dtype)  # an element that it still rounds to keeps its fp32 value
             main_param.copy_(torch.where(changed, now, main_param))
 

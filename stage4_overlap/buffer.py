@@ -121,6 +121,10 @@ class Bucket:
         self.main_params = self.parameter.main_params
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
+    def is_full(self, ready):
+        """Whether every gradient has come, by the ids in `ready`. What comes last is looked for first: it is quick."""
+        return all(id(param) in ready or not param.requires_grad for param in reversed(self.params))
+
     def moved_params(self):
         """Those whose `data` somebody has replaced: they are no views of `flat_params` any more."""
         return [param for param, view in zip(self.params, self.views) if local(param).data_ptr() != view.data_ptr()]

@@ -98,8 +98,9 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
 
     Args:
         path: a folder that doesn't exist, where all ranks can write; until it does, there is one with ".partial" more.
-            Where optimizers have process groups of their own, each needs another folder in each group.
-        model: its parameters and buffers are saved by name, and the optimizer's state by those names.
+        model: its parameters and buffers are saved by name, and the optimizer's state by those names. What is not the
+            optimizer's is saved as the first rank has it: experts of another process group need another folder, in
+            each group, and are loaded after this.
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer; not of DTensors.
         extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states. What
             parameter groups hold must be like that too.
@@ -110,8 +111,8 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
 
     Raises:
         CheckpointError: on every rank; `path` exists, or can't be written, or `extra` or a parameter group not be read
-            again; or a parameter that isn't the optimizer's, which is saved once, has other values on some rank; or
-            `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than others.
+            again; or `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than
+            others.
         ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors.
     """
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
@@ -126,9 +127,6 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     except Exception as refusal:  # whatever pickle raises
         error = f"torch.load(weights_only=True) can't read `extra` or a parameter group again: {first_line(refusal)}"
     agree(error, what, group)
-    first, *others = all_gather(checksums_of_others(model, optimizer), group)
-    unlike = next((name for name in first if any(sums.get(name) != first[name] for sums in others)), None)
-    agree(unlike and f"{unlike} isn't the optimizer's, and not equal on all ranks: save it on its own", what, group)
     if rank == 0:
         try:
             if path.exists():
@@ -429,14 +427,6 @@ def check(manifest, metadata, model, optimizer, names):
 
 def summary(groups):
     return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" for names in groups)
-
-
-def checksums_of_others(model, optimizer) -> dict[str, int]:
-    """-> name -> CRC-32 of a parameter that isn't the optimizer's, a frozen one say. Without DTensors and the like."""
-    ids = {id(param) for param in all_params(optimizer)}
-    others = {name: param.detach() for name, param in model.named_parameters() if id(param) not in ids}
-    return {name: zlib.crc32(other.cpu().reshape(-1).view(torch.uint8).numpy())
-            for name, other in others.items() if type(other) is torch.Tensor}
 
 
 def checksum(file) -> dict:

@@ -297,7 +297,7 @@ class DistributedOptimizer(OptimizerWrapper):
         layout = bucket_layout(sizes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
-            ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])
+            ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])  # they keep its parts
         main_param = {}  # id of a parameter -> this rank's range of it
         for bucket in buckets:
             for r, main in zip(bucket.ranges, bucket.main_params):
@@ -361,7 +361,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def _start_full_buckets(self, finish_round=False):
         """In order; with `finish_round` the rest of a round too, and what is missing counts as zero."""
         for bucket in self.buckets[self.next_bucket :]:
-            if not finish_round and any(param.requires_grad and id(param) not in self.ready for param in bucket.params):
+            if not (finish_round or bucket.is_full(self.ready)):
                 return
             self._start_last_grad_sync()
             if not self.idle:

@@ -138,7 +138,7 @@ def backward_after_clip(rank, stage):
     optimizer.finish_grad_sync()
     if stage == THREE:
         message = error_of(lambda: backward(model, rank, 1))
-        assert "call step() or zero_grad() before backward()" in message
+        assert "call step() or the optimizer's zero_grad() before backward()" in message
         optimizer.zero_grad()
         reference.optimizer.zero_grad()
         backward(model, rank, 1)

@@ -660,7 +660,7 @@ def frozen_at_first(rank, stage, frozen):
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_pass_after_a_synchronization_counts(run, stage, world_size, frozen):
     if stage == "stage3_gradbuffer":  # documented: no backward pass there
-        assert all("call step() or zero_grad()" in run(error_after_sync, frozen)[rank] for rank in range(2))
+        assert all("call step() or the optimizer's zero_grad()" in message for message in run(error_after_sync, frozen))
     else:
         assert run(frozen_at_first, stage, frozen) == [[-16.5], [-16.5]]
 
