@@ -1,4 +1,4 @@
-"""The torch optimizer that a stage wraps: how it is made, and whether it may step parts; and what hangs on parameters.
+"""The torch optimizer that a stage wraps: how, how it is made, whether it may step parts; what hangs on parameters.
 
 The same file stands in every stage.
 """
@@ -15,7 +15,13 @@ GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optim
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """What a stage has to do because it wraps another optimizer, `self.optimizer`, which steps what this rank owns."""
+    """What a stage has to do because it wraps another optimizer. None of it is the idea of a stage.
+
+    Attributes, which the stage sets:
+        optimizer: the inner one, which steps what this rank owns, in groups like ours.
+        make_optimizer: what `optimizer_factory` returned.
+        process_group, world_size: the ranks that share the work, and how many they are.
+    """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
 
