@@ -217,7 +217,7 @@ class PartitionedGradient:
         self.is_empty = True
 
     def add(self, parts):
-        """Sum `parts`, one of each rank or the sum of all, in order and in fp32, onto what micro-batches before left."""
+        """Sum `parts`, one of each rank or their sum, in order and in fp32, onto what earlier micro-batches left."""
         if self.is_empty and len(parts) > 1 and parts[0].dtype == self.shard.dtype:
             torch.add(parts[0], parts[1], out=self.shard)  # one pass over memory instead of two
             parts, self.is_empty = parts[2:], False
