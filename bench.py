@@ -75,7 +75,7 @@ def main():
                     timeline.record_rows(workers, settings, result["rows"], progress)
                     timeline.keep_exposed_only(result["rows"])
                 progress("model state at any number of ranks")
-                result["model_state"] = measure.model_state(settings)
+                result["model_state"], result["gathered"] = measure.model_state(settings), measure.gathered(settings)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     console = report.show(result)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import stage2_allgather
 import stage3_gradbuffer
 import stage4_overlap
 from harness import peers, workload
@@ -259,8 +260,34 @@ def _state_bytes(settings, d, package, dtype, grad_dtype):
         dist.destroy_process_group()
 
 
+GATHERED = {  # stage -> how many elements its all-gathers bring together in a step, padding included
+    stage2_allgather: lambda optimizer: optimizer.world_size * max(
+        sum(param.numel() for param in shard) for shard in optimizer.shards),
+    stage3_gradbuffer: lambda optimizer: sum(buffer.flat_params.numel() for buffer in optimizer.buffers),
+    stage4_overlap: lambda optimizer: sum(bucket.flat_params.numel() for bucket in optimizer.buckets),
+}
+
+
+def gathered(settings):
+    """Elements that a step gathers, over those that the model has, at any number of ranks -> list of dicts.
+
+    As the optimizers have shared them out; this process plays rank 0 of d, and nothing is stepped.
+    """
+    rows = [{"name": f"stage {package.__name__[5]}", "over_numel": {}} for package in GATHERED]
+    for d in STATE_RANKS:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
+        try:
+            for row, (package, n_gathered) in zip(rows, GATHERED.items()):
+                params = list(workload.GPT(workload.MODELS[settings.model]).parameters())
+                optimizer = package.DistributedOptimizer(params)
+                row["over_numel"][d] = n_gathered(optimizer) / sum(param.numel() for param in params)
+        finally:
+            dist.destroy_process_group()
+    return rows
+
+
 def measure(workers, settings, names, progress=lambda text: None):
-    """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}, without "model_state".
+    """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}; bench.py adds the rest.
 
     `progress(text)` is called before each of `n_runs(settings, names)` runs. A row that fails, that differs from ddp by
     more than the tolerance, or whose weights never moved, has an "error" that says so, and no step time.

@@ -66,8 +66,9 @@ def sheets(result):
          *memory_notes])
     line = [_line_sheet(result)] if "bits_per_second" in conditions else []
     state = [_state_sheet(result["model_state"])] if "model_state" in result else []
+    gathered = [_gathered_sheet(result["gathered"])] if "gathered" in result else []
     accumulation = [_accumulation_sheet(result["accumulation"])] if "accumulation" in result else []
-    return [time, *line, *accumulation, memory, *state]
+    return [time, *line, *accumulation, memory, *state, *gathered]
 
 
 def failures(rows):
@@ -141,6 +142,15 @@ def _state_sheet(states):
 def _state(row, d):
     counted, theory = row["bytes_per_param"][d], row["bytes_per_param_theory"][d]
     return f"{counted:.2f}" if abs(counted - theory) <= 0.01 * theory else f"{counted:.2f}\n({theory:.2f})"
+
+
+def _gathered_sheet(rows):
+    ranks = list(rows[0]["over_numel"])
+    return Sheet(
+        "Elements that a step gathers, over those of the model, by number of ranks",
+        [("", ""), *((f"d = {d}", "counted") for d in ranks)],
+        [[row["name"], *(f"{row['over_numel'][d]:.2f}" for d in ranks)] for row in rows],
+        ["What is above 1.00 is padding."])
 
 
 class Notes(list):
@@ -300,7 +310,7 @@ def _by_rate():
 def _load_bench():
     result = _load("bench.json")
     right = {row["name"] for row in result["rows"] if "error" not in row}
-    if "model_state" not in result or COUNTED.keys() - right:
+    if not {"model_state", "gathered"} <= result.keys() or COUNTED.keys() - right:
         raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
     return result
 
@@ -371,6 +381,7 @@ BLOCKS = {
     "faults": _faults_sheets,
     "stage1": lambda: _counted_sheets("stage 1 naive broadcast"),
     "stage2": lambda: _counted_sheets("stage 2 all-gather"),
+    "gathered": lambda: [sheet_text(_gathered_sheet(_load_bench()["gathered"]))],
     "bench": lambda: _bench_sheets(0, 1, 2),
     "state3": lambda: _state_sheets("stage 3"),
     "state4": lambda: _state_sheets("stage 4"),

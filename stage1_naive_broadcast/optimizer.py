@@ -42,7 +42,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.average_gradients = average_gradients
         self.grads_synced = False
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
-        self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
+        self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -119,7 +119,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.grads_synced = False
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the one before, ()."""
         self.finish_grad_sync()
         return torch.nn.utils.clip_grad_norm_(all_params(self), max_norm, norm_type)
 
@@ -156,21 +156,6 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _on_grad_ready(self, param):
         self.grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
-
-    def _found_inf(self, grad_scaler):
-        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
-        if grad_scaler is None:
-            return False
-        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
-        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
-        found_inf = torch.zeros_like(scale)
-        if grads:
-            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
-        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
-        return found_inf.item() > 0
 
 
 def dense_grad(param):

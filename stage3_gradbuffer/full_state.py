@@ -1,4 +1,4 @@
-"""An optimizer's whole state, put together from its shards and cut again: as one dict, or on other ranks.
+"""An optimizer's state: a rank's part, or the whole, put together from its shards and cut again, maybe on other ranks.
 
 The same file stands in stages 3 and 4. A parameter's index is its place in all groups, as in torch's own state_dict.
 One parameter travels at a time: beyond its own part and what it asked for, no rank ever holds more than that.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import all_params, local, spread_over
+from .inner import OptimizerWrapper
 
 
 class Piece(NamedTuple):
@@ -151,19 +152,6 @@ def install(optimizer, states, groups):
     inner.load_state_dict({"state": inner_states, "param_groups": inner.state_dict()["param_groups"]})
 
 
-@torch.no_grad()
-def full_state_dict(optimizer, to_all=False) -> dict:
-    """See DistributedOptimizer.full_state_dict."""
-    if to_all:
-        refuse_outsider(optimizer)
-    dst, pieces, params = None if to_all else 0, pieces_of(optimizer), all_params(optimizer)
-    state = {}
-    for index, whole in gather(states_of(optimizer, pieces), pieces, params, optimizer.process_group, dst):
-        state[index] = {key: like(params[index], value.cpu()) if is_flat(value) else value
-                        for key, value in whole.items()}
-    return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, optimizer.rank) else {}
-
-
 def refuse_outsider(optimizer):
     if optimizer.rank < 0:
         raise RuntimeError("this rank is in no process group since reshard(): it has no part in the state")
@@ -222,45 +210,6 @@ def _on_cpu(value):
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-@torch.no_grad()
-def load_full_state_dict(optimizer, state_dict):
-    """See DistributedOptimizer.load_full_state_dict."""
-    refuse_outsider(optimizer)
-    group, pieces, params = optimizer.process_group, pieces_of(optimizer), all_params(optimizer)
-    plan = None
-    if optimizer.rank == 0:
-        try:
-            plan = _plan(optimizer, state_dict)
-            pickle.dumps(plan)  # before the others wait for it
-        except ValueError as error:
-            plan = error
-        except Exception as error:  # the other ranks wait for the plan
-            plan = ValueError(f"this state_dict can't be read: {error!r}")
-    plan = [plan]
-    dist.broadcast_object_list(plan, group=group, group_src=0)
-    if isinstance(plan[0], ValueError):
-        raise plan[0]
-    groups, described = copy.deepcopy(plan[0])  # on rank 0 it is the caller's own, which a step would change
-    inner_of(optimizer).state.clear()
-    states = {}
-    for index, entries in described.items():
-        states[index] = {}
-        for key, what in entries.items():
-            if not isinstance(what, torch.dtype):
-                states[index][key] = what
-                continue
-            param = local(params[index])
-            whole = torch.empty(param.numel(), dtype=what, device=param.device)
-            if optimizer.rank == 0:
-                whole.copy_(local(state_dict["state"][index][key]).reshape(-1))
-            dist.broadcast(whole, group=group, group_src=0)
-            if key == "main_param":
-                param.copy_(whole.view(param.shape))
-            if index in pieces:
-                states[index][key] = whole[pieces[index].start : pieces[index].stop].clone()
-    install(optimizer, states, groups)
-
-
 def _plan(optimizer, state_dict):
     """-> groups, index -> name -> the dtype of what has to travel, or a value. ValueError: it can't be loaded."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
@@ -287,6 +236,109 @@ def _plan(optimizer, state_dict):
                 kinds = f"{type(state[key]).__name__} in this state_dict, the parameter is a {type(param).__name__}"
                 raise ValueError(f"{key} of parameter {index} is a {kinds}, with another part on this rank")
     return state_dict["param_groups"], described
+
+
+class ShardedOptimizer(OptimizerWrapper):
+    """What stages 3 and 4 save and load, without a file. None of it is the idea of a stage.
+
+    Attributes, which the stage sets, beside those of OptimizerWrapper:
+        rank: of this process in `process_group`; -1: in none.
+        sharded_params: objects with the `params`, `ranges` and `main_params` of a Bucket, which `pieces_of` reads.
+    """
+
+    def state_dict(self):
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
+        self._pass_on_hyperparameters()
+        for param in [param for param, state in self.state.items() if not state]:
+            del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
+        return {
+            **self.optimizer.state_dict(),
+            "main_params": main_params_of(self),
+            "bounds": bounds_of(self),
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
+
+    def load_state_dict(self, state_dict):
+        """Take over what `state_dict` returned on this rank, without communication.
+
+        Raises:
+            ValueError: it was made by another rank, on another number of ranks, or with other shards.
+        """
+        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
+        if made_by != here:
+            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
+        main_params = main_params_of(self)
+        saved = state_dict.get("bounds"), state_dict.get("main_params", {}).keys()
+        if (bounds_of(self), main_params.keys()) != saved:
+            raise ValueError(
+                "this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or tensor-parallel rank say: "
+                "use full_state_dict()"
+            )
+        self.optimizer.load_state_dict(state_dict)
+        for index, main_param in main_params.items():
+            main_param.copy_(state_dict["main_params"][index])
+        self._take_back_hyperparameters()
+
+    @torch.no_grad()
+    def full_state_dict(self, to_all=False):
+        """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
+
+        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
+        stepped has a "main_param".
+        """
+        if to_all:
+            refuse_outsider(self)
+        dst, pieces, params = None if to_all else 0, pieces_of(self), all_params(self)
+        state = {}
+        for index, whole in gather(states_of(self, pieces), pieces, params, self.process_group, dst):
+            state[index] = {key: like(params[index], value.cpu()) if is_flat(value) else value
+                            for key, value in whole.items()}
+        return {"state": state, "param_groups": packed_groups(self)} if dst in (None, self.rank) else {}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state_dict):
+        """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
+
+        Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".
+
+        Raises:
+            ValueError: on every rank, before anything is changed; it is of another model or optimizer.
+        """
+        refuse_outsider(self)
+        group, pieces, params = self.process_group, pieces_of(self), all_params(self)
+        plan = None
+        if self.rank == 0:
+            try:
+                plan = _plan(self, state_dict)
+                pickle.dumps(plan)  # before the others wait for it
+            except ValueError as error:
+                plan = error
+            except Exception as error:  # the other ranks wait for the plan
+                plan = ValueError(f"this state_dict can't be read: {error!r}")
+        plan = [plan]
+        dist.broadcast_object_list(plan, group=group, group_src=0)
+        if isinstance(plan[0], ValueError):
+            raise plan[0]
+        groups, described = copy.deepcopy(plan[0])  # on rank 0 it is the caller's own, which a step would change
+        inner_of(self).state.clear()
+        states = {}
+        for index, entries in described.items():
+            states[index] = {}
+            for key, what in entries.items():
+                if not isinstance(what, torch.dtype):
+                    states[index][key] = what
+                    continue
+                param = local(params[index])
+                whole = torch.empty(param.numel(), dtype=what, device=param.device)
+                if self.rank == 0:
+                    whole.copy_(local(state_dict["state"][index][key]).reshape(-1))
+                dist.broadcast(whole, group=group, group_src=0)
+                if key == "main_param":
+                    param.copy_(whole.view(param.shape))
+                if index in pieces:
+                    states[index][key] = whole[pieces[index].start : pieces[index].stop].clone()
+        install(self, states, groups)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The torch optimizer that a stage wraps: how, how it is made, whether it may step parts; what hangs on parameters.
+"""What it takes to wrap a torch optimizer: to make it, to refuse one that can't step parts, to pass on what is written.
 
 The same file stands in every stage.
 """
@@ -10,6 +10,8 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .checks import all_params, spread_over
 
 GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that takes its gradient
 
@@ -65,6 +67,32 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """And what the inner optimizer has written into its own: some count steps there."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(inner))
+
+    def _found_inf(self, grad_scaler, elsewhere=False):
+        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own.
+
+        `elsewhere`: whether there are gradients that are not in `param.grad`, where GradScaler.unscale_() looks.
+        """
+        if grad_scaler is None:
+            return False
+        self.finish_grad_sync()  # in stage 4 some may be under way
+        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
+        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+        if unscaled and elsewhere:
+            raise RuntimeError(
+                "GradScaler.unscale_() looks into param.grad, and gradients were elsewhere: call "
+                "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()"
+            )
+        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
+        found_inf = torch.zeros_like(scale)
+        if grads:
+            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        tensor_parallel = dict.fromkeys(group for param in all_params(self) for group in spread_over(param))
+        for group in (self.process_group, *tensor_parallel):
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
+        return found_inf.item() > 0
 
 
 def optimizer_factory(optimizer_cls, param, kwargs):
@@ -144,7 +172,7 @@ def hyperparameters(group):
 def hook_gradient(param, method, alone=False):
     """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
 
-    Only as long as that exists: parameters don't keep alive what they were trained with. A frozen parameter has the
+    It holds that object weakly: parameters don't keep alive what they were trained with. A frozen parameter has the
     hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called, since a gradient can be
     taken only once.
     """

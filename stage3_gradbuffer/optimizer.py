@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds
 from .checks import all_params, checked_groups, named_params, param_ids, refuse_edited
-from .full_state import bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
-from .inner import OptimizerWrapper, check_divisible, optimizer_factory
+from .full_state import ShardedOptimizer, reshard
+from .inner import check_divisible, optimizer_factory
 
 
-class DistributedOptimizer(OptimizerWrapper):
+class DistributedOptimizer(ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -46,7 +46,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.process_group = process_group
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters, and more after add_param_group
-        self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
+        self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
         self.move_to(process_group)
@@ -76,7 +76,7 @@ class DistributedOptimizer(OptimizerWrapper):
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
         self.finish_grad_sync()
-        if self._found_inf(grad_scaler):
+        if self._found_inf(grad_scaler, elsewhere=any(buffer.in_main_grad for buffer in self.buffers)):
             self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
             return loss
         self._pass_on_hyperparameters()
@@ -123,7 +123,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the one before, ()."""
         self.finish_grad_sync()
         total_norm = self._total_norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)
@@ -132,55 +132,6 @@ class DistributedOptimizer(OptimizerWrapper):
     def no_sync(self):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
-
-    def state_dict(self):
-        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
-        self._pass_on_hyperparameters()
-        for param in [param for param, state in self.state.items() if not state]:
-            del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
-        return {
-            **self.optimizer.state_dict(),
-            "main_params": main_params_of(self),
-            "bounds": bounds_of(self),
-            "rank": self.rank,
-            "world_size": self.world_size,
-        }
-
-    def load_state_dict(self, state_dict):
-        """Take over what `state_dict` returned on this rank, without communication.
-
-        Raises:
-            ValueError: it was made by another rank, on another number of ranks, or with other shards.
-        """
-        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
-        if made_by != here:
-            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        main_params = main_params_of(self)
-        saved = state_dict.get("bounds"), state_dict.get("main_params", {}).keys()
-        if (bounds_of(self), main_params.keys()) != saved:
-            raise ValueError("this state_dict is of other shards, by another grad_dtype say: use full_state_dict()")
-        self.optimizer.load_state_dict(state_dict)
-        for index, main_param in main_params.items():
-            main_param.copy_(state_dict["main_params"][index])
-        self._take_back_hyperparameters()
-
-    def full_state_dict(self, to_all=False):
-        """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
-
-        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
-        stepped has a "main_param".
-        """
-        return full_state_dict(self, to_all)
-
-    def load_full_state_dict(self, state_dict):
-        """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
-
-        Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".
-
-        Raises:
-            ValueError: on every rank, before anything is changed; it is of another model or optimizer.
-        """
-        load_full_state_dict(self, state_dict)
 
     def reshard(self, process_group):
         """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
@@ -235,26 +186,6 @@ class DistributedOptimizer(OptimizerWrapper):
         norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
         dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
         return torch.linalg.vector_norm(norms, float(norm_type))
-
-    def _found_inf(self, grad_scaler):
-        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
-        if grad_scaler is None:
-            return False
-        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
-        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        if unscaled and any(buffer.in_main_grad for buffer in self.buffers):
-            raise RuntimeError(
-                "GradScaler.unscale_() doesn't see gradients in param.main_grad: call clip_grad_norm_(max_norm * "
-                "scaler.get_scale()) instead, which needs no unscale_()"
-            )
-        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
-        found_inf = torch.zeros_like(scale)
-        if grads:
-            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
-        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
-        return found_inf.item() > 0
 
 
 def check_grad_dtype(groups, grad_dtype):

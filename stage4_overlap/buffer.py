@@ -54,25 +54,25 @@ def bucket_layout(nbytes: list[int], dtypes: list, cap_bytes: int) -> list[list[
     and is closed when it has at least `cap_bytes`. The first one is closed at a quarter of that, so that communication
     starts early; the last one takes only a quarter too, since nothing is left to hide it behind.
     """
+    def nbytes_of(bucket):
+        return sum(nbytes[i] for i in bucket)
+
+    small = cap_bytes / 4
     n_last, last_bytes = 0, 0
-    while n_last < len(nbytes) and last_bytes < cap_bytes / 4:
+    while n_last < len(nbytes) and last_bytes < small:
         last_bytes += nbytes[n_last]
         n_last += 1
     buckets, filling = [], {}  # filling: dtype -> the bucket that is open for it
     for index in reversed(range(n_last, len(nbytes))):
         bucket = filling.setdefault(dtypes[index], [])
         bucket.append(index)
-        if sum(nbytes[i] for i in bucket) >= (cap_bytes if buckets else cap_bytes / 4):
+        if nbytes_of(bucket) >= (cap_bytes if buckets else small):
             buckets.append(filling.pop(dtypes[index]))
-    last = {}
-    for dtype, bucket in filling.items():  # what is left over joins the last one, unless that would make it large
-        if sum(nbytes[i] for i in bucket) < cap_bytes / 4:
-            last[dtype] = bucket
-        else:
-            buckets.append(bucket)
+    # What is left over joins the last one, unless that would make it large.
+    buckets += [filling.pop(dtype) for dtype in list(filling) if nbytes_of(filling[dtype]) >= small]
     for index in reversed(range(n_last)):
-        last.setdefault(dtypes[index], []).append(index)
-    return buckets + list(last.values())
+        filling.setdefault(dtypes[index], []).append(index)
+    return buckets + list(filling.values())
 
 
 class Bucket:
@@ -135,7 +135,10 @@ class Bucket:
             main_param.grad = None if id(self.params[r.index]) in unused else main_grad
 
     def start_param_sync(self, unused):
-        """Launch the all-gather of the parameters, in place. Those in `unused`, a set of ids, were not stepped."""
+        """Launch the all-gather of the parameters, in place.
+
+        Those in `unused`, a set of ids, were not stepped: graphs that have read them may live on.
+        """
         self.stepped = [param for param in self.params if id(param) not in unused]
         self.parameter.copy_main_to_model()
         self.param_sync = dist.all_gather_into_tensor(
@@ -145,6 +148,7 @@ class Bucket:
             param.__class__ = self.awaited[type(param)]
 
     def finish_param_sync(self):
+        """Wait for the all-gather, if one is under way, and give the parameters their classes back. In any thread."""
         with self.lock:
             if self.param_sync is not None:
                 self.param_sync.wait()
@@ -220,13 +224,13 @@ class PartitionedGradient:
         """Sum `parts`, one of each rank or their sum, in order and in fp32, onto what earlier micro-batches left."""
         if self.is_empty and len(parts) > 1 and parts[0].dtype == self.shard.dtype:
             torch.add(parts[0], parts[1], out=self.shard)  # one pass over memory instead of two
-            parts, self.is_empty = parts[2:], False
+            parts = parts[2:]
+        elif self.is_empty:
+            self.shard.copy_(parts[0])
+            parts = parts[1:]
         for part in parts:
-            if self.is_empty:
-                self.shard.copy_(part)
-            else:
-                self.shard += part
-            self.is_empty = False
+            self.shard += part
+        self.is_empty = False
 
 
 class BucketBuffer:
@@ -259,7 +263,7 @@ class BucketBuffer:
                 torch.div(local_grad(param).to_dense(), bucket.world_size, out=slot)
                 param.grad = None
         for padding in bucket.padding:
-            flat[padding].zero_()
+            flat[padding].zero_()  # nobody reads it, but nothing of another bucket is to leave with this one
         self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
 
     def start_grad_sync(self):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
 from .checks import all_params, checked_groups, local, named_params, param_ids, refuse_edited, spread_over
-from .full_state import bounds_of, full_state_dict, load_full_state_dict, main_params_of, reshard
+from .full_state import ShardedOptimizer, reshard
 from .hooks import Awaited, BackwardPass, ModuleHook
-from .inner import OptimizerWrapper, check_divisible, hook_gradient, optimizer_factory
+from .inner import check_divisible, hook_gradient, optimizer_factory
 
 # What can be wrong with a gradient, for `_agree_on_used`; 0: nothing. The ranks agree on the largest.
 MISSING = 1
@@ -30,7 +30,7 @@ MOVED = 3  # its parameter has other memory than this optimizer steps
 TAGS = weakref.WeakKeyDictionary()
 
 
-class DistributedOptimizer(OptimizerWrapper):
+class DistributedOptimizer(ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -71,13 +71,13 @@ class DistributedOptimizer(OptimizerWrapper):
         self.find_unused_parameters = find_unused_parameters
         self.buckets = []  # in the order in which they leave
         self.hooks = []  # of the parameters
-        self.travelling = deque()  # the bucket buffers that are under way, oldest first
+        self.idle, self.travelling = deque(), deque()  # the bucket buffers; those that are under way: the oldest first
         self.next_bucket = 0  # of this round; in a round every bucket leaves once
         self.ready = set()  # ids of the parameters whose gradient has come in this round
         self.accumulating = False  # inside no_sync
         self.prefetching = False
         self._start_accumulation()
-        self.chose_fused = "fused" not in optimizer_kwargs  # checkpoints say None then, as torch does
+        self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
         self.move_to(process_group)
@@ -117,7 +117,7 @@ class DistributedOptimizer(OptimizerWrapper):
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)
         self._start_remaining_grad_syncs()
-        if self._found_inf(grad_scaler):
+        if self._found_inf(grad_scaler, elsewhere=self.went_backward):
             self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shards
             return loss
         self._pass_on_hyperparameters()
@@ -138,7 +138,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Average the gradients: each rank receives its shards. Idempotent; `clip_grad_norm_` calls it. Collective."""
+        """Average the gradients: each rank receives its shards. Idempotent; `clip_grad_norm_` calls it. Collective.
+
+        Raises what `step` raises about gradients.
+        """
         self._start_remaining_grad_syncs()
         self._finish_grad_syncs()
         for bucket in self.buckets:
@@ -181,7 +184,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the norm before."""
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the one before, ()."""
         self.finish_grad_sync()
         total_norm = self._total_norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)
@@ -198,58 +201,6 @@ class DistributedOptimizer(OptimizerWrapper):
             yield
         finally:
             self.accumulating = outside
-
-    def state_dict(self):
-        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
-        self._pass_on_hyperparameters()
-        for param in [param for param, state in self.state.items() if not state]:
-            del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
-        return {
-            **self.optimizer.state_dict(),
-            "main_params": main_params_of(self),
-            "bounds": bounds_of(self),
-            "rank": self.rank,
-            "world_size": self.world_size,
-        }
-
-    def load_state_dict(self, state_dict):
-        """Take over what `state_dict` returned on this rank, without communication.
-
-        Raises:
-            ValueError: it was made by another rank, on another number of ranks, or with other shards.
-        """
-        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
-        if made_by != here:
-            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        main_params = main_params_of(self)
-        saved = state_dict.get("bounds"), state_dict.get("main_params", {}).keys()
-        if (bounds_of(self), main_params.keys()) != saved:
-            raise ValueError(
-                "this state_dict is of other shards, by another bucket_cap_mb or tensor-parallel rank say: "
-                "use full_state_dict()"
-            )
-        self.optimizer.load_state_dict(state_dict)
-        for index, main_param in main_params.items():
-            main_param.copy_(state_dict["main_params"][index])
-        self._take_back_hyperparameters()
-
-    def full_state_dict(self, to_all=False):
-        """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
-
-        Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
-        stepped has a "main_param".
-        """
-        return full_state_dict(self, to_all)
-
-    def load_full_state_dict(self, state_dict):
-        """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
-
-        Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".
-
-        Raises:
-            ValueError: on every rank, before anything is changed; it is of another model or optimizer.
-        """
-        load_full_state_dict(self, state_dict)
 
     def reshard(self, process_group):
         """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
@@ -273,7 +224,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.optimizer.state.clear()
         for hook in self.hooks:
             hook.remove()
-        self.hooks, self.buckets = [], []
+        self.hooks, self.buckets, self.idle = [], [], deque()
         if self.rank >= 0:
             self._shard(self.param_groups)
 
@@ -300,8 +251,7 @@ class DistributedOptimizer(OptimizerWrapper):
             ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])  # they keep its parts
         main_param = {}  # id of a parameter -> this rank's range of it
         for bucket in buckets:
-            for r, main in zip(bucket.ranges, bucket.main_params):
-                main_param[id(bucket.params[r.index])] = main
+            main_param.update((id(bucket.params[r.index]), main) for r, main in zip(bucket.ranges, bucket.main_params))
         for group in groups:
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
         self.buckets += buckets
@@ -484,26 +434,3 @@ class DistributedOptimizer(OptimizerWrapper):
         for group in dict.fromkeys(group for tensor_parallel in grads for group in tensor_parallel):
             norm = gather(norm, group).max()  # shards of unlike sizes round it otherwise: copies would drift apart
         return norm
-
-    def _found_inf(self, grad_scaler):
-        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
-        if grad_scaler is None:
-            return False
-        self.finish_grad_sync()
-        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
-        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-        if unscaled and self.went_backward:
-            raise RuntimeError(
-                "GradScaler.unscale_() came when gradients had left: call clip_grad_norm_(max_norm * "
-                "scaler.get_scale()) instead, which needs no unscale_()"
-            )
-        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
-        found_inf = torch.zeros_like(scale)
-        if grads:
-            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-        tensor_parallel = dict.fromkeys(group for param in all_params(self) for group in spread_over(param))
-        for group in (self.process_group, *tensor_parallel):
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
-        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
-        return found_inf.item() > 0

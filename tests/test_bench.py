@@ -8,11 +8,14 @@ import threading
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import bench
-from harness import measure, peers
+import stage2_allgather
+from harness import measure, peers, workload
 from harness.ledger import Ledger
+from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
@@ -32,7 +35,7 @@ def result(tmp_path_factory):
 def test_schema(result):
     keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
     keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff"}
-    assert set(result) == {"conditions", "rows", "model_state"}
+    assert set(result) == {"conditions", "rows", "model_state", "gathered"}
     for row in result["rows"]:
         assert keys <= set(row), row["name"]
         assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}
@@ -215,6 +218,25 @@ def gradients_sent(rank, settings, in_no_sync):
 def test_in_no_sync_four_micro_batches_are_one_exchange(run, world_size):
     settings = measure.Settings("nano", 2, 16, 1, 1)
     assert run(gradients_sent, settings, False) == [4 * number for number in run(gradients_sent, settings, True)]
+
+
+def gathered_elements(rank, stage):
+    model = workload.GPT(workload.MODELS["nano"]).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters())
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=rank.device)
+    model(tokens, tokens).backward()
+    with Ledger() as ledger:
+        optimizer.step()
+    gathered = sum(entry.size // entry.dtype.itemsize for entry in ledger.entries if entry.kind == "all_gather")
+    return gathered / sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_what_is_gathered_is_what_was_shared_out(run, world_size):
+    """On 4 ranks stage 2 gathers 3 % of padding."""
+    for row, package in zip(measure.gathered(measure.Settings("nano", 2, 16, 1, 1)), measure.GATHERED):
+        assert run(gathered_elements, package.__name__) == [row["over_numel"][world_size]] * world_size, row["name"]
+        assert row["over_numel"][world_size] > 1.03 or package is not stage2_allgather
 
 
 def test_the_model_state_is_that_of_the_formula(result):

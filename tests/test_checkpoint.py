@@ -466,6 +466,7 @@ def move(rank, stage, name):
             for param, expected in zip(model.state_dict().values(), plain.state_dict().values()):
                 assert torch.allclose(param, expected, rtol=1e-5, atol=1e-7)
         else:
+            assert getattr(optimizer, "bucket_buffer_bytes", 0) == 0
             with pytest.raises(RuntimeError, match="in no process group since reshard"):
                 loss_of(model, *batch(0, 0, device=rank.device)).backward()
                 optimizer.step()

@@ -299,7 +299,7 @@ def another_rank(rank):
     everyone = [None] * 4
     dist.all_gather_object(everyone, optimizer.state_dict())
     optimizer.load_state_dict(everyone[rank.rank])
-    with pytest.raises(ValueError, match="is of other shards, by another bucket_cap_mb or tensor-parallel rank"):
+    with pytest.raises(ValueError, match="other shards, by another bucket_cap_mb, grad_dtype or tensor-parallel rank"):
         optimizer.load_state_dict(everyone[rank.rank ^ 1])
 
 

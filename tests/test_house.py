@@ -85,11 +85,10 @@ def definitions(path):
 # What differs from the stage before is its idea. Everything else that has the same name must be the same to the letter.
 IDEAS = {
     (1, 2): {"step"},
-    (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "clip_grad_norm_"}
-    | {"state_dict", "load_state_dict", "_found_inf"},
+    (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "clip_grad_norm_"},
     (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
-    | {"load_state_dict", "reshard", "move_to", "sharded_params"}
-    | {"_shard", "_total_norm", "_found_inf"},
+    | {"reshard", "move_to", "sharded_params"}
+    | {"_shard", "_total_norm"},
 }
 
 
