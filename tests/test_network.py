@@ -47,13 +47,13 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
+    """Of a run that finds results of two other rates, ours."""
     path = tmp_path_factory.mktemp("results") / "network.json"
+    shutil.copy(ROOT / "results" / "network.json", path)
     before = hosts()
     command, options = network("--rate", "100mbit", "--rows", "stage 4", *NANO, "--json", str(path))
-    for rate in ("200mbit", "100mbit"):
-        command[command.index("--rate") + 1] = rate
-        run = subprocess.run(command, capture_output=True, timeout=120, **options)
-        assert run.returncode == 0, run.stdout + run.stderr
+    run = subprocess.run(command, capture_output=True, timeout=120, **options)
+    assert run.returncode == 0, run.stdout + run.stderr
     assert not set(hosts()) - set(before)
     assert "What the line of 100mbit allows" in run.stdout and "computes" in run.stdout
     return json.loads(path.read_text())
@@ -63,7 +63,11 @@ def result(tmp_path_factory):
 def test_network_json_is_like_bench_json(result):
     assert set(result) == {"conditions", "rows", "other_rates"}
     assert result["conditions"]["rate"] == "100mbit" and result["conditions"]["bits_per_second"] == 1e8
-    assert [other["conditions"]["rate"] for other in result["other_rates"]] == ["200mbit"]
+    committed = json.loads((ROOT / "results" / "network.json").read_text())
+    others = [committed, *committed.pop("other_rates")]
+    for other in others:
+        timeline.keep_exposed_only(other["rows"])  # the picture is of the lowest rate, and that is this run's
+    assert result["other_rates"] == others
     names = [row["name"] for row in result["rows"]]
     assert names == ["compute only", "ddp", "stage 4 overlap", "stage 4 overlap bf16"]
     assert not any("error" in row for row in result["rows"])
