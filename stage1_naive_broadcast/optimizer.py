@@ -119,7 +119,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.grads_synced = False
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the one before, ()."""
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns that before, ()."""
         self.finish_grad_sync()
         return torch.nn.utils.clip_grad_norm_(all_params(self), max_norm, norm_type)
 
@@ -128,11 +128,12 @@ class DistributedOptimizer(OptimizerWrapper):
         return contextlib.nullcontext()
 
     def state_dict(self):
-        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
-        self._pass_on_hyperparameters()
-        for param in [param for param, state in self.state.items() if not state]:
-            del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
-        return {**self.optimizer.state_dict(), "rank": self.rank, "world_size": self.world_size}
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many.
+
+        Raises:
+            ValueError: somebody has put into `state` what is of no tensor that this rank steps.
+        """
+        return {**self._inner_state_dict(), "rank": self.rank, "world_size": self.world_size}
 
     def load_state_dict(self, state_dict):
         """Take over what `state_dict` returned on this rank, without communication.

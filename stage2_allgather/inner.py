@@ -58,6 +58,20 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.optimizer.param_groups += added.param_groups
         self.optimizer.state.update(added.state)  # before torch 2.13 Adagrad makes its state in the constructor only
 
+    def _inner_state_dict(self):
+        """That of the inner optimizer, with the hyperparameters that our groups have."""
+        self._pass_on_hyperparameters()
+        stepped = {id(param) for param in all_params(self.optimizer)}
+        for param, state in list(self.state.items()):
+            if not state:
+                del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
+            elif id(param) not in stepped:
+                raise ValueError(
+                    f"optimizer.state has {', '.join(map(str, state))} of a tensor of shape {tuple(param.shape)} that "
+                    "this rank doesn't step: keep it elsewhere"
+                )
+        return self.optimizer.state_dict()
+
     def _pass_on_hyperparameters(self):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
@@ -178,6 +192,7 @@ def hook_gradient(param, method, alone=False):
     """
     weak_method = weakref.WeakMethod(method)
 
+    @torch.compiler.disable  # where a compiled function calls backward()
     def hook(param):
         alive = weak_method()
         if alive:

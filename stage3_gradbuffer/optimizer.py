@@ -123,7 +123,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the one before, ()."""
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns that before, ()."""
         self.finish_grad_sync()
         total_norm = self._total_norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)

@@ -247,12 +247,13 @@ class ShardedOptimizer(OptimizerWrapper):
     """
 
     def state_dict(self):
-        """This rank's part of the state, without communication: to be loaded on the same rank of as many."""
-        self._pass_on_hyperparameters()
-        for param in [param for param, state in self.state.items() if not state]:
-            del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many.
+
+        Raises:
+            ValueError: somebody has put into `state` what is of no tensor that this rank steps.
+        """
         return {
-            **self.optimizer.state_dict(),
+            **self._inner_state_dict(),
             "main_params": main_params_of(self),
             "bounds": bounds_of(self),
             "rank": self.rank,

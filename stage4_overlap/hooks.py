@@ -66,18 +66,20 @@ def own_params(module):
 class ModuleHook:
     """Waits for a module's own parameters before it is called, so that torch.compile finds them as they always are.
 
-    torch's MultiheadAttention reads those of a module in it, which it doesn't call. Inside torch.func.grad there are
-    other tensors, made past torch's functions. In both cases it waits for all that the module had.
+    torch's MultiheadAttention reads those of a module in it, which it doesn't call, and in eval TransformerEncoder asks
+    those of its first layer for their class. Inside torch.func.grad there are other tensors, made past torch's
+    functions. In these cases it waits for all that the module had.
     """
 
     def __init__(self, module):
         self.params = list(module.parameters())
-        self.reads_all = isinstance(module, torch.nn.MultiheadAttention)
 
     @torch.compiler.disable
     def __call__(self, module, _):
+        reads_all = isinstance(module, torch.nn.MultiheadAttention) or (
+            isinstance(module, torch.nn.TransformerEncoder) and not module.training)
         in_transform = torch._C._functorch.maybe_current_level() is not None
-        wait_for(map(type, self.params if in_transform or self.reads_all else own_params(module)))
+        wait_for(map(type, self.params if reads_all or in_transform else own_params(module)))
 
 
 class BackwardPass:

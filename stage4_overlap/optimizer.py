@@ -153,6 +153,9 @@ class DistributedOptimizer(ShardedOptimizer):
         Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
         other streams read parameters, call `finish_param_sync()` right after `step`.
 
+        Returns the handles of the hooks, for whoever has to take them off again, before torch.jit.script() say: without
+        them it is only the reading of a parameter that waits.
+
         Raises:
             TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.
         """
@@ -160,12 +163,14 @@ class DistributedOptimizer(ShardedOptimizer):
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
         self.prefetching = True
-        for module in model.modules():
-            if not any(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values()):
-                module.register_forward_pre_hook(ModuleHook(module), prepend=True)
+        return [
+            module.register_forward_pre_hook(ModuleHook(module), prepend=True)
+            for module in model.modules()
+            if not any(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values())
+        ]
 
     def finish_param_sync(self):
-        """Wait until every parameter has arrived: before what reads them past torch's functions, as C++ code does."""
+        """Wait until every parameter has arrived: before torch.tensor(param) say, which reads past torch's functions."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
 
@@ -184,7 +189,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns the one before, ()."""
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Returns that before, ()."""
         self.finish_grad_sync()
         total_norm = self._total_norm(norm_type)
         torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)

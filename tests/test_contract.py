@@ -444,10 +444,13 @@ def state_that_was_looked_at(rank, stage):
         optimizer.state[param].get("exp_avg")  # torch's state is a defaultdict: this puts {} into it
     assert optimizer.state_dict()["state"].keys() == before["state"].keys()
     train(model, optimizer, rank, 1)
+    optimizer.state[torch.zeros(2, 3)]["slow"] = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"state has slow of a tensor of shape \(2, 3\) that this rank doesn't step"):
+        optimizer.state_dict()
 
 
 def test_state_may_be_looked_at(run, stage):
-    """The state of a parameter that another rank steps is not here; to ask for it does no harm."""
+    """The state of a parameter that another rank steps is not here; to ask for it does no harm, to put it there does."""
     run(state_that_was_looked_at, stage)
 
 

@@ -316,6 +316,23 @@ def test_a_torchscript_model_is_not_prefetched(run):
     run(script_prefetched)
 
 
+def script_afterwards(rank):
+    model = Words()
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    handles = optimizer.prefetch_params(model)
+    assert optimizer.prefetch_params(model) == []  # each module has its hook
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    expected = model(torch.arange(5))
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(torch.jit.script(model)(torch.arange(5)), expected)
+
+
+def test_without_the_hooks_a_model_can_become_a_torchscript_model(run):
+    run(script_afterwards)
+
+
 class Experts(torch.nn.Module):
     """Its weights are in containers, which nobody calls, and torch.func reads them past torch's functions."""
 
@@ -437,6 +454,57 @@ def test_prefetch_under_checkpointing_out_of_order_and_twice(run, how):
 @pytest.mark.parametrize("world_size", [2])
 def test_prefetch_in_a_compiled_model(run, world_size):
     run(prefetched, None, compiled=True)
+
+
+def compiled_with_its_step(rank):
+    model = Branches(seed=0).to(rank.device)
+    reference = Reference(model, rank.world_size)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+
+    @torch.compile(backend="eager")
+    def train(x, y):
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(3):
+        train(*inputs(step, rank))
+        reference.step(rank, step)
+    optimizer.finish_param_sync()
+    assert equal(params_of(model), params_of(reference.model))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_compiled_function_may_go_backward_and_step(run, world_size):
+    run(compiled_with_its_step)
+
+
+def evaluated_encoder(rank):
+    """In eval torch's encoder asks the parameters of its first layer, which it doesn't call, for their class."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    model = torch.nn.TransformerEncoder(layer, 2).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer.prefetch_params(model)
+    model(torch.linspace(0, 1, 24, device=rank.device).view(1, 3, 8)).square().mean().backward()
+    optimizer.step()
+    padding = torch.tensor([[False, False, True]], device=rank.device)
+    model.eval()
+    with torch.no_grad():
+        first, second = (model(torch.ones(1, 3, 8, device=rank.device), src_key_padding_mask=padding) for _ in range(2))
+    assert torch.equal(first, second)
+    model.train()
+    model(torch.ones(1, 3, 8, device=rank.device)).square().mean().backward()
+    optimizer.step()
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda *_: seen.append(optimizer.buckets[0].param_sync is not None))
+    model(torch.ones(1, 3, 8, device=rank.device))
+    assert seen == [True]  # in training each layer waits for its own
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_an_encoder_is_evaluated_after_a_step_as_at_any_time(run, world_size):
+    run(evaluated_encoder)
 
 
 def compiled_once(rank):
