@@ -170,7 +170,7 @@ class DistributedOptimizer(ShardedOptimizer):
         ]
 
     def finish_param_sync(self):
-        """Wait until every parameter has arrived: before torch.tensor(param) say, which reads past torch's functions."""
+        """Wait until every parameter has arrived: before torch.tensor(param) say, which sees only memory."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
 

@@ -450,7 +450,7 @@ def state_that_was_looked_at(rank, stage):
 
 
 def test_state_may_be_looked_at(run, stage):
-    """The state of a parameter that another rank steps is not here; to ask for it does no harm, to put it there does."""
+    """The state of a parameter that another rank steps is not here; to ask for it does no harm, to make one does."""
     run(state_that_was_looked_at, stage)
 
 
