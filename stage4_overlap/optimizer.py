@@ -424,18 +424,20 @@ class DistributedOptimizer(ShardedOptimizer):
             for r, main_param in zip(bucket.ranges, bucket.main_params):
                 if main_param.grad is not None:
                     grads[spread_over(bucket.params[r.index])].append(main_param.grad)
-        def gather(norm, group):  # not reduced: a collective's MAX may lose a nan
-            everyone = norm.new_empty(dist.get_world_size(group))
-            dist.all_gather_into_tensor(everyone, norm.view(1), group=group)
-            return everyone
-
         norms = []
         for tensor_parallel, part in grads.items():
             norm = torch.nn.utils.get_total_norm(part, norm_type).to(device, dtype)
             for group in (self.process_group, *tensor_parallel):  # a DTensor's elements are on the ranks of these too
-                norm = torch.linalg.vector_norm(gather(norm, group), float(norm_type))
+                norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
             norms.append(norm)
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         for group in dict.fromkeys(group for tensor_parallel in grads for group in tensor_parallel):
-            norm = gather(norm, group).max()  # shards of unlike sizes round it otherwise: copies would drift apart
+            norm = gather_scalar(norm, group).max()  # shards of unlike sizes round it otherwise: copies would drift apart
         return norm
+
+
+def gather_scalar(scalar, group):
+    """-> that of each rank, (d,). Not reduced on the way: a collective's MAX may lose a nan."""
+    everyone = scalar.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(everyone, scalar.view(1), group=group)
+    return everyone
