@@ -19,10 +19,11 @@ GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optim
 class OptimizerWrapper(torch.optim.Optimizer):
     """What a stage has to do because it wraps another optimizer. None of it is the idea of a stage.
 
-    Attributes, which the stage sets:
+    Attributes, which the stage sets, and a method that it has:
         optimizer: the inner one, which steps what this rank owns, in groups like ours.
         make_optimizer: what `optimizer_factory` returned.
         process_group, world_size: the ranks that share the work, and how many they are.
+        finish_grad_sync(): average the gradients; idempotent.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -63,13 +64,13 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._pass_on_hyperparameters()
         stepped = {id(param) for param in all_params(self.optimizer)}
         for param, state in list(self.state.items()):
+            if not isinstance(param, torch.Tensor):
+                continue  # what has a name for a key torch saves as it is
             if not state:
                 del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
             elif id(param) not in stepped:
-                raise ValueError(
-                    f"optimizer.state has {', '.join(map(str, state))} of a tensor of shape {tuple(param.shape)} that "
-                    "this rank doesn't step: keep it elsewhere"
-                )
+                shape = tuple(param.shape)
+                raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
         return self.optimizer.state_dict()
 
     def _pass_on_hyperparameters(self):

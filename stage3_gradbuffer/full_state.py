@@ -243,7 +243,8 @@ class ShardedOptimizer(OptimizerWrapper):
 
     Attributes, which the stage sets, beside those of OptimizerWrapper:
         rank: of this process in `process_group`; -1: in none.
-        sharded_params: objects with the `params`, `ranges` and `main_params` of a Bucket, which `pieces_of` reads.
+        sharded_params: objects with `params`, `ranges`, `main_params` and `take_model_changes()`, as buffers have them.
+        chose_fused: whether a stage has chosen the fused kernel, and not the user: `packed_groups` says None then.
     """
 
     def state_dict(self):

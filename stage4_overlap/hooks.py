@@ -66,9 +66,9 @@ def own_params(module):
 class ModuleHook:
     """Waits for a module's own parameters before it is called, so that torch.compile finds them as they always are.
 
-    torch's MultiheadAttention reads those of a module in it, which it doesn't call, and in eval TransformerEncoder asks
-    those of its first layer for their class. Inside torch.func.grad there are other tensors, made past torch's
-    functions. In these cases it waits for all that the module had.
+    torch's MultiheadAttention reads those of a module in it, which it doesn't call, and TransformerEncoder asks those
+    of its first layer, if that is in eval, for their class. Inside torch.func.grad there are other tensors, made past
+    torch's functions. In these cases it waits for all that the module had.
     """
 
     def __init__(self, module):
@@ -77,7 +77,7 @@ class ModuleHook:
     @torch.compiler.disable
     def __call__(self, module, _):
         reads_all = isinstance(module, torch.nn.MultiheadAttention) or (
-            isinstance(module, torch.nn.TransformerEncoder) and not module.training)
+            isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
         in_transform = torch._C._functorch.maybe_current_level() is not None
         wait_for(map(type, self.params if reads_all or in_transform else own_params(module)))
 
@@ -95,6 +95,7 @@ class BackwardPass:
     def _queue(self, *_):
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
+    @torch.compiler.disable  # where a compiled function calls backward()
     def __call__(self):
         node = torch._C._current_autograd_node()  # inside which this pass was
         if node is None:

@@ -153,8 +153,8 @@ class DistributedOptimizer(ShardedOptimizer):
         Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
         other streams read parameters, call `finish_param_sync()` right after `step`.
 
-        Returns the handles of the hooks, for whoever has to take them off again, before torch.jit.script() say: without
-        them it is only the reading of a parameter that waits.
+        Returns the handles of the hooks that it has made, for whoever must take them off again, before
+        torch.jit.script() say: without them it is only the reading of a parameter that waits.
 
         Raises:
             TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.
@@ -432,7 +432,7 @@ class DistributedOptimizer(ShardedOptimizer):
             norms.append(norm)
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         for group in dict.fromkeys(group for tensor_parallel in grads for group in tensor_parallel):
-            norm = gather_scalar(norm, group).max()  # shards of unlike sizes round it otherwise: copies would drift apart
+            norm = gather_scalar(norm, group).max()  # shards of unlike sizes round otherwise: copies would drift apart
         return norm
 
 

@@ -237,6 +237,7 @@ def test_what_is_gathered_is_what_was_shared_out(run, world_size):
     for row, package in zip(measure.gathered(measure.Settings("nano", 2, 16, 1, 1)), measure.GATHERED):
         assert run(gathered_elements, package.__name__) == [row["over_numel"][world_size]] * world_size, row["name"]
         assert row["over_numel"][world_size] > 1.03 or package is not stage2_allgather
+        assert row["over_numel"][1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
 
 
 def test_the_model_state_is_that_of_the_formula(result):

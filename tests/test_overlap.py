@@ -480,7 +480,7 @@ def test_a_compiled_function_may_go_backward_and_step(run, world_size):
     run(compiled_with_its_step)
 
 
-def evaluated_encoder(rank):
+def evaluated_encoder(rank, whole):
     """In eval torch's encoder asks the parameters of its first layer, which it doesn't call, for their class."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     model = torch.nn.TransformerEncoder(layer, 2).to(rank.device)
@@ -489,7 +489,7 @@ def evaluated_encoder(rank):
     model(torch.linspace(0, 1, 24, device=rank.device).view(1, 3, 8)).square().mean().backward()
     optimizer.step()
     padding = torch.tensor([[False, False, True]], device=rank.device)
-    model.eval()
+    (model if whole else model.layers).eval()
     with torch.no_grad():
         first, second = (model(torch.ones(1, 3, 8, device=rank.device), src_key_padding_mask=padding) for _ in range(2))
     assert torch.equal(first, second)
@@ -503,8 +503,9 @@ def evaluated_encoder(rank):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_an_encoder_is_evaluated_after_a_step_as_at_any_time(run, world_size):
-    run(evaluated_encoder)
+@pytest.mark.parametrize("whole", [True, False], ids=["encoder", "its layers"])
+def test_an_encoder_is_evaluated_after_a_step_as_at_any_time(run, whole, world_size):
+    run(evaluated_encoder, whole)
 
 
 def compiled_once(rank):
