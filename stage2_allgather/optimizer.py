@@ -33,7 +33,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
-        groups = checked_groups(params, process_group, one_dtype=True)
+        settings = {"optimizer_cls": optimizer_cls, "average_gradients": average_gradients, **optimizer_kwargs}
+        groups = checked_groups(params, process_group, one_dtype=True, settings=settings)
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         check_divisible(self.make_optimizer, groups, elementwise=False)
         self.process_group = process_group

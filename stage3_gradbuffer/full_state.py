@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .checks import all_params, local, spread_over
+from .checks import all_params, local, refuse_no_group, spread_over
 from .inner import OptimizerWrapper
+
+
+TAG = 2**30 - 1  # of messages to rank 0: not one that others might use
 
 
 class Piece(NamedTuple):
@@ -194,9 +197,9 @@ def gather(states, pieces, params, group, dst):
                     if dst is None:
                         dist.broadcast(part, group=group, group_src=owner)
                     elif owner != rank:
-                        dist.recv(part, group=group, group_src=owner)
+                        dist.recv(part, group=group, group_src=owner, tag=TAG)
                 elif owner == rank:
-                    dist.send(states[index][key], group=group, group_dst=dst)
+                    dist.send(states[index][key], group=group, group_dst=dst, tag=TAG)
         if whole and dst in (None, rank):
             yield index, whole
 
@@ -287,7 +290,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
         Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
-        stepped has a "main_param".
+        stepped has a "main_param". With TORCH_DISTRIBUTED_DEBUG=DETAIL torch takes sends for collectives, which three
+        ranks and more must have alike: pass to_all=True then.
         """
         if to_all:
             refuse_outsider(self)
@@ -346,15 +350,20 @@ class ShardedOptimizer(OptimizerWrapper):
 @torch.no_grad()
 def reshard(optimizer, process_group, has_grads):
     """See DistributedOptimizer.reshard. `has_grads`: whether this rank is between backward() and step()."""
+    refuse_no_group(process_group)
     params, pieces = all_params(optimizer), pieces_of(optimizer)
     states = states_of(optimizer, pieces, all_main_params=True)
+    ours = optimizer.process_group or dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(ours)) if optimizer.rank >= 0 else None
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer), has_grads))
-    if any(theirs for _, _, theirs in everyone):
+    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer), has_grads, ranks))
+    if any(theirs for _, _, theirs, _ in everyone):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
-    if len({tuple(len(group["params"]) for group in groups) for _, groups, _ in everyone}) > 1:
+    if len({tuple(len(group["params"]) for group in groups) for _, groups, _, _ in everyone}) > 1:
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
-    source = next((rank for rank, (n_pieces, _, _) in enumerate(everyone) if n_pieces), 0)
+    if len({theirs for *_, theirs in everyone if theirs}) > 1:
+        raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
+    source = next((rank for rank, (n_pieces, *_) in enumerate(everyone) if n_pieces), 0)
     for param in params:
         dist.broadcast(param, src=source)  # to the ranks that join
     optimizer.move_to(process_group)

@@ -191,7 +191,7 @@ def hook_gradient(param, method, alone=False):
     hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called, since a gradient can be
     taken only once.
     """
-    weak_method = weakref.WeakMethod(method)
+    weak_method = weakref.WeakMethod(method, lambda _: handle.remove())
 
     @torch.compiler.disable  # where a compiled function calls backward()
     def hook(param):

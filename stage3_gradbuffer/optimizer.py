@@ -39,7 +39,8 @@ class DistributedOptimizer(ShardedOptimizer):
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, grad_dtype=None,
                  **optimizer_kwargs):
-        groups = checked_groups(params, process_group, contiguous=True)
+        settings = {"optimizer_cls": optimizer_cls, "grad_dtype": grad_dtype, **optimizer_kwargs}
+        groups = checked_groups(params, process_group, contiguous=True, settings=settings)
         check_grad_dtype(groups, grad_dtype)
         self.make_optimizer = optimizer_factory(optimizer_cls, groups[0]["params"][0], optimizer_kwargs)
         check_divisible(self.make_optimizer, groups, elementwise=True)
@@ -140,7 +141,7 @@ class DistributedOptimizer(ShardedOptimizer):
         optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
 
         Raises:
-            RuntimeError: between backward() and step().
+            RuntimeError: between backward() and step(); or the ranks are in several process groups so far.
         """
         reshard(self, process_group, any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers))
 

@@ -107,7 +107,8 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         asynchronous: copy everything to the CPU, and write while training goes on. One at a time: it waits for the one
             before.
 
-    Returns a Future: `.result()` waits, and raises what went wrong. Without `asynchronous` it is done.
+    Returns a Future: `.result()` waits, and raises what went wrong; call that of the last one before
+    destroy_process_group(). Without `asynchronous` it is done.
 
     Raises:
         CheckpointError: on every rank; `path` exists, or can't be written, or `extra` or a parameter group not be read
@@ -142,7 +143,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         future = Future()
         future.set_result(write(path, partial, tree, manifest, group))
         return future
-    return thread.submit(write, path, partial, tree, manifest, own_group)
+    return thread.submit(write, path.absolute(), partial.absolute(), tree, manifest, own_group)
 
 
 def writer_of(optimizer, group):
@@ -238,11 +239,17 @@ def write(path, partial, tree, manifest, group):
         files = {file.name: checksum(file) for file in own}
     except OSError as refusal:
         error = refusal.strerror
-    for their_error, theirs in all_gather((error, files), group):
+    everyone = all_gather((error, files), group)
+    for their_error, theirs in everyone:
         error = error or their_error
         files.update(theirs)
+    if len(everyone) < manifest["ranks"]:
+        error = "the process group was destroyed meanwhile: call result() before"
     if rank == 0 and error is None:
         try:
+            for name in files:
+                if not (partial / name).exists():
+                    raise FileNotFoundError(2, f"{name}, of another rank, isn't here: all need the same folder")
             with open(partial / MANIFEST, "w") as file:
                 json.dump({**manifest, "files": files}, file)
                 file.flush()

@@ -7,6 +7,8 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
+PLAIN = bool, int, float, str, tuple, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
+
 # torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
 for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
@@ -15,7 +17,7 @@ warnings.filterwarnings("ignore", message="GradScaler is going to stop passing i
 
 
 def checked_groups(
-    params, process_group, existing=(), *, one_dtype=False, contiguous=False, dtensors=False, error=None
+    params, process_group, existing=(), *, one_dtype=False, contiguous=False, dtensors=False, error=None, settings=None
 ):
     """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
 
@@ -26,6 +28,7 @@ def checked_groups(
         contiguous: whether the stage views parameters as flat.
         dtensors: whether the stage shards what a DTensor has on this rank.
         error: an exception with which the stage itself refuses, on this rank at least.
+        settings: the stage's arguments by name, which must be the same on every rank.
 
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
@@ -37,10 +40,7 @@ def checked_groups(
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
-    no_group = None, dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(process_group, dist.ProcessGroup) and process_group not in no_group:
-        kind = type(process_group).__name__
-        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
+    refuse_no_group(process_group)
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, lines = [], []
@@ -55,11 +55,19 @@ def checked_groups(
         if named[0][1].device.type == device:
             device = named[0][1].device  # of several GPUs the one that is trained on
         _check_dtensors(named, dtensors, process_group)
-        lines = [_describe(name, param) for name, param in named]
+        lines = [f"{key}={value}" for key, value in (settings or {}).items() if isinstance(value, PLAIN)]
+        lines += [_describe(name, param) for name, param in named]
     except (TypeError, ValueError) as refusal:
         error = error or refusal
     _agree(error, lines, process_group, device)
     return groups
+
+
+def refuse_no_group(process_group) -> None:
+    others = None, dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
+        kind = type(process_group).__name__
+        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
 
 
 def backends_of(process_group) -> dict[str, str]:
@@ -212,4 +220,4 @@ def _agree(error, lines, process_group, device) -> None:
     first = reports[0][1]
     rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
     ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
-    raise ValueError(f"the ranks disagree on the parameters: rank 0 has {ours}, rank {rank} has {theirs}")
+    raise ValueError(f"the ranks disagree on parameters or arguments: rank 0 has {ours}, rank {rank} {theirs}")

@@ -26,7 +26,7 @@ MISSING = 1
 LATE = 2  # it was assigned when that of the backward pass had left
 MOVED = 3  # its parameter has other memory than this optimizer steps
 
-# Process group -> counter: the messages of each optimizer have a tag of their own, and not 0, that of others' messages
+# Process group -> counter: the messages of each optimizer have a tag of their own, and not one that others might use
 TAGS = weakref.WeakKeyDictionary()
 
 
@@ -62,7 +62,9 @@ class DistributedOptimizer(ShardedOptimizer):
             error = ValueError(f"reduce_dtype is {reduce_dtype}: it must be torch.float32 or None")
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             error = ValueError(f"bucket_cap_mb is {bucket_cap_mb}: it must be more than 0")
-        groups = checked_groups(params, process_group, contiguous=True, dtensors=True, error=error)
+        settings = {"optimizer_cls": optimizer_cls, "bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype,
+                    "find_unused_parameters": find_unused_parameters, **optimizer_kwargs}
+        groups = checked_groups(params, process_group, contiguous=True, dtensors=True, error=error, settings=settings)
         self.make_optimizer = optimizer_factory(optimizer_cls, local(groups[0]["params"][0]), optimizer_kwargs)
         check_divisible(self.make_optimizer, groups, elementwise=True)
         self.process_group = process_group
@@ -214,7 +216,8 @@ class DistributedOptimizer(ShardedOptimizer):
         optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
 
         Raises:
-            RuntimeError: between backward() and step(), or there are DTensors.
+            RuntimeError: between backward() and step(); or the ranks are in several process groups so far; or there are
+                DTensors.
         """
         if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
@@ -261,7 +264,7 @@ class DistributedOptimizer(ShardedOptimizer):
             self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
         self.buckets += buckets
         nbytes = max(bucket.flat_params.nbytes for bucket in self.buckets)
-        tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count(1000)))
+        tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count(2**30)))
         self.idle = deque(BucketBuffer(nbytes, device, self.process_group, self.reduce_dtype, tag) for _ in range(2))
 
     @property

@@ -5,6 +5,7 @@ import copy
 import importlib
 import io
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -1238,3 +1239,94 @@ def test_an_empty_parameter_is_no_obstacle(run, world_size, first, tmp_path):
     for second in (STAGES[0], STAGES[2]):
         for weight in run(empty_parameters, [first, second], tmp_path / second):
             assert torch.allclose(weight, expected.weight, rtol=1e-6)
+
+
+def from_folders_of_its_own(rank, stage, folder):
+    """Each rank stands somewhere else, and `path` is relative: what one writes the others don't see."""
+    model, optimizer = a_run(rank, stage, None)
+    here, own = Path.cwd(), folder / str(rank.rank)
+    own.mkdir()
+    os.chdir(own)
+    try:
+        with pytest.raises(checkpoint_of(stage).CheckpointError, match="isn't here: all need the same folder"):
+            checkpoint_of(stage).save("one", model, optimizer)
+        assert checkpoint_of(stage).latest(".") is None
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_checkpoint_in_several_folders_is_none(run, stage, tmp_path):
+    run(from_folders_of_its_own, stage, tmp_path)
+
+
+def to_where_it_was(rank, stage, folder):
+    model, optimizer = a_run(rank, stage, None)
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        future = checkpoint_of(stage).save("one", model, optimizer, asynchronous=True)
+        os.chdir(folder / "other")
+        future.result()
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_an_asynchronous_checkpoint_stays_where_it_was_begun(run, stage, tmp_path):
+    (tmp_path / "other").mkdir()
+    run(to_where_it_was, stage, tmp_path)
+    assert (tmp_path / "one" / "manifest.json").exists() and not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_checkpoint_whose_group_is_gone_is_none(stage, tmp_path):
+    """As the thread of an asynchronous save finds it: here there is no group, and there were two ranks."""
+    (tmp_path / "one.partial").mkdir()
+    checkpoint, path, partial = checkpoint_of(stage), tmp_path / "one", tmp_path / "one.partial"
+    with pytest.raises(checkpoint.CheckpointError, match="the process group was destroyed meanwhile"):
+        checkpoint.write(path, partial, {"a": torch.ones(2)}, {"ranks": 2}, None)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def beside_messages(rank, stage):
+    """A message of the user's, of the size of a piece and with torch's own tag, is under way meanwhile."""
+    model, optimizer = a_run(rank, stage, None)
+    step_alike(rank, model, optimizer, range(1))
+    expected = optimizer.full_state_dict(to_all=True)
+    theirs = torch.zeros(1000, device=rank.device)
+    receiving = dist.irecv(theirs, 1) if rank.rank == 0 else None
+    found = optimizer.full_state_dict()
+    if rank.rank == 1:
+        dist.send(torch.full((1000,), 7.0, device=rank.device), 0)
+    if rank.rank == 0:
+        receiving.wait()
+        assert theirs.eq(7).all() and equal(found, expected)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_the_full_state_dict_keeps_out_of_other_messages(run, stage):
+    run(beside_messages, stage)
+
+
+def move_experts(rank, stage):
+    """Each pair of ranks has trained another model."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, optimizer = a_run(rank, stage, pairs[rank.rank // 2], seed=rank.rank // 2)
+    step_alike(rank, model, optimizer, range(1))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="of several process groups"):
+        optimizer.reshard(None)
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup"):
+        optimizer.reshard([0, 1])
+    assert equal(model.state_dict(), before)
+    step_alike(rank, model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [4])
+def test_several_groups_are_not_moved_into_one(run, stage):
+    run(move_experts, stage)

@@ -557,6 +557,9 @@ BAD = {
     "another order": lambda r: ([parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], {}),
     "another dtype": lambda r: ([parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], {}),
     "another name": lambda r: ([("ab"[r.rank == 1], parameter(r, 3))], {}),
+    "another lr": lambda r: ([parameter(r, 3)], {"lr": 0.1 * (1 + (r.rank == 1))}),
+    "another optimizer": lambda r: (
+        [parameter(r, 3)], {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else torch.optim.Adam}),
     "another number": lambda r: ([parameter(r, 3) for _ in range(2 + (r.rank == 1))], {}),
     "bad on one rank": lambda r: (shared_twice(r) if r.rank == 1 else [parameter(r, 3)], {}),
     "negative lr": lambda r: ([parameter(r, 3)], {"lr": -1.0}),
@@ -588,8 +591,10 @@ DISAGREEMENTS = [
     ("another shape", "parameter"),
     ("another order", "parameter"),
     ("another dtype", "float64"),
-    ("another name", "rank 0 has a .*rank 1 has b "),
+    ("another name", "rank 0 has a .*rank 1 b "),
     ("another number", "rank 1"),
+    ("another lr", r"rank 0 has lr=0.1, rank 1 lr=0.2"),
+    ("another optimizer", r"rank 0 has optimizer_cls=<class '.*\.Adam'>, rank 1 optimizer_cls=<class '.*\.AdamW'>"),
     ("bad on one rank", "duplicate"),
 ]
 

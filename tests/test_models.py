@@ -107,6 +107,22 @@ def dropped(rank, stage):
     return gone_model() is None
 
 
+def hooks_left(rank, stage):
+    """One after the other over the same parameters, as in a search for a learning rate."""
+    weight = torch.nn.Parameter(torch.ones(8, device=rank.device))
+    for _ in range(5):
+        optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.5)
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(weight._post_accumulate_grad_hooks)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_an_optimizer_that_is_gone_leaves_no_hook(run, stage, world_size):
+    assert run(hooks_left, stage) == [1, 1]
+
+
 def test_what_nobody_has_any_more_is_freed(run, stage):
     assert all(run(dropped, stage))
 

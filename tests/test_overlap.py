@@ -456,6 +456,32 @@ def test_prefetch_in_a_compiled_model(run, world_size):
     run(prefetched, None, compiled=True)
 
 
+def beside_messages(rank):
+    """Messages of the user's with many tags, that of a step say, and of the size of a piece of gradients."""
+    model = Branches(seed=0).to(rank.device)
+    reference = Reference(model, rank.world_size)
+    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    tags, numel = range(990, 1400), optimizer.buckets[0].shard_numel
+    theirs = [torch.zeros(numel, device=rank.device) for _ in tags]
+    for step in range(3):
+        sent = [torch.full((numel,), 7.0, device=rank.device) for _ in tags]
+        works = [dist.isend(tensor, 0, tag=tag) for tensor, tag in zip(sent, tags)] if rank.rank else []
+        loss_of(model, *inputs(step, rank)).backward()
+        works = works or [dist.irecv(tensor, 1, tag=tag) for tensor, tag in zip(theirs, tags)]
+        optimizer.step()
+        optimizer.zero_grad()
+        for work in works:
+            work.wait()
+        assert all(tensor.eq(7).all() for tensor in theirs) or rank.rank
+        reference.step(rank, step)
+    assert equal(params_of(model), params_of(reference.model))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_gradients_keep_out_of_other_messages(run, world_size):
+    run(beside_messages)
+
+
 def compiled_with_its_step(rank):
     model = Branches(seed=0).to(rank.device)
     reference = Reference(model, rank.world_size)
