@@ -353,15 +353,13 @@ def reshard(optimizer, process_group, has_grads):
     refuse_no_group(process_group)
     params, pieces = all_params(optimizer), pieces_of(optimizer)
     states = states_of(optimizer, pieces, all_main_params=True)
-    ours = optimizer.process_group or dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(ours)) if optimizer.rank >= 0 else None
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer), has_grads, ranks))
+    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer), has_grads, optimizer.rank))
     if any(theirs for _, _, theirs, _ in everyone):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
     if len({tuple(len(group["params"]) for group in groups) for _, groups, _, _ in everyone}) > 1:
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
-    if len({theirs for *_, theirs in everyone if theirs}) > 1:
+    if sum(rank == 0 for *_, rank in everyone) > 1:
         raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
     source = next((rank for rank, (n_pieces, *_) in enumerate(everyone) if n_pieces), 0)
     for param in params:
