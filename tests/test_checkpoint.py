@@ -1281,6 +1281,7 @@ def test_an_asynchronous_checkpoint_stays_where_it_was_begun(run, stage, tmp_pat
     assert (tmp_path / "one" / "manifest.json").exists() and not list((tmp_path / "other").iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("stage", SHARDED)
 def test_a_checkpoint_whose_group_is_gone_is_none(stage, tmp_path):
     """As the thread of an asynchronous save finds it: here there is no group, and there were two ranks."""
