@@ -283,9 +283,8 @@ def scheduled(rank, stage, name):
     assert_same(model, reference.model, exact(rank))
 
 
-@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_of_torch(run, stage, name, world_size):
+def test_every_scheduler_of_torch(run, stage, name):
     run(scheduled, stage, name)
 
 
