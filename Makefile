@@ -30,8 +30,9 @@ help:
 bench: $(ENV)
 	$(PYTHON) bench.py --json results/bench.json $(ARGS)
 
+PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(ENV)
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(PARALLEL)') $(ARGS)
 
 train: $(ENV)
 	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))
@@ -64,7 +65,7 @@ diff:
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable .[test]
 	touch $@
 
 clean:

@@ -39,13 +39,11 @@ def pytest_collection_modifyitems(config, items):
         contract = [item for item in items if item.path.name == "test_contract.py"]
         config.hook.pytest_deselected(items=[item for item in items if item not in contract])
         items[:] = contract
-    # Ranks are started once per world size if the tests of one world size follow each other.
-    items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
 
 
 @pytest.fixture(scope="session")
 def pools():
-    """Workers by world size. Only one world size is kept alive: idle ranks cost memory, and nothing else."""
+    """Workers by world size, started once: idle ranks cost memory, and nothing else."""
     started = {}
     yield started
     for workers in started.values():
@@ -58,9 +56,6 @@ def run(pools, world_size):
 
     def run(function, *args, **kwargs):
         if world_size not in pools:
-            for workers in pools.values():
-                workers.close()
-            pools.clear()
             pools[world_size] = Workers(world_size, timeout_s=60)
         try:
             return pools[world_size].run(function, *args, **kwargs)

@@ -20,7 +20,7 @@ from harness.faults import Run, faults, final_state
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.checkpoint import latest
 from tests.common import STAGES
-from tests.ranks import LIMIT_S, ROOT, run_ranks
+from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
 
 NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
 SEQUENCES = 12  # a step, whatever the number of ranks
@@ -187,9 +187,8 @@ def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
     folder.mkdir()
     for file in (undisturbed(STAGES[3])[0] / folder.name).iterdir():
         (folder / file.name).write_bytes(file.read_bytes()[:-1])
-    command = [sys.executable, f"{STAGES[2]}/train.py", *NANO, "--checkpoint", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert run.returncode == 2 and "Traceback" not in run.stderr
+    run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
+    assert run.code == 2 and "Traceback" not in run.stderr
     assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
 
 
