@@ -7,7 +7,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-PLAIN = bool, int, float, str, tuple, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
+PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
 
 # torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
 for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
@@ -55,7 +55,7 @@ def checked_groups(
         if named[0][1].device.type == device:
             device = named[0][1].device  # of several GPUs the one that is trained on
         _check_dtensors(named, dtensors, process_group)
-        lines = [f"{key}={value}" for key, value in (settings or {}).items() if isinstance(value, PLAIN)]
+        lines = [f"{key}={value}" for key, value in (settings or {}).items() if _is_plain(value)]
         lines += [_describe(name, param) for name, param in named]
     except (TypeError, ValueError) as refusal:
         error = error or refusal
@@ -197,6 +197,10 @@ def _check_dtensors(named, allowed, process_group) -> None:
                     f"parameter {name} is spread over ranks of process_group already: pass the data-parallel dimension "
                     'of the mesh, as process_group=mesh["dp"].get_group()'
                 )
+
+
+def _is_plain(value) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
 
 
 def _describe(name, param) -> str:

@@ -587,6 +587,22 @@ REFUSALS = [
     ("no backend", ValueError, "parameter 0 .* is on meta, process_group has .* for cpu.*: move the model"),
     ("negative lr", ValueError, "learning rate"),
 ]
+class Noted(torch.optim.AdamW):
+    """Takes what no two ranks print alike."""
+
+    def __init__(self, params, notes, **kwargs):
+        super().__init__(params, **kwargs)
+
+
+def with_an_argument_of_its_own(rank, stage):
+    optimizer_of(stage)([parameter(rank, 3)], Noted, lr=0.1, notes=(rank,))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_only_plain_arguments_are_compared(run, stage, world_size):
+    run(with_an_argument_of_its_own, stage)
+
+
 DISAGREEMENTS = [
     ("another shape", "parameter"),
     ("another order", "parameter"),
