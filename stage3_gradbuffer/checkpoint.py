@@ -15,8 +15,9 @@ import pickle
 import re
 import shutil
 import warnings
+import weakref
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from .full_state import expected_of_saved, inner_of, install, packed_groups, pie
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksums of its files
+WRITERS = weakref.WeakKeyDictionary()  # process group, or optimizer if there is none -> see `writer_of`
 
 
 class CheckpointError(RuntimeError):
@@ -119,8 +121,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
     partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
-    for earlier, _ in optimizer.__dict__.get("checkpoint_writers", {}).values():
-        earlier.submit(int).result()  # it may be writing to `partial`
+    wait([earlier] if (earlier := optimizer.__dict__.get("last_save")) else [])  # it may be writing to `partial`
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     error = None
     try:
@@ -143,25 +144,26 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         future = Future()
         future.set_result(write(path, partial, tree, manifest, group))
         return future
-    return thread.submit(write, path.absolute(), partial.absolute(), tree, manifest, own_group)
+    optimizer.last_save = thread.submit(write, path.absolute(), partial.absolute(), tree, manifest, own_group)
+    return optimizer.last_save
 
 
 def writer_of(optimizer, group):
     """-> a thread that writes one checkpoint after the other, and its group: what two threads send must not mix."""
-    writers = optimizer.__dict__.setdefault("checkpoint_writers", {})  # ranks -> thread, group
-    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else ()
-    if ranks not in writers:
+    key = optimizer if not dist.is_initialized() else group or dist.group.WORLD
+    if key not in WRITERS:
         own_group = None
-        if ranks:  # gloo, since everything is on the CPU
+        if dist.is_initialized():  # gloo, since everything is on the CPU
+            ranks = dist.get_process_group_ranks(key)
             is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this, and ...
             n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it after these
             if not is_everyone and len(set(n_groups)) > 1:
                 raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
-            own_group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=not is_everyone)
+            own_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not is_everyone)
         device = all_params(optimizer)[0].device  # a thread begins with GPU 0, for torch.distributed.checkpoint too
         set_device = torch.cuda.set_device if device.type == "cuda" else lambda _: None
-        writers[ranks] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
-    return writers[ranks]
+        WRITERS[key] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
+    return WRITERS[key]
 
 
 def read_again(what):

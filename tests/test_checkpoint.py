@@ -647,6 +647,36 @@ def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(run, stage, tm
     assert not (tmp_path / "some").exists()
 
 
+def save_from_two_optimizers(rank, stage, path):
+    """-> in how many process groups this rank is after each."""
+    n_groups = []
+    for name in ("one", "other"):
+        model, optimizer = a_run(rank, stage, None)
+        checkpoint_of(stage).save(path / name, model, optimizer, asynchronous=True).result(30)
+        n_groups.append(len(dist.distributed_c10d._world.pg_names))
+    return n_groups
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_asynchronous_saves_of_two_optimizers_take_one_more_group(run, stage, world_size, tmp_path):
+    for one, other in run(save_from_two_optimizers, stage, tmp_path):
+        assert one == other
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
+    model = torch.nn.Linear(3, 3)
+    for name in ("one", "other"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            optimizer = optimizer if name == "other" else optimizer_of(stage)(model.parameters())
+            checkpoint_of(stage).save(tmp_path / name, model, optimizer, asynchronous=True).result(30)
+        finally:
+            dist.destroy_process_group()
+        assert (tmp_path / name / "manifest.json").exists()
+
+
 def save_once(rank, stage, path, seed=0, optimizer_cls=torch.optim.AdamW):
     model, optimizer = a_run(rank, stage, None, seed=seed, optimizer_cls=optimizer_cls)
     train(rank, model, optimizer, range(2))

@@ -595,7 +595,7 @@ class Noted(torch.optim.AdamW):
 
 
 def with_an_argument_of_its_own(rank, stage):
-    optimizer_of(stage)([parameter(rank, 3)], Noted, lr=0.1, notes=(rank,))
+    optimizer_of(stage)([parameter(rank, 3)], Noted, lr=0.1, notes=({"rank": rank.rank},))
 
 
 @pytest.mark.parametrize("world_size", [2])
