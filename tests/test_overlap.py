@@ -736,20 +736,20 @@ def test_bytes_a_parameter_are_those_of_the_formula(dtype, d):
 
 
 class Pause(torch.autograd.Function):
-    """Takes long in forward and in backward: what travels has the time to arrive, on a busy machine too."""
+    """Lets the backward pass wait for `arrived`, a function, for 20 seconds at most."""
 
     @staticmethod
-    def forward(ctx, x):
-        return pause(x)
+    def forward(ctx, x, arrived):
+        ctx.arrived = arrived
+        return x + 0.0
 
     @staticmethod
     def backward(ctx, grad):
-        return pause(grad)
-
-
-def pause(x):
-    threading.Event().wait(0.3)
-    return x + 0.0
+        for _ in range(2000):
+            if ctx.arrived():
+                break
+            threading.Event().wait(0.01)
+        return grad + 0.0, None
 
 
 class Paused(torch.nn.Module):
@@ -758,8 +758,8 @@ class Paused(torch.nn.Module):
         torch.manual_seed(0)
         self.first, self.last = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
 
-    def forward(self, x):
-        return self.last(Pause.apply(self.first(x)))
+    def forward(self, x, arrived):
+        return self.last(Pause.apply(self.first(x), arrived))
 
 
 def events(rank, prefetch):
@@ -768,10 +768,15 @@ def events(rank, prefetch):
     if prefetch:
         optimizer.prefetch_params(model)
     x = torch.ones(2, 300, device=rank.device)
+
+    def arrived():
+        """One bucket, of all other ranks."""
+        return sum(e.kind == "recv" and e.completed_at is not None for e in recorder.entries) >= rank.world_size - 1
+
     with Memory(rank.device) as memory, Recorder(memory) as recorder:
         for _ in range(2):
             with recorder.phase("forward"):
-                loss = model(x).sum()
+                loss = model(x, arrived).sum()
             with recorder.phase("backward"):
                 loss.backward()
             with recorder.phase("step"):
@@ -803,22 +808,21 @@ def test_without_prefetch_step_waits_for_the_parameters(run, world_size):
         assert not any(in_forward)
 
 
-def wait_long():
-    threading.Event().wait(0.3)
-
-
 def all_gather_is_late(rank):
-    """Rank 0 starts its all-gathers late: the others are in the next forward when the parameters arrive."""
+    """Rank 0 starts its all-gathers when it has heard from the others that they are in the next forward."""
     model = Branches(seed=0).to(rank.device)
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
     optimizer.prefetch_params(model)
     x, _ = inputs(0, rank)
     model(x).sum().backward()
-    if rank.rank == 0:
-        optimizer.optimizer.register_step_post_hook(lambda *_: wait_long())
+    unheard = list(range(1, rank.world_size)) if rank.rank == 0 else []
+    word = torch.ones(1, device=rank.device)
+    optimizer.optimizer.register_step_post_hook(lambda *_: [dist.recv(word, unheard.pop()) for _ in unheard[:]])
     with Memory(rank.device) as memory, Recorder(memory) as recorder:
         optimizer.step()
         with recorder.phase("forward"):
+            if rank.rank:
+                dist.send(word, 0)
             model(x)
     (_, start, end), = recorder.phases
     return sum(start < e.completed_at < end for e in recorder.entries if e.kind == "all_gather")
