@@ -666,11 +666,11 @@ def test_asynchronous_saves_of_two_optimizers_take_one_more_group(run, stage, wo
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
-    model = torch.nn.Linear(3, 3)
+    model, optimizer = torch.nn.Linear(3, 3), None
     for name in ("one", "other"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            optimizer = optimizer if name == "other" else optimizer_of(stage)(model.parameters())
+            optimizer = optimizer or optimizer_of(stage)(model.parameters())
             checkpoint_of(stage).save(tmp_path / name, model, optimizer, asynchronous=True).result(30)
         finally:
             dist.destroy_process_group()
