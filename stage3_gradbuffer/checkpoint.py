@@ -121,7 +121,8 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
     partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
-    wait([earlier] if (earlier := optimizer.__dict__.get("last_save")) else [])  # it may be writing to `partial`
+    if earlier := getattr(optimizer, "last_save", None):
+        wait([earlier])  # it may be writing to `partial`
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     error = None
     try:
