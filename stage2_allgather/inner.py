@@ -63,11 +63,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """That of the inner optimizer, with the hyperparameters that our groups have."""
         self._pass_on_hyperparameters()
         stepped = {id(param) for param in all_params(self.optimizer)}
-        for param, state in list(self.state.items()):
+        for param, state in list(self.optimizer.state.items()):
             if not isinstance(param, torch.Tensor):
                 continue  # what has a name for a key torch saves as it is
             if not state:
-                del self.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
+                del self.optimizer.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
             elif id(param) not in stepped:
                 shape = tuple(param.shape)
                 raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")

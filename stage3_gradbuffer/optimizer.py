@@ -155,6 +155,7 @@ class DistributedOptimizer(ShardedOptimizer):
         for buffer in self.buffers:
             buffer.let_go()
         self.buffers = []
+        self.main_param = {}  # of the model -> this rank's range of it
         if self.rank >= 0:
             self._shard(self.param_groups)
 
@@ -170,14 +171,13 @@ class DistributedOptimizer(ShardedOptimizer):
         for param in params:
             dist.broadcast(param, group=self.process_group, group_src=0)
         torch.autograd.graph.increment_version(params)  # autograd saw nothing: a graph that has read the old is refused
-        main_param = {}  # id of a parameter -> this rank's range of it
         for dtype in dict.fromkeys(param.dtype for param in params):
             same = [param for param in params if param.dtype == dtype]
             buffer = GradBuffer(same, self.grad_dtype or dtype, self.process_group)
-            main_param.update((id(same[r.index]), main) for r, main in zip(buffer.ranges, buffer.main_params))
+            self.main_param.update((same[r.index], main) for r, main in zip(buffer.ranges, buffer.main_params))
             self.buffers.append(buffer)
         for group in groups:
-            self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
+            self._add_to_inner(group, [self.main_param[p] for p in group["params"] if p in self.main_param])
 
     def _total_norm(self, norm_type):
         """The norm over the gradients of all shards: that of the norms of all ranks."""

@@ -7,6 +7,8 @@ One parameter travels at a time: beyond its own part and what it asked for, no r
 import copy
 import numbers
 import pickle
+from collections import defaultdict
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -241,6 +243,40 @@ def _plan(optimizer, state_dict):
     return state_dict["param_groups"], described
 
 
+class StateOfPieces(MutableMapping):
+    """The inner optimizer's state by parameter of the model, though what is stepped are pieces of them.
+
+    Args:
+        states: parameter of the inner optimizer -> name -> a tensor of the piece's shape, or a scalar.
+        main_param: parameter of the model -> this rank's piece of it, if there is one.
+    """
+
+    def __init__(self, states, main_param):
+        self.states, self.main_param = states, main_param
+
+    def __getitem__(self, param):
+        return self.states[self.main_param.get(param, param)]
+
+    def __setitem__(self, param, state):
+        self.states[self.main_param.get(param, param)] = state
+
+    def __delitem__(self, param):
+        del self.states[self.main_param.get(param, param)]
+
+    def __contains__(self, param):
+        return self.main_param.get(param, param) in self.states
+
+    def __iter__(self):
+        param_of = {main: param for param, main in self.main_param.items()}
+        return (param_of.get(key, key) for key in self.states)
+
+    def __len__(self):
+        return len(self.states)
+
+    def get(self, param, default=None):
+        return self[param] if param in self else default  # to read what is not there would make it, as in torch
+
+
 class ShardedOptimizer(OptimizerWrapper):
     """What stages 3 and 4 save and load, without a file. None of it is the idea of a stage.
 
@@ -249,6 +285,16 @@ class ShardedOptimizer(OptimizerWrapper):
         sharded_params: objects with `params`, `ranges`, `main_params` and `take_model_changes()`, as buffers have them.
         chose_fused: whether a stage has chosen the fused kernel, and not the user: `packed_groups` says None then.
     """
+
+    @property
+    def state(self):
+        """By parameter what this rank steps of it: flat pieces, and nothing of one that lies on other ranks."""
+        return StateOfPieces(self.optimizer.state, self.main_param)
+
+    @state.setter
+    def state(self, state):
+        main_param = self.__dict__.get("main_param", {})  # there is none yet where torch's constructor sets it
+        self.optimizer.state = defaultdict(dict, {main_param.get(key, key): value for key, value in state.items()})
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many.

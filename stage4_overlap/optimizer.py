@@ -233,6 +233,7 @@ class DistributedOptimizer(ShardedOptimizer):
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.buckets, self.idle = [], [], deque()
+        self.main_param = {}  # of the model -> this rank's range of it
         if self.rank >= 0:
             self._shard(self.param_groups)
 
@@ -257,11 +258,10 @@ class DistributedOptimizer(ShardedOptimizer):
         buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
             ParameterBuffer([bucket for bucket in buckets if bucket.dtype == dtype])  # they keep its parts
-        main_param = {}  # id of a parameter -> this rank's range of it
         for bucket in buckets:
-            main_param.update((id(bucket.params[r.index]), main) for r, main in zip(bucket.ranges, bucket.main_params))
+            self.main_param.update((bucket.params[r.index], main) for r, main in zip(bucket.ranges, bucket.main_params))
         for group in groups:
-            self._add_to_inner(group, [main_param[id(p)] for p in group["params"] if id(p) in main_param])
+            self._add_to_inner(group, [self.main_param[p] for p in group["params"] if p in self.main_param])
         self.buckets += buckets
         nbytes = max(bucket.flat_params.nbytes for bucket in self.buckets)
         tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count(2**30)))

@@ -456,6 +456,53 @@ def test_state_may_be_looked_at(run, stage):
     run(state_that_was_looked_at, stage)
 
 
+def del_state(optimizer, param):
+    if param in optimizer.state:
+        del optimizer.state[param]
+
+
+def assign_state(optimizer, param):
+    optimizer.state[param] = {}
+
+
+def zero_state(optimizer, param):
+    state = optimizer.state.get(param)
+    if state is not None:
+        state["exp_avg"].zero_()
+
+
+def zero_all_states(optimizer, param):
+    for param, state in optimizer.state.items():
+        state["exp_avg"].zero_()
+        optimizer.state[param] = dict(state)
+
+
+def assign_all_states(optimizer, param):
+    optimizer.state = {key: {} if key is param else value for key, value in optimizer.state.items()}
+
+
+RESETS = [del_state, assign_state, zero_state, zero_all_states, assign_all_states]
+
+
+def reset(rank, stage, reset_state):
+    model = Net(seed=0).to(rank.device)
+    optimizer, reference = optimizer_of(stage)(trainable(model), **ADAMW), Replicated(rank, **ADAMW)
+    for step in range(4):
+        train(model, optimizer, rank, step)
+        reference.step(step)
+        for ours, param in ((optimizer, model.up.weight), (reference.optimizer, reference.model.up.weight)):
+            reset_state(ours, param)
+    assert_same(model, reference.model, exact(rank))
+    known = {id(param) for param in trainable(model)}
+    assert {id(param) for param in optimizer.state} <= known and len(optimizer.state) <= len(known)
+
+
+@pytest.mark.parametrize("reset_state", RESETS, ids=lambda function: function.__name__)
+def test_the_state_of_a_parameter_can_be_reset(run, stage, reset_state):
+    """As people reset dead neurons: each rank what it steps of them."""
+    run(reset, stage, reset_state)
+
+
 def wrong_state_dict(rank, stage):
     weights = [torch.nn.Parameter(torch.ones(8, device=rank.device)) for _ in range(4)]
     optimizer = optimizer_of(stage)(weights, **ADAMW)
