@@ -207,3 +207,8 @@ def hook_gradient(param, method, alone=False):
     if alone:
         GRADIENT_HOOKS[param] = handle
     return handle
+
+
+def has_later_hooks(param):
+    """Whether somebody's hooks, registered later, are called after the one that takes the gradient."""
+    return next(reversed(param._post_accumulate_grad_hooks)) != GRADIENT_HOOKS[param].id

@@ -19,7 +19,7 @@ from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
 from .checks import all_params, checked_groups, local, named_params, param_ids, refuse_edited, spread_over
 from .full_state import ShardedOptimizer, reshard
 from .hooks import Awaited, BackwardPass, ModuleHook
-from .inner import check_divisible, hook_gradient, optimizer_factory
+from .inner import check_divisible, has_later_hooks, hook_gradient, optimizer_factory
 
 # What can be wrong with a gradient, for `_agree_on_used`; 0: nothing. The ranks agree on the largest.
 MISSING = 1
@@ -165,11 +165,14 @@ class DistributedOptimizer(ShardedOptimizer):
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
         self.prefetching = True
-        return [
-            module.register_forward_pre_hook(ModuleHook(module), prepend=True)
-            for module in model.modules()
-            if not any(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values())
-        ]
+        handles = []
+        for module in model.modules():
+            hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
+            for hook in hooks:  # of another optimizer, or before a layer was replaced
+                hook.params = list(module.parameters())
+            if not hooks:
+                handles.append(module.register_forward_pre_hook(ModuleHook(module), prepend=True))
+        return handles
 
     def finish_param_sync(self):
         """Wait until every parameter has arrived: before torch.tensor(param) say, which sees only memory."""
@@ -298,9 +301,13 @@ class DistributedOptimizer(ShardedOptimizer):
             self._end_backward()  # of the one before, if that has failed
             self.backward_pass = weakref.ref(BackwardPass(self._end_backward))
             self.in_round = self.went_backward = True
+        later_hooks = has_later_hooks(param)  # of the user's: they see this gradient now, and it leaves with the next
+        if later_hooks and self.in_round:
+            self._start_full_buckets()
         if self.in_round:  # else every bucket has left: what is used again, by a checkpoint, waits for the next one
             self.ready.add(id(param))
-            self._start_full_buckets()
+            if not later_hooks:
+                self._start_full_buckets()
 
     @torch.no_grad()
     def _end_backward(self):

@@ -1,8 +1,10 @@
 """Stage 4: overlap that is right whatever the schedule, and that overlaps. And bugs of real systems."""
 
 import copy
+import gc
 import io
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -480,6 +482,46 @@ def beside_messages(rank):
 @pytest.mark.parametrize("world_size", [2])
 def test_gradients_keep_out_of_other_messages(run, world_size):
     run(beside_messages)
+
+
+def halved_by_hooks(rank, cap_mb):
+    """A hook of the user's on each parameter, later than the optimizer's, changes what is averaged."""
+    model = Branches(seed=0).to(rank.device)
+    optimizer = DistributedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, bucket_cap_mb=cap_mb)
+    optimizer.prefetch_params(model)
+    before = params_of(model)
+
+    def halve(param):
+        param.grad.mul_(0.5)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(halve)
+    x = torch.ones(2, 7, device=rank.device)
+    grads = torch.autograd.grad(model(x).sum(), model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    for old, param, grad in zip(before, params_of(model), grads):
+        torch.testing.assert_close(old - param, grad / 2)
+
+
+@pytest.mark.parametrize("cap_mb", [ONE_PARAM, 1])
+def test_a_gradient_leaves_after_all_hooks_of_its_parameter(run, world_size, cap_mb):
+    run(halved_by_hooks, cap_mb)
+
+
+def with_another_head(rank):
+    """-> whether the head of before is gone."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(rank.device)
+    DistributedOptimizer(model.parameters()).prefetch_params(model)
+    old = weakref.ref(model[1].weight)
+    model[1] = torch.nn.Linear(4, 2).to(rank.device)
+    DistributedOptimizer(model.parameters()).prefetch_params(model)
+    gc.collect()
+    return old() is None
+
+
+def test_a_layer_that_was_replaced_is_not_kept(run):
+    assert all(run(with_another_head))
 
 
 def compiled_with_its_step(rank):
