@@ -67,7 +67,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             if not isinstance(param, torch.Tensor):
                 continue  # what has a name for a key torch saves as it is
             if not state:
-                del self.optimizer.state[param]  # torch has made it for somebody who looked, and maybe another rank steps `param`
+                del self.optimizer.state[param]  # made by torch for somebody who looked; maybe another rank steps it
             elif id(param) not in stepped:
                 shape = tuple(param.shape)
                 raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
@@ -137,7 +137,8 @@ def check_divisible(make_optimizer, groups, elementwise):
             stage 4. Otherwise they are tensors, each of them another rank's.
 
     Raises:
-        ValueError: the results differ; or whatever torch raises where its arguments are wrong.
+        ValueError: the results differ, or tensors with requires_grad=False, as shards are, aren't stepped; or whatever
+            torch raises where its arguments are wrong.
     """
     name, device = make_optimizer.func.__name__, groups[0]["params"][0].device
     make_optimizer([torch.zeros(8, 8, device=device)])  # wrong arguments are reported as torch does

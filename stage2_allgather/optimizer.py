@@ -14,7 +14,7 @@ from .inner import OptimizerWrapper, check_divisible, hook_gradient, optimizer_f
 
 
 class DistributedOptimizer(OptimizerWrapper):
-    """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
+    """A torch optimizer whose state is spread over the d ranks of `process_group`, 1/d on average.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
     construction the parameters are broadcast from rank 0, as DistributedDataParallel does, but not the model's buffers.

@@ -179,18 +179,20 @@ def gather(states, pieces, params, group, dst):
     rank = dist.get_rank(group)
     mine = {}  # index -> start, stop, name -> the dtype of what has to travel, or what all pieces have in common
     for index, state in states.items():
-        described = {key: value.dtype if is_flat(value) else _on_cpu(value) for key, value in state.items()}
-        mine[index] = pieces[index].start, pieces[index].stop, described
+        start, stop, _ = pieces[index]
+        described = {key: v.dtype if is_flat(v, stop - start) else _on_cpu(v) for key, v in state.items()}
+        mine[index] = start, stop, described
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     for index, param in enumerate(params):
-        whole = {}
-        for owner, theirs in enumerate(everyone):
-            start, stop, described = theirs.get(index, (0, 0, {}))
+        found = [theirs.get(index, (0, 0, {})) for theirs in everyone]
+        whole = {key: what for *_, described in found for key, what in described.items() if type(what) != torch.dtype}
+        common = set(whole)  # what has one element, as a piece may have, is no piece if it is common elsewhere
+        for owner, (start, stop, described) in enumerate(found):
             for key, what in described.items():
-                if not isinstance(what, torch.dtype):
-                    whole[key] = what
-                elif dst in (None, rank):
+                if key in common:
+                    continue
+                if dst in (None, rank):
                     if key not in whole:
                         whole[key] = torch.empty(local(param).numel(), dtype=what, device=param.device)
                     part = whole[key][start:stop]
@@ -206,9 +208,9 @@ def gather(states, pieces, params, group, dst):
             yield index, whole
 
 
-def is_flat(value):
-    """Whether an entry of a state has an element for each of the piece's: pieces are flat, "step" is a scalar."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1
+def is_flat(value, numel):
+    """Whether an entry of a state has an element for each of `numel`: pieces are flat, "step" has one element."""
+    return isinstance(value, torch.Tensor) and value.shape == (numel,)
 
 
 def _on_cpu(value):
@@ -344,7 +346,8 @@ class ShardedOptimizer(OptimizerWrapper):
         dst, pieces, params = None if to_all else 0, pieces_of(self), all_params(self)
         state = {}
         for index, whole in gather(states_of(self, pieces), pieces, params, self.process_group, dst):
-            state[index] = {key: like(params[index], value.cpu()) if is_flat(value) else value
+            param, numel = params[index], local(params[index]).numel()
+            state[index] = {key: like(param, value.cpu()) if is_flat(value, numel) else value
                             for key, value in whole.items()}
         return {"state": state, "param_groups": packed_groups(self)} if dst in (None, self.rank) else {}
 
@@ -415,5 +418,6 @@ def reshard(optimizer, process_group, has_grads):
     for index, whole in gather(states, pieces, params, None, dst=None):
         if index in new_pieces:
             start, stop, _ = new_pieces[index]
-            moved[index] = {key: value[start:stop].clone() if is_flat(value) else value for key, value in whole.items()}
+            numel = params[index].numel()
+            moved[index] = {key: v[start:stop].clone() if is_flat(v, numel) else v for key, v in whole.items()}
     install(optimizer, moved, everyone[source][1])

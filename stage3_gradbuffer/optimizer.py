@@ -72,7 +72,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
         Raises:
             RuntimeError: the parameters in `param_groups` are not those that were added, or the `data` of one was
-                replaced; on the rank where that is so.
+                replaced; on the rank where that is so. Or what `finish_grad_sync` raises.
         """
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)

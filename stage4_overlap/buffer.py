@@ -52,7 +52,8 @@ def bucket_layout(nbytes: list[int], dtypes: list, cap_bytes: int) -> list[list[
 
     Gradients become ready in about the reverse order of the parameters. A bucket holds whole parameters of one dtype
     and is closed when it has at least `cap_bytes`. The first one is closed at a quarter of that, so that communication
-    starts early; the last one takes only a quarter too, since nothing is left to hide it behind.
+    starts early; the last one takes about a quarter too, or half with what is left over, since nothing is left to hide
+    it behind.
     """
     def nbytes_of(bucket):
         return sum(nbytes[i] for i in bucket)
@@ -188,7 +189,7 @@ class PartitionedParameter:
 
     Attributes:
         shard: (shard_numel,): where it lies in the ParameterBuffer.
-        main_shard: (shard_numel,) fp32: the same tensor if the parameters are fp32, else a copy.
+        main_shard: (shard_numel,) fp32, of fp64 parameters fp64: the same tensor unless the parameters have 16 bits.
         main_params: views of main_shard, one for each range.
     """
 
@@ -210,7 +211,7 @@ class PartitionedGradient:
     """This rank's 1/d of the averaged gradients of a bucket, in fp32 at least: all that stays of them.
 
     Attributes:
-        shard: (shard_numel,) fp32.
+        shard: (shard_numel,), of the dtype of `main_shard`.
         main_grads: views of shard, one for each range.
         is_empty: whether the next sum replaces what it holds.
     """
@@ -245,7 +246,7 @@ class BucketBuffer:
     """
 
     def __init__(self, nbytes, device, process_group, reduce_dtype, tag):
-        self.process_group, self.tag = process_group, tag
+        self.tag = tag
         self.exchange = reduce_dtype is not None or backends_of(process_group).get(device.type) == "gloo"
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
@@ -253,7 +254,7 @@ class BucketBuffer:
 
     def take_grads(self, bucket):
         """Take the gradients out of the parameters of `bucket`, and scale them by 1/d."""
-        self.bucket, self.has_left = bucket, False
+        self.bucket, self.works = bucket, None  # the messages, when they have left
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
         slots = views_of(flat, [local(param) for param in bucket.params], bucket.starts)
         for param, slot in zip(bucket.params, slots):
@@ -268,13 +269,12 @@ class BucketBuffer:
 
     def start_grad_sync(self):
         """Send them off."""
-        self.has_left = True
         if self.exchange:
             self.theirs = self.received[: self.mine.nbytes].view(self.mine.dtype).view_as(self.mine)
             self.works = self._start_exchange()
         else:
             own, flat = self.mine[self.bucket.rank], self.mine.view(-1)
-            self.works = [dist.reduce_scatter_tensor(own, flat, group=self.process_group, async_op=True)]
+            self.works = [dist.reduce_scatter_tensor(own, flat, group=self.bucket.process_group, async_op=True)]
         self.under_way = self.sent, self.received, *self.works
         UNDER_WAY.add(self.under_way)
 
@@ -293,7 +293,7 @@ class BucketBuffer:
         bucket = self.bucket
         piece = PIECE_BYTES // bucket.dtype.itemsize
         operations = []
-        common = {"group": self.process_group, "tag": self.tag}
+        common = {"group": bucket.process_group, "tag": self.tag}
         for distance in range(1, bucket.world_size):
             to, by = (bucket.rank + distance) % bucket.world_size, (bucket.rank - distance) % bucket.world_size
             for start in range(0, bucket.shard_numel, piece):

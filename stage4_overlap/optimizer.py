@@ -85,9 +85,9 @@ class DistributedOptimizer(ShardedOptimizer):
         self.move_to(process_group)
 
     def add_param_group(self, param_group):
-        """Add a group with its own hyperparameters, not between backward() and step(). Collective.
+        """Add a group with its own hyperparameters. Collective.
 
-        Raises what the constructor raises.
+        Raises what the constructor raises, and RuntimeError where gradients have left and no step has followed.
         """
         error = None
         if self.n_rounds or self.in_round:
@@ -347,7 +347,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
         If it left at once the agreement would queue behind it, and nothing could be stepped while it travels.
         """
-        if self.travelling and not self.travelling[-1].has_left:
+        if self.travelling and self.travelling[-1].works is None:
             self.travelling[-1].start_grad_sync()
 
     def _start_remaining_grad_syncs(self):

@@ -90,6 +90,47 @@ def gather_and_compare(rank, stage, optimizer_cls, kwargs):
     assert close(on_all["state"], {i: {k: v.cpu() for k, v in s.items()} for i, s in plain["state"].items()})
 
 
+class CountsInOneElement(torch.optim.Optimizer):
+    """As torch's own don't: its step has the shape (1,), like a piece of one element."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state.update(step=torch.zeros(1), sum=torch.zeros_like(param))
+                    state["step"] += 1
+                    state["sum"] += param.grad
+                    param -= group["lr"] * state["sum"] / state["step"]
+
+
+def counts_in_one_element(rank, stage):
+    """17 elements: on two ranks and more the last piece has one."""
+    params = [torch.nn.Parameter(torch.ones(17, device=rank.device)) for _ in range(2)]
+    optimizer = optimizer_of(stage)(params[:1], CountsInOneElement)
+    plain = CountsInOneElement(params[1:])
+    for _ in range(3):
+        for param, its in zip(params, (optimizer, plain)):
+            param.sum().backward()
+            its.step()
+            its.zero_grad()
+    for _ in range(2):
+        assert equal(optimizer.full_state_dict(to_all=True)["state"], plain.state_dict()["state"])
+        optimizer.reshard(None)
+    optimizer.load_full_state_dict(plain.state_dict() if rank.rank == 0 else None)
+    assert equal(optimizer.full_state_dict(to_all=True)["state"], plain.state_dict()["state"])
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_state_of_one_element_is_no_piece(run, stage):
+    run(counts_in_one_element, stage)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", SHARDED)
 def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(run, stage, name):
