@@ -285,6 +285,7 @@ class ShardedOptimizer(OptimizerWrapper):
     Attributes, which the stage sets, beside those of OptimizerWrapper:
         rank: of this process in `process_group`; -1: in none.
         sharded_params: objects with `params`, `ranges`, `main_params` and `take_model_changes()`, as buffers have them.
+        main_param: parameter of the model -> this rank's piece of it, if there is one: what the inner optimizer steps.
         chose_fused: whether a stage has chosen the fused kernel, and not the user: `packed_groups` says None then.
     """
 

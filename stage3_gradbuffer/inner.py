@@ -212,4 +212,5 @@ def hook_gradient(param, method, alone=False):
 
 def has_later_hooks(param):
     """Whether somebody's hooks, registered later, are called after the one that takes the gradient."""
-    return next(reversed(param._post_accumulate_grad_hooks)) != GRADIENT_HOOKS[param].id
+    hooks = param._post_accumulate_grad_hooks
+    return len(hooks) > 1 and next(reversed(hooks)) != GRADIENT_HOOKS[param].id

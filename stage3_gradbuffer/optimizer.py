@@ -155,7 +155,7 @@ class DistributedOptimizer(ShardedOptimizer):
         for buffer in self.buffers:
             buffer.let_go()
         self.buffers = []
-        self.main_param = {}  # of the model -> this rank's range of it
+        self.main_param = {}  # parameter -> this rank's range of it
         if self.rank >= 0:
             self._shard(self.param_groups)
 

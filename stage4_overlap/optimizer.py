@@ -236,7 +236,7 @@ class DistributedOptimizer(ShardedOptimizer):
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.buckets, self.idle = [], [], deque()
-        self.main_param = {}  # of the model -> this rank's range of it
+        self.main_param = {}  # parameter -> this rank's range of it
         if self.rank >= 0:
             self._shard(self.param_groups)
 
