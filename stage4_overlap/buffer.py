@@ -89,6 +89,7 @@ class Bucket:
     Attributes:
         ranges: where in the parameters this rank's shard lies.
         flat_params: (numel,): its part of the ParameterBuffer, padded to numel.
+        main_params: what this rank steps, one for each of `ranges`.
         parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
     """
 
