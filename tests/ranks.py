@@ -6,7 +6,6 @@ torchrun itself, and Python's own start and end, are left to the tests that star
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -14,6 +13,8 @@ import types
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 from harness.launch import start_forkserver
 
@@ -40,10 +41,9 @@ def run_ranks(n_ranks, script, *args, cwd=ROOT):
 
     Nobody ends the others when a rank fails: they have to notice. Raises TimeoutError after LIMIT_S seconds.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "OMP_NUM_THREADS": 1}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's: it has its port already
+    shared = {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+              "TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": 1}
     return _run([{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(n_ranks)], script, args, cwd)
 
 
@@ -68,6 +68,9 @@ def _run(environments, script, args, cwd):
                 process.start()
                 processes.append(process)
             _wait_for(processes)
+        except TimeoutError as error:
+            said = "".join(errors.read_text() for _, errors in files)
+            raise TimeoutError(f"{error}; the ranks have said:\n{said}") from None
         finally:
             for process in processes:
                 process.kill()

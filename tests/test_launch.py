@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -133,12 +132,11 @@ launch.disconnect()
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_first_choice_that_works_is_taken(world_size):
     """gloo doesn't know the device of the first and the last."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(world_size):
         environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port)}
+                       "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         command = [sys.executable, "-c", FALLS_BACK, ROOT]
         ranks.append(subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True))
     try:
