@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from .checks import all_params
-from .full_state import expected_of_saved, inner_of, install, packed_groups, pieces_of, states_of
+from .full_state import expected_of_saved, expected_state, inner_of, install, packed_groups, pieces_of, states_of
 
 # Each rank reads for itself, which torch.distributed.checkpoint finds worth a warning.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -121,7 +121,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
     partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
-    if earlier := getattr(optimizer, "last_save", None):
+    if earlier := getattr(optimizer, "last_save", lambda: None)():
         wait([earlier])  # it may be writing to `partial`
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     error = None
@@ -145,8 +145,9 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         future = Future()
         future.set_result(write(path, partial, tree, manifest, group))
         return future
-    optimizer.last_save = thread.submit(write, path.absolute(), partial.absolute(), tree, manifest, own_group)
-    return optimizer.last_save
+    future = thread.submit(write, path.absolute(), partial.absolute(), tree, manifest, own_group)
+    optimizer.last_save = weakref.ref(future)  # one that failed has `tree` in its traceback
+    return future
 
 
 def writer_of(optimizer, group):
@@ -179,9 +180,13 @@ def collect(model, optimizer, names, groups, extra, rank, to_cpu):
     """What this rank writes, in the layout of torch's get_state_dict -> (tree, manifest without the files)."""
     pieces, params = pieces_of(optimizer), all_params(optimizer)
     index_of = {id(param): index for index, param in enumerate(params)}
+    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else [{}] * len(params)
 
     def kept(tensor):
         return tensor.detach().to("cpu", copy=True) if to_cpu else tensor.detach()
+
+    def is_piece(index, key, value):  # a "step" with one element is none, beside a piece that has one
+        return value.shape == pieces[index].main.shape and expected[index].get(key, True)
 
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": groups}, "extra": {}}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -192,10 +197,10 @@ def collect(model, optimizer, names, groups, extra, rank, to_cpu):
         elif index is None or not value.numel():
             tree["model"][name] = kept(value) if isinstance(value, torch.Tensor) else value
     for index, state in states_of(optimizer, pieces).items():
-        start, _, main = pieces[index]
+        start = pieces[index].start
         tree["optimizer"]["state"][names[index]] = {
             key: value if not isinstance(value, torch.Tensor)
-            else Shard(kept(value), params[index].shape, start) if value.shape == main.shape else kept(value)
+            else Shard(kept(value), params[index].shape, start) if is_piece(index, key, value) else kept(value)
             for key, value in state.items()
         }
     for group in groups:

@@ -275,8 +275,16 @@ class StateOfPieces(MutableMapping):
     def __len__(self):
         return len(self.states)
 
+    # What MutableMapping makes of the methods above would not notice what isn't there: torch's `states` makes it.
+
     def get(self, param, default=None):
-        return self[param] if param in self else default  # to read what is not there would make it, as in torch
+        return self.states.get(self.main_param.get(param, param), default)
+
+    def pop(self, param, *default):
+        return self.states.pop(self.main_param.get(param, param), *default)
+
+    def setdefault(self, param, default=None):
+        return self.states.setdefault(self.main_param.get(param, param), default)
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -291,7 +299,10 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @property
     def state(self):
-        """By parameter what this rank steps of it: flat pieces, and nothing of one that lies on other ranks."""
+        """By parameter what this rank steps of it: flat pieces, and nothing of one that lies on other ranks.
+
+        A dict that is assigned is copied.
+        """
         return StateOfPieces(self.optimizer.state, self.main_param)
 
     @state.setter

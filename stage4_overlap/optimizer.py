@@ -303,6 +303,7 @@ class DistributedOptimizer(ShardedOptimizer):
             self.in_round = self.went_backward = True
         later_hooks = has_later_hooks(param)  # of the user's: they see this gradient now, and it leaves with the next
         if later_hooks and self.in_round:
+            self.ready.discard(id(param))  # it may have come once before, with a re-entrant checkpoint
             self._start_full_buckets()
         if self.in_round:  # else every bucket has left: what is used again, by a checkpoint, waits for the next one
             self.ready.add(id(param))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import importlib
 import io
 import json
@@ -10,6 +11,7 @@ import pickle
 import resource
 import shutil
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -109,9 +111,9 @@ class CountsInOneElement(torch.optim.Optimizer):
                     param -= group["lr"] * state["sum"] / state["step"]
 
 
-def counts_in_one_element(rank, stage):
+def counts_in_one_element(rank, stage, path):
     """17 elements: on two ranks and more the last piece has one."""
-    params = [torch.nn.Parameter(torch.ones(17, device=rank.device)) for _ in range(2)]
+    params = torch.nn.ParameterList(torch.ones(17, device=rank.device) for _ in range(2))
     optimizer = optimizer_of(stage)(params[:1], CountsInOneElement)
     plain = CountsInOneElement(params[1:])
     for _ in range(3):
@@ -124,11 +126,15 @@ def counts_in_one_element(rank, stage):
         optimizer.reshard(None)
     optimizer.load_full_state_dict(plain.state_dict() if rank.rank == 0 else None)
     assert equal(optimizer.full_state_dict(to_all=True)["state"], plain.state_dict()["state"])
+    checkpoint_of(stage).save(path, params[:1], optimizer)
+    optimizer.state.clear()
+    checkpoint_of(stage).load(path, params[:1], optimizer)
+    assert equal(optimizer.full_state_dict(to_all=True)["state"], plain.state_dict()["state"])
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-def test_a_state_of_one_element_is_no_piece(run, stage):
-    run(counts_in_one_element, stage)
+def test_a_state_of_one_element_is_no_piece(run, stage, tmp_path):
+    run(counts_in_one_element, stage, tmp_path / "one")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -693,7 +699,12 @@ def save_from_two_optimizers(rank, stage, path):
     n_groups = []
     for name in ("one", "other"):
         model, optimizer = a_run(rank, stage, None)
-        checkpoint_of(stage).save(path / name, model, optimizer, asynchronous=True).result(30)
+        future = checkpoint_of(stage).save(path / name, model, optimizer, asynchronous=True)
+        future.result(30)
+        kept = weakref.ref(future)
+        del future
+        gc.collect()
+        assert kept() is None  # nor what it may have of the tensors, if it has failed
         n_groups.append(len(dist.distributed_c10d._world.pg_names))
     return n_groups
 

@@ -481,7 +481,15 @@ def assign_all_states(optimizer, param):
     optimizer.state = {key: {} if key is param else value for key, value in optimizer.state.items()}
 
 
-RESETS = [del_state, assign_state, zero_state, zero_all_states, assign_all_states]
+def pop_state(optimizer, param):
+    if (state := optimizer.state.pop(param, None)) is not None:
+        assert "exp_avg" in optimizer.state.setdefault(param, state)
+        optimizer.state.pop(param)
+    with pytest.raises(KeyError):
+        optimizer.state.pop(param)
+
+
+RESETS = [del_state, assign_state, pop_state, zero_state, zero_all_states, assign_all_states]
 
 
 def reset(rank, stage, reset_state):
@@ -634,6 +642,8 @@ REFUSALS = [
     ("no backend", ValueError, "parameter 0 .* is on meta, process_group has .* for cpu.*: move the model"),
     ("negative lr", ValueError, "learning rate"),
 ]
+
+
 class Noted(torch.optim.AdamW):
     """Takes what no two ranks print alike."""
 

@@ -509,6 +509,30 @@ def test_a_gradient_leaves_after_all_hooks_of_its_parameter(run, world_size, cap
     run(halved_by_hooks, cap_mb)
 
 
+def hooks_of_a_weight_used_twice(rank):
+    """In re-entrant checkpoints, each a backward pass of its own: its gradient comes twice, and no other in between."""
+    weight, bias = (torch.nn.Parameter(torch.full((4,), 0.5, device=rank.device)) for _ in range(2))
+    optimizer = DistributedOptimizer([bias, weight], torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM)
+    seen, x = [], torch.ones(4, device=rank.device, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+
+    def output(x):
+        return torch.tanh(x * weight)
+
+    checkpointed = checkpoint(output, checkpoint(output, x + bias, use_reentrant=True), use_reentrant=True)
+    checkpointed.sum().backward()
+    whole, = torch.autograd.grad(output(output(x + bias)).sum(), weight)
+    optimizer.step()
+    torch.testing.assert_close(seen[-1], whole)
+    torch.testing.assert_close(weight.detach(), 0.5 - whole)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_gradient_that_comes_twice_leaves_after_both_hooks(run, world_size):
+    run(hooks_of_a_weight_used_twice)
+
+
 def with_another_head(rank):
     """-> whether the head of before is gone."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(rank.device)
