@@ -9,6 +9,8 @@ ARGS ?=
 A ?= 1
 B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
+# Several files of tests at once, where pytest-xdist is there.
+PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help bench test train network timeline show faults cuda report diff clean
@@ -30,7 +32,6 @@ help:
 bench: $(ENV)
 	$(PYTHON) bench.py --json results/bench.json $(ARGS)
 
-PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(ENV)
 	$(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(PARALLEL)') $(ARGS)
 

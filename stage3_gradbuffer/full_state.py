@@ -186,7 +186,8 @@ def gather(states, pieces, params, group, dst):
     dist.all_gather_object(everyone, mine, group=group)
     for index, param in enumerate(params):
         found = [theirs.get(index, (0, 0, {})) for theirs in everyone]
-        whole = {key: what for *_, described in found for key, what in described.items() if type(what) != torch.dtype}
+        whole = {key: what for *_, described in found for key, what in described.items()
+                 if not isinstance(what, torch.dtype)}
         common = set(whole)  # what has one element, as a piece may have, is no piece if it is common elsewhere
         for owner, (start, stop, described) in enumerate(found):
             for key, what in described.items():
@@ -256,17 +257,20 @@ class StateOfPieces(MutableMapping):
     def __init__(self, states, main_param):
         self.states, self.main_param = states, main_param
 
+    def _key(self, param):
+        return self.main_param.get(param, param)
+
     def __getitem__(self, param):
-        return self.states[self.main_param.get(param, param)]
+        return self.states[self._key(param)]
 
     def __setitem__(self, param, state):
-        self.states[self.main_param.get(param, param)] = state
+        self.states[self._key(param)] = state
 
     def __delitem__(self, param):
-        del self.states[self.main_param.get(param, param)]
+        del self.states[self._key(param)]
 
     def __contains__(self, param):
-        return self.main_param.get(param, param) in self.states
+        return self._key(param) in self.states
 
     def __iter__(self):
         param_of = {main: param for param, main in self.main_param.items()}
@@ -278,13 +282,13 @@ class StateOfPieces(MutableMapping):
     # What MutableMapping makes of the methods above would not notice what isn't there: torch's `states` makes it.
 
     def get(self, param, default=None):
-        return self.states.get(self.main_param.get(param, param), default)
+        return self.states.get(self._key(param), default)
 
     def pop(self, param, *default):
-        return self.states.pop(self.main_param.get(param, param), *default)
+        return self.states.pop(self._key(param), *default)
 
     def setdefault(self, param, default=None):
-        return self.states.setdefault(self.main_param.get(param, param), default)
+        return self.states.setdefault(self._key(param), default)
 
 
 class ShardedOptimizer(OptimizerWrapper):
