@@ -211,8 +211,8 @@ def measure_here(args):
     timeline.record_rows(together, settings, result["rows"], progress)
     stage4 = next((row for row in result["rows"] if row["name"] == "stage 4 overlap"), None)
     if args.accumulation and "error" not in stage4:  # what is wrong gets no time
-        measure.attempt(stage4, lambda: result.update(
-            accumulation=measure.accumulation(together, settings, progress)))
+        measure.attempt(stage4, lambda: result.update(accumulation={
+            "conditions": result["conditions"], "rows": measure.accumulation(together, settings, progress)}))
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
         result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2)
@@ -221,12 +221,21 @@ def measure_here(args):
 
 
 def earlier(args):
-    """The results at other rates that the file holds, if there is one -> list of results."""
+    """What the file holds, if there is one -> the results at other rates, and of this rate the table of accumulation.
+
+    That one is kept, with the conditions that it was measured under, where it isn't measured again.
+    """
     if args.json is None or not args.json.exists():
-        return []
+        return [], {}
     try:
         before = json.loads(args.json.read_text())
-        return [result for result in [before, *before.pop("other_rates")] if result["conditions"]["rate"] != args.rate]
+        others, kept = [], {}
+        for result in [before, *before.pop("other_rates")]:
+            if result["conditions"]["rate"] != args.rate:
+                others.append(result)
+            elif "accumulation" in result and not args.accumulation:
+                kept = {"accumulation": result["accumulation"]}
+        return others, kept
     except (AttributeError, KeyError, OSError, TypeError, ValueError):
         fail(f"--json {args.json}: it holds something else than results of make network: name another file")
 
@@ -256,12 +265,13 @@ def main():
         drawn, title = timeline.on_two_hosts(result)
         if drawn:
             console.print(title, timeline.text(drawn), sep="\n")
-        results = [result, *earlier(args)]
+        others, kept = earlier(args)
+        results = [{**result, **kept}, *others]
         to_draw = timeline.to_draw(results)
         for other in results:
             if other is not to_draw:
                 timeline.keep_exposed_only(other["rows"])
-        args.json.write_text(json.dumps({**result, "other_rates": results[1:]}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**results[0], "other_rates": others}, indent=1) + "\n")
         drawn, title = timeline.on_two_hosts(to_draw)
         if drawn:
             args.json.with_suffix(".svg").write_text(timeline.svg(drawn, title), encoding="utf-8")

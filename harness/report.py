@@ -67,7 +67,7 @@ def sheets(result):
     line = [_line_sheet(result)] if "bits_per_second" in conditions else []
     state = [_state_sheet(result["model_state"])] if "model_state" in result else []
     gathered = [_gathered_sheet(result["gathered"])] if "gathered" in result else []
-    accumulation = [_accumulation_sheet(result["accumulation"])] if "accumulation" in result else []
+    accumulation = [_accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
     return [time, *line, *accumulation, memory, *state, *gathered]
 
 
@@ -332,8 +332,9 @@ def _accumulation_sheets():
     found = []
     for result in _by_rate():
         if "accumulation" in result:
-            sheet = _accumulation_sheet(result["accumulation"])
+            sheet = _accumulation_sheet(result["accumulation"]["rows"])
             found.append(sheet_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
+            found.append(_conditions(result["accumulation"]))
     return found or ['Not measured: make network RATE=300mbit ARGS="--accumulation", which takes an hour.']
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch, measure, report, timeline
+from harness import launch, measure, timeline
 from harness import network as program
 from harness.network import Hosts, missing
 from tests.ranks import hears_ctrl_c
@@ -155,25 +155,50 @@ def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
     assert stderr.startswith("network: error: ") and named in stderr and stderr.count("\n") == 1
 
 
-def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
-    """The other one, of another rate, writes while this one measures."""
-    path = tmp_path / "network.json"
-    whole = json.loads((report.ROOT / "results" / "network.json").read_text())
-    of_rate = {result["conditions"]["rate"]: result for result in [whole, *whole.pop("other_rates")]}
+def committed_of_rate(rate):
+    whole = json.loads((ROOT / "results" / "network.json").read_text())
+    return next(r for r in [whole, *whole.pop("other_rates")] if r["conditions"]["rate"] == rate)
 
-    def measured(args):
-        path.write_text(json.dumps({**of_rate["1gbit"], "other_rates": []}))
-        return of_rate["300mbit"]
+
+def written_after(measured, path, monkeypatch, *options):
+    """What the file holds after a run at 300 Mbit/s, in which `measured(args)` stands for the measuring."""
     monkeypatch.setattr(program, "missing", lambda: None)
     monkeypatch.setattr(program, "measure_on_two_hosts", measured)
     monkeypatch.setattr(program.harness, "exit_on_signals", lambda: None)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path)])
+    monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
     with pytest.raises(SystemExit) as end:
         program.main()
     found = json.loads(path.read_text())
     assert not end.value.code and found["conditions"]["rate"] == "300mbit"
+    return found
+
+
+def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
+    """The other one, of another rate, writes while this one measures."""
+    path = tmp_path / "network.json"
+
+    def measured(args):
+        path.write_text(json.dumps({**committed_of_rate("1gbit"), "other_rates": []}))
+        return committed_of_rate("300mbit")
+    found = written_after(measured, path, monkeypatch)
     assert [other["conditions"]["rate"] for other in found["other_rates"]] == ["1gbit"]
+
+
+@pytest.mark.parametrize("options", [[], ["--accumulation"]], ids=["not asked for", "asked for and failed"])
+def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(options, tmp_path, monkeypatch):
+    path, before = tmp_path / "network.json", committed_of_rate("300mbit")
+    path.write_text(json.dumps({**before, "other_rates": [committed_of_rate("1gbit")]}))
+
+    def measured(args):
+        now = committed_of_rate("300mbit")
+        now["conditions"]["date"] = "3000-01-01"
+        del now["accumulation"]
+        return now
+    found = written_after(measured, path, monkeypatch, *options)
+    assert found["conditions"]["date"] == "3000-01-01" and found["other_rates"][0]["accumulation"]
+    assert found.get("accumulation") == (None if options else before["accumulation"])
+    assert before["accumulation"]["conditions"]["date"] < "3000"
 
 
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])
