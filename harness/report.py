@@ -27,7 +27,8 @@ import harness
 from harness import timeline
 
 NONE = "–"
-EXPOSED = "Exposed: communication during which nothing computes, in one recorded step, on the rank with more of it."
+EXPOSED = ("Exposed: communication during which nothing computes, in a recorded step, the median of five, on the rank with "
+           "more of it.")
 
 
 class Sheet(NamedTuple):

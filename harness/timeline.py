@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import harness
@@ -32,6 +33,7 @@ from harness.memory import Memory
 fail = functools.partial(harness.fail, "timeline")
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
+RECORDED_STEPS = 6  # the first is there for what it leaves under way
 MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
 
 
@@ -74,20 +76,20 @@ class Recorder(Ledger):
 
 
 def record(rank, settings, name):
-    """Record two steps of a row, without a pause between them -> dict of this rank, see `one_step`."""
+    """Record steps of a row, without a pause between them -> that of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
-    row, batches = peers.find(name), make_batches(settings, rank)
+    row, batches = peers.find(name), make_batches(settings, rank)[:WARMUP_STEPS]
     gc.collect()
     with Memory(rank.device) as memory:
         training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
-        for step in range(WARMUP_STEPS):
-            training.step(batches[step % len(batches)])
+        for batch in batches:
+            training.step(batch)
         training.finish()
         dist.barrier()
         with Recorder(memory) as recorder:
-            for step in range(2):
-                tokens, targets = batches[step % len(batches)]
+            for step in range(RECORDED_STEPS):
+                tokens, targets = batches[step % WARMUP_STEPS]  # `memory` knows them by now
                 with recorder.phase("forward"):
                     loss = training.forward(tokens, targets)
                 with recorder.phase("backward"):
@@ -96,7 +98,24 @@ def record(rank, settings, name):
                     training.update()
                     training.zero_grad()
             training.finish()
-        return one_step(recorder)
+        return one_step(recorder, median_step(recorder))
+
+
+def median_step(recorder):
+    """The number of the recorded step that is of median length, the first one aside. Collective, the same on all ranks.
+
+    A step is as long as on the slowest rank. In a single one this machine may have been busy with something else.
+    """
+    spans = [span_of(recorder, number) for number in range(1, RECORDED_STEPS)]
+    lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
+    dist.all_reduce(lengths, dist.ReduceOp.MAX)
+    return 1 + lengths.argsort()[len(lengths) // 2].item()
+
+
+def span_of(recorder, number):
+    """From the start of a step's forward until the next one's could start, in seconds of time.perf_counter()."""
+    forward, _, step = recorder.phases[3 * number : 3 * number + 3]
+    return forward[1], step[2]
 
 
 def record_rows(workers, settings, rows, progress=lambda text: None):
@@ -120,14 +139,13 @@ def to_draw(results):
     return min(drawable or results, key=lambda result: result["conditions"]["bits_per_second"])
 
 
-def one_step(recorder):
-    """The second of two recorded steps, from the start of its forward until the next one's could start.
+def one_step(recorder, number):
+    """One of the recorded steps, not the first, from the start of its forward until the next one's could start.
 
     What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
     start, that of the step before.
     """
-    start = [start for name, start, _ in recorder.phases if name == "forward"][1]
-    end = recorder.phases[-1][2]
+    start, end = span_of(recorder, number)
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
     busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]

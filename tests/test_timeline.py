@@ -41,7 +41,7 @@ def test_spans_by_hand():
 
 def test_one_step_by_hand():
     """Exposed: from 13 to 14 something is received, from 18 to 18.5 flags are reduced, while nothing computes."""
-    step = timeline.one_step(recorded())
+    step = timeline.one_step(recorded(), 1)
     assert step["seconds"] == 10
     assert step["phases"] == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
     assert step["busy"] == [[0, 3], [4, 8], [9, 10]]
@@ -51,8 +51,23 @@ def test_one_step_by_hand():
     assert step["memory"] == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
 
+def lengths_on(rank, lengths):
+    """-> which of steps of these lengths is shown. `lengths`: of each rank, the first step aside."""
+    phases, now = [("forward", 0, 1), ("backward", 1, 2), ("step", 2, 3)], 3
+    for seconds in lengths[rank.rank]:
+        phases += [("forward", now, now), ("backward", now, now), ("step", now, now + seconds)]
+        now += seconds
+    return timeline.median_step(SimpleNamespace(phases=phases))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_the_step_of_median_length_is_shown_on_every_rank(run):
+    """Of the slowest rank's lengths 9, 5, 2, 7, 6 that is 6."""
+    assert run(lengths_on, [(9, 1, 2, 7, 6), (1, 5, 1, 1, 1)]) == [5, 5]
+
+
 def test_drawings_have_what_was_recorded():
-    step = timeline.one_step(recorded())
+    step = timeline.one_step(recorded(), 1)
     assert timeline.lanes(step) == [
         ("computes", [(0, 3, "forward"), (4, 8, "backward"), (9, 10, "step")]),
         ("gradients", [(2, 5, "gradients"), (7.5, 8.5, "gradients")]),
