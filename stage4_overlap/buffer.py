@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import backends_of, local
-from .hooks import awaited
+from .hooks import Awaited, awaited
 
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MiB a message and peer
 UNDER_WAY = set()  # what travels: an optimizer that is gone must not take its messages with it, others expect them
@@ -109,7 +109,7 @@ class Bucket:
         self.padding = [slice(start + numel, stop) for start, numel, stop in slots if start + numel < stop]
         self.param_sync = None  # the all-gather that is under way
         self.lock = threading.RLock()  # several threads may wait for it
-        self.awaited = {kind: awaited(kind, self) for kind in map(type, params)}
+        self.awaited = {kind: awaited(kind) for kind in set(map(type, params))}
 
     def move_in(self, flat_params):
         """Make the parameters views of `flat_params`, (numel,), and make what this rank steps."""
@@ -146,6 +146,8 @@ class Bucket:
         self.param_sync = dist.all_gather_into_tensor(
             self.flat_params, self.parameter.shard, group=self.process_group, async_op=True
         )
+        for kind in self.awaited.values():
+            kind.bucket = self
         for param in self.params:
             param.__class__ = self.awaited[type(param)]
 
@@ -154,11 +156,15 @@ class Bucket:
         with self.lock:
             if self.param_sync is not None:
                 self.param_sync.wait()
-                self.param_sync = None
+                # A signal handler that reads a parameter comes here too, between any two of these lines.
                 with torch._C.DisableTorchFunctionSubclass():
                     self.note_new_params(self.stepped)
                 for param in self.params:
-                    param.__class__ = type(param).kind
+                    if isinstance(param, Awaited):
+                        param.__class__ = type(param).kind
+                for kind in self.awaited.values():
+                    kind.bucket = None
+                self.param_sync = None
 
     def note_new_params(self, changed):
         """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""

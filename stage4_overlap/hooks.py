@@ -16,7 +16,8 @@ class Awaited:
     The tensor stays the same and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
 
     Attributes:
-        bucket: the one that is under way; gives the parameter its `kind` back when it has arrived.
+        bucket: the one that is under way; gives the parameter its `kind` back when it has arrived. None then: a class
+            is a reference cycle by itself, and would keep the bucket, and so the model, until Python looks for cycles.
         kind: the class before and after.
     """
 
@@ -39,11 +40,11 @@ def _waits(name):
     return method
 
 
-def awaited(kind, bucket):
-    """-> the class of a parameter of class `kind` while `bucket` is under way."""
+def awaited(kind):
+    """-> the class of a parameter of class `kind` while its bucket is under way; each bucket needs one of its own."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # of parameters and DTensors; no torch functions
     members = {name: _waits(name) for name in names if hasattr(kind, name)}
-    members.update(__slots__=(), bucket=bucket, kind=kind)
+    members.update(__slots__=(), bucket=None, kind=kind)
     return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
 
 
@@ -51,8 +52,9 @@ def awaited(kind, bucket):
 def wait_for(kinds):
     """Wait for what is under way of these classes: each bucket has its own."""
     for kind in kinds:
-        if issubclass(kind, Awaited):
-            kind.bucket.finish_param_sync()
+        bucket = kind.bucket if issubclass(kind, Awaited) else None
+        if bucket is not None:  # another thread may have waited meanwhile
+            bucket.finish_param_sync()
 
 
 def own_params(module):

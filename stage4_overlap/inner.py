@@ -192,13 +192,14 @@ def hook_gradient(param, method, alone=False):
     hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called, since a gradient can be
     taken only once.
     """
-    weak_method = weakref.WeakMethod(method, lambda _: handle.remove())
+    # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
+    weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
 
     @torch.compiler.disable  # where a compiled function calls backward()
     def hook(param):
-        alive = weak_method()
-        if alive:
-            alive(param)
+        owner = weak_owner()
+        if owner is not None:
+            function(owner, param)
 
     if alone and param in GRADIENT_HOOKS:
         GRADIENT_HOOKS[param].remove()

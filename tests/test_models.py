@@ -8,7 +8,10 @@ import contextlib
 import copy
 import gc
 import io
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +119,26 @@ def hooks_left(rank, stage):
         optimizer.step()
         optimizer.zero_grad()
     return len(weight._post_accumulate_grad_hooks)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAIN_SCRIPT = """
+import torch
+import torch.distributed as dist
+from stage1_naive_broadcast import DistributedOptimizer
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+optimizer = DistributedOptimizer(model.parameters())
+def globals_that_live_until_python_ends():
+    return model, optimizer
+dist.destroy_process_group()
+"""
+
+
+def test_python_ends_without_a_word():
+    """Every stage registers its hooks in the same way."""
+    run = subprocess.run([sys.executable, "-c", PLAIN_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout + run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -824,3 +847,55 @@ def in_a_pipeline(rank, stage, schedule, scales):
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 def test_a_pipeline_trains_like_one_process(run, stage, schedule, scales, world_size):
     run(in_a_pipeline, stage, schedule, scales)
+
+
+def dropped_without_gc(rank, stage):
+    model = net(rank)
+    optimizer = optimizer_of(stage)(model.parameters(), **SGD)
+    loss(model, rank).backward()
+    optimizer.step()
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(model[0].weight)
+        del optimizer, model
+        return gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_what_nobody_has_any_more_is_freed_at_once(run, stage, world_size):
+    """As with torch's own optimizers: Python counts objects, not bytes, before it looks for reference cycles."""
+    assert all(run(dropped_without_gc, stage))
+
+
+class Interrupted:
+    """Work during whose wait() a signal arrives: Python runs the handler as soon as it returns."""
+
+    def __init__(self, work, handler):
+        self.work, self.handler = work, handler
+
+    def wait(self):
+        self.work.wait()
+        handler, self.handler = self.handler, lambda: None
+        handler()
+
+
+def read_in_a_signal_handler(rank):
+    model = net(rank)
+    optimizer = DistributedOptimizer(model.parameters(), **SGD)
+    optimizer.prefetch_params(model)
+    loss(model, rank).backward()
+    optimizer.step()
+    kept = []
+    for bucket in optimizer.buckets:
+        bucket.param_sync = Interrupted(bucket.param_sync, lambda: kept.append(copy.deepcopy(model)))
+    loss(model, rank, step=1).backward()
+    assert_same(kept[0], model, 1)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_signal_handler_may_keep_the_parameters(run, world_size):
+    run(read_in_a_signal_handler)
