@@ -70,4 +70,5 @@ diff:
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache *.egg-info $(shell find . -name __pycache__ -not -path './.venv/*')
+	rm -rf .venv .pytest_cache *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -12,7 +12,12 @@ import json
 import sys
 from pathlib import Path
 
+import rich.console
+import rich.progress
+
 import harness
+from harness import measure, peers, report, timeline, workload
+from harness.launch import WorkerError, Workers
 
 fail = functools.partial(harness.fail, "bench.py")
 
@@ -43,12 +48,6 @@ def parse(rows, models):
 
 
 def main():
-    import rich.console  # here, and not at the top: Ctrl-C is then one word, even while torch is being loaded
-    import rich.progress
-
-    from harness import measure, peers, report, timeline, workload
-    from harness.launch import WorkerError, Workers
-
     args, names = parse(peers.ROWS, workload.MODELS)
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
@@ -78,16 +77,13 @@ def main():
                 result["model_state"], result["gathered"] = measure.model_state(settings), measure.gathered(settings)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
-    console = report.show(result)
-    if args.json:
+    if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"written to {args.json}")
+    report.show(result)
+    if args.json:
+        print(f"written to {args.json}")  # not by rich, for which [a] in a path is markup
     sys.exit(measure.is_wrong(result))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    main()

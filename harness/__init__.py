@@ -6,6 +6,17 @@ import signal
 import sys
 
 
+def say_interrupted(kind, error, trace):
+    """Ctrl-C ends every program here with one word, whenever it comes: while `python -m` still loads torch, too."""
+    if not issubclass(kind, KeyboardInterrupt):
+        return sys.__excepthook__(kind, error, trace)
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+
+
+sys.excepthook = say_interrupted
+
+
 def fail(program, message):
     """End `program` because of what its user wrote: one line, exit code 2."""
     print(f"{program}: error: {message}", file=sys.stderr)

@@ -214,10 +214,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))
-    print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
-          f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
+          f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
 
 
 if __name__ == "__main__":
@@ -225,5 +225,3 @@ if __name__ == "__main__":
         main()
     except (AssertionError, queue.Empty) as failure:
         sys.exit(f"faults: error: {failure or f'an attempt said nothing for {START_LIMIT_S} seconds'}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")

@@ -136,8 +136,8 @@ def main():
         return print("cuda: there is no GPU here: nothing was measured")
     harness.check_writable("--json", args.json, fail)
     result = measure(torch.device("cuda", 0))
-    print(report.sheet_text(sheet(result)))
     args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(report.sheet_text(sheet(result)))
     print(f"written to {args.json}")
 
 

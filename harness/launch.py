@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
+import harness
+
 
 class Rank(NamedTuple):
     """Who this process is. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
@@ -118,8 +120,7 @@ def _report_lost_rank(kind, error, trace):
     """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
-        sys.__excepthook__(kind, error, trace)
-        return
+        return harness.say_interrupted(kind, error, trace)
     sys.stdout.flush()
     print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} lost another rank: {first_line}",
           file=sys.stderr, flush=True)

@@ -244,7 +244,7 @@ def main():
     args = parse()
     if "RANK" in os.environ:
         return measure_here(args)
-    from harness import measure, report, timeline, workload  # here: Ctrl-C is one word, even while torch is loaded
+    from harness import measure, report, timeline, workload  # here: bad input is answered before torch is loaded
 
     harness.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
     if args.json:
@@ -260,28 +260,26 @@ def main():
         sys.exit(f"network: {error}")
     if result is None:
         sys.exit("network: a host failed; see above")
-    console = report.show(result)
-    if args.json:
-        drawn, title = timeline.on_two_hosts(result)
-        if drawn:
-            console.print(title, timeline.text(drawn), sep="\n")
+    shown, title = timeline.on_two_hosts(result)
+    picture = f"{title}\n{timeline.text(shown)}\n" if shown else ""  # now: of most results the steps aren't kept
+    if args.json:  # before it is shown, see bench.py
         others, kept = earlier(args)
         results = [{**result, **kept}, *others]
         to_draw = timeline.to_draw(results)
         for other in results:
             if other is not to_draw:
                 timeline.keep_exposed_only(other["rows"])
-        args.json.write_text(json.dumps({**results[0], "other_rates": others}, indent=1) + "\n")
+        beside = args.json.with_name(args.json.name + ".partial")  # the other rates took hours: if the disk is full
+        beside.write_text(json.dumps({**results[0], "other_rates": others}, indent=1) + "\n")  # they stay
+        beside.replace(args.json)
         drawn, title = timeline.on_two_hosts(to_draw)
         if drawn:
             args.json.with_suffix(".svg").write_text(timeline.svg(drawn, title), encoding="utf-8")
-        console.print(f"written to {args.json} and {args.json.with_suffix('.svg')}")
+    report.show(result)
+    if args.json:
+        print(f"{picture}written to {args.json} and {args.json.with_suffix('.svg')}")
     sys.exit(measure.is_wrong(result))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    main()

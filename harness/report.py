@@ -27,8 +27,8 @@ import harness
 from harness import timeline
 
 NONE = "–"
-EXPOSED = ("Exposed: communication during which nothing computes, in a recorded step, the median of five, on the rank with "
-           "more of it.")
+EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
+           "with more of it.")
 
 
 class Sheet(NamedTuple):
@@ -253,13 +253,12 @@ def conditions_line(conditions):
 
 
 def show(result):
-    """Prints all tables, made for 100 columns, 110 on CUDA -> the console, for what comes after them."""
+    """Prints all tables, made for 100 columns, 110 on CUDA."""
     console = Console(highlight=False)
     console.width = max(console.width, 110 if result["conditions"]["device"] == "cuda" else 100)
     for sheet in sheets(result):
         console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), "", sep="\n")
     console.print(_dim(conditions_line(result["conditions"])))
-    return console
 
 
 def _rich_table(sheet):
@@ -432,7 +431,9 @@ def main():
             reason = f"there is no such block, or results/ holds something else than results: {error!r}"
             raise SystemExit(f"report: {path.name}: {reason}") from None
     for path, before, after in texts:
-        path.write_text(after, encoding="utf-8")
+        if after != before:
+            harness.check_writable("page", path, functools.partial(harness.fail, "report"))
+            path.write_text(after, encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 
 

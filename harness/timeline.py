@@ -76,7 +76,7 @@ class Recorder(Ledger):
 
 
 def record(rank, settings, name):
-    """Record steps of a row, without a pause between them -> that of median length, on this rank: see `one_step`."""
+    """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
     row, batches = peers.find(name), make_batches(settings, rank)[:WARMUP_STEPS]
@@ -364,10 +364,10 @@ def main():
     with Workers(args.ranks) as workers:
         rows = [(f"{name}, rank {rank}", step) for name in names
                 for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
-    print(text(rows))
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     args.out.write_text(svg(rows, title), encoding="utf-8")
     args.out.with_suffix(".json").write_text(json.dumps(trace(rows)))
+    print(text(rows))  # when all is written: see bench.py
     print(f"written to {args.out} and {args.out.with_suffix('.json')}")
 
 
@@ -376,5 +376,3 @@ if __name__ == "__main__":
         main()
     except WorkerError as error:
         sys.exit(f"timeline: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")

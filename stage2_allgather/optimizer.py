@@ -43,6 +43,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.average_gradients = average_gradients
         self.grads_synced = False
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
+        self.shard_numels = [0] * self.world_size
         self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
@@ -61,7 +62,9 @@ class DistributedOptimizer(OptimizerWrapper):
             self._broadcast([param], src=0)
             hook_gradient(param, self._on_grad_ready)
         for param in sorted(params, key=torch.Tensor.numel, reverse=True):
-            min(self.shards, key=lambda shard: sum(p.numel() for p in shard)).append(param)
+            owner = self.shard_numels.index(min(self.shard_numels))
+            self.shards[owner].append(param)
+            self.shard_numels[owner] += param.numel()
         owned = {id(param) for param in self.shards[self.rank]}
         self._add_to_inner(self.param_groups[-1], [param for param in params if id(param) in owned])
 

@@ -226,11 +226,12 @@ class GradBuffer:
             param.grad = grad if param.requires_grad and not self.in_main_grad else None
 
     def let_go(self):
-        """Hand the parameters back to torch: gradients stay where autograd puts them."""
+        """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""
         for hook in self.hooks:
             hook.remove()
-        for param in self.params:
-            param.grad = None
+        for param, grad in zip(self.params, self.grads):
+            if param.grad is grad:
+                param.grad = None
             vars(param).pop("main_grad", None)
 
 

@@ -272,8 +272,8 @@ def parse_args():
 def main():
     args = parse_args()
     blocks = draw(run_ranks(args), args)
+    args.svg.write_text(svg(blocks), encoding="utf-8")  # before it is shown: see bench.py
     print_blocks(blocks)
-    args.svg.write_text(svg(blocks), encoding="utf-8")
     print(f"saved as {args.svg}")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from .checks import all_params
-from .full_state import expected_of_saved, expected_state, inner_of, install, packed_groups, pieces_of, states_of
+from .full_state import expected_of_saved, inner_of, install, packed_groups, pieces_of, states_of
 
 # Each rank reads for itself, which torch.distributed.checkpoint finds worth a warning.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -180,13 +180,11 @@ def collect(model, optimizer, names, groups, extra, rank, to_cpu):
     """What this rank writes, in the layout of torch's get_state_dict -> (tree, manifest without the files)."""
     pieces, params = pieces_of(optimizer), all_params(optimizer)
     index_of = {id(param): index for index, param in enumerate(params)}
-    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else [{}] * len(params)
 
-    def kept(tensor):
-        return tensor.detach().to("cpu", copy=True) if to_cpu else tensor.detach()
-
-    def is_piece(index, key, value):  # a "step" with one element is none, beside a piece that has one
-        return value.shape == pieces[index].main.shape and expected[index].get(key, True)
+    def kept(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().to("cpu", copy=True) if to_cpu else value.detach()
 
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": groups}, "extra": {}}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -195,14 +193,11 @@ def collect(model, optimizer, names, groups, extra, rank, to_cpu):
             start, stop, _ = pieces[index]
             tree["model"][name] = Shard(kept(value.reshape(-1)[start:stop]), value.shape, start)
         elif index is None or not value.numel():
-            tree["model"][name] = kept(value) if isinstance(value, torch.Tensor) else value
-    for index, state in states_of(optimizer, pieces).items():
-        start = pieces[index].start
-        tree["optimizer"]["state"][names[index]] = {
-            key: value if not isinstance(value, torch.Tensor)
-            else Shard(kept(value), params[index].shape, start) if is_piece(index, key, value) else kept(value)
-            for key, value in state.items()
-        }
+            tree["model"][name] = kept(value)
+    for index, (cut, common) in states_of(optimizer, pieces).items():
+        shape, start = params[index].shape, pieces[index].start
+        state = {key: Shard(kept(part), shape, start) for key, part in cut.items()}
+        tree["optimizer"]["state"][names[index]] = state | {key: kept(value) for key, value in common.items()}
     for group in groups:
         group.pop("param_names", None)
         group["params"] = [names[index] for index in group["params"]]
@@ -215,18 +210,16 @@ def names_of(model, optimizer) -> list[str]:
     """The names that the parameters have in model.state_dict(), by index."""
     name_of = {}
     for name, param in [*model.state_dict(keep_vars=True).items(), *model.named_parameters()]:
-        name_of.setdefault(id(param), name)  # the first of tied ones
-    unknown = [index for index, param in enumerate(all_params(optimizer)) if id(param) not in name_of]
-    if unknown:
-        raise ValueError(f"parameter {unknown[0]} of the optimizer is not one of the model's: pass the model it trains")
-    names = [name_of[id(param)] for param in all_params(optimizer)]
-    for name, param in zip(names, all_params(optimizer)):
-        if hasattr(param, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and optimizer.full_state_dict()")
-    for name in model.state_dict(keep_vars=True):
         if name.endswith("_extra_state"):
             raise ValueError(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
-    return names
+        name_of.setdefault(id(param), name)  # the first of tied ones
+    for index, param in enumerate(all_params(optimizer)):
+        name = name_of.get(id(param))
+        if name is None:
+            raise ValueError(f"parameter {index} of the optimizer is not one of the model's: pass the model it trains")
+        if hasattr(param, "device_mesh"):
+            raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and optimizer.full_state_dict()")
+    return [name_of[id(param)] for param in all_params(optimizer)]
 
 
 def write(path, partial, tree, manifest, group):

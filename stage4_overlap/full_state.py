@@ -63,19 +63,23 @@ def main_params_of(optimizer) -> dict[int, torch.Tensor]:
     return {index: main for index, (_, _, main) in pieces_of(optimizer).items() if main.dtype != params[index].dtype}
 
 
-def states_of(optimizer, pieces, all_main_params=False) -> dict[int, dict[str, Any]]:
-    """-> index -> name -> a tensor of the piece's shape, or what all pieces of a parameter have in common ("step").
+def states_of(optimizer, pieces, all_main_params=False) -> dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """-> index -> name -> a tensor of the piece's shape; and name -> what all pieces of a parameter have in common.
 
+    A "step" may have one element, and so may a piece: its shape is not enough, `expected_state` knows which it is.
     The main parameter of one that was never stepped is left out: torch would take it for a whole state. The model has
     its value, except what rounding lost if it was loaded in fp32. `all_main_params` keeps it.
     """
     params, states = all_params(optimizer), {}
-    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else None
+    expected = expected_state(optimizer) if hasattr(optimizer, "sharded_params") else [{}] * len(params)
     for index, piece in pieces.items():
-        states[index] = dict(inner_of(optimizer).state.get(piece.main, {}))
+        state = inner_of(optimizer).state.get(piece.main, {})
+        cut = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)
+               and value.shape == piece.main.shape and expected[index].get(key, True)}
+        states[index] = cut, {key: value for key, value in state.items() if key not in cut}
         has_main_param = piece.main.dtype != params[index].dtype
-        if has_main_param and (all_main_params or states[index] or not expected[index]):  # SGD may never have a state
-            states[index]["main_param"] = piece.main
+        if has_main_param and (all_main_params or state or not expected[index]):  # SGD may never have a state
+            cut["main_param"] = piece.main
     return states
 
 
@@ -138,7 +142,7 @@ def packed_groups(optimizer) -> list[dict]:
 
 @torch.no_grad()
 def install(optimizer, states, groups):
-    """Replace the inner optimizer's state by `states`, which are like those of `states_of`, and all hyperparameters."""
+    """Replace the inner optimizer's state by `states`, index -> name -> tensor or value, and all hyperparameters."""
     inner, params = inner_of(optimizer), all_params(optimizer)
     place_of = {id(main): place for place, main in enumerate(all_params(inner))}
     inner_states = {}
@@ -172,46 +176,54 @@ def like(param, flat):
 
 
 def gather(states, pieces, params, group, dst):
-    """Yield (index, whole state) of each parameter that has one, on rank `dst` of `group`, None: on all. Collective.
+    """-> iterator over (index, whole tensors, what is common) of each parameter that has a state. Collective.
 
-    What had to be put together is flat, (numel,), on the device of the parameter.
+    On rank `dst` of `group`, None: on all. The tensors are flat, (numel,), on the device of the parameter; each travels
+    when it is asked for.
+
+    Raises:
+        RuntimeError: a part of a state is on no rank; on every rank, before anything travels.
     """
-    rank = dist.get_rank(group)
-    mine = {}  # index -> start, stop, name -> the dtype of what has to travel, or what all pieces have in common
-    for index, state in states.items():
+    mine = {}  # index -> start, stop, name -> dtype of what has to travel, name -> what all pieces have in common
+    for index, (cut, common) in states.items():
         start, stop, _ = pieces[index]
-        described = {key: v.dtype if is_flat(v, stop - start) else _on_cpu(v) for key, v in state.items()}
-        mine[index] = start, stop, described
+        dtypes = {key: part.dtype for key, part in cut.items()}
+        mine[index] = start, stop, dtypes, {key: _on_cpu(value) for key, value in common.items()}
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     for index, param in enumerate(params):
-        found = [theirs.get(index, (0, 0, {})) for theirs in everyone]
-        whole = {key: what for *_, described in found for key, what in described.items()
-                 if not isinstance(what, torch.dtype)}
-        common = set(whole)  # what has one element, as a piece may have, is no piece if it is common elsewhere
-        for owner, (start, stop, described) in enumerate(found):
-            for key, what in described.items():
-                if key in common:
-                    continue
+        found = [theirs[index] for theirs in everyone if index in theirs]
+        common = {key for *_, their_common in found for key in their_common}
+        for key in {key for _, _, dtypes, _ in found for key in dtypes} - common:
+            if sum(stop - start for start, stop, dtypes, _ in found if key in dtypes) < local(param).numel():
+                raise RuntimeError(f"the state of parameter {index} has {key} for some of its elements only: some "
+                                   "ranks have stepped it and others not, or cleared it")
+    return _put_together(everyone, states, params, group, dst)
+
+
+def _put_together(everyone, states, params, group, dst):
+    """`everyone`: for each rank, what `gather` has called `mine`."""
+    rank = dist.get_rank(group)
+    for index, param in enumerate(params):
+        whole, common = {}, {}
+        for owner, theirs in enumerate(everyone):
+            start, stop, dtypes, their_common = theirs.get(index, (0, 0, {}, {}))
+            common.update(their_common)
+            for key, dtype in dtypes.items():
                 if dst in (None, rank):
                     if key not in whole:
-                        whole[key] = torch.empty(local(param).numel(), dtype=what, device=param.device)
+                        whole[key] = torch.empty(local(param).numel(), dtype=dtype, device=param.device)
                     part = whole[key][start:stop]
                     if owner == rank:
-                        part.copy_(states[index][key])
+                        part.copy_(states[index][0][key])
                     if dst is None:
                         dist.broadcast(part, group=group, group_src=owner)
                     elif owner != rank:
                         dist.recv(part, group=group, group_src=owner, tag=TAG)
                 elif owner == rank:
-                    dist.send(states[index][key], group=group, group_dst=dst, tag=TAG)
-        if whole and dst in (None, rank):
-            yield index, whole
-
-
-def is_flat(value, numel):
-    """Whether an entry of a state has an element for each of `numel`: pieces are flat, "step" has one element."""
-    return isinstance(value, torch.Tensor) and value.shape == (numel,)
+                    dist.send(states[index][0][key], group=group, group_dst=dst, tag=TAG)
+        if (whole or common) and dst in (None, rank):
+            yield index, whole, common
 
 
 def _on_cpu(value):
@@ -219,7 +231,7 @@ def _on_cpu(value):
 
 
 def _plan(optimizer, state_dict):
-    """-> groups, index -> name -> the dtype of what has to travel, or a value. ValueError: it can't be loaded."""
+    """-> groups, index -> (name -> dtype of what has to travel, name -> value). ValueError: it can't be loaded."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
@@ -235,7 +247,8 @@ def _plan(optimizer, state_dict):
     for index, (param, expected) in enumerate(zip(all_params(optimizer), all_expected)):
         state = state_dict["state"].get(index, {})
         elementwise = state.keys() & {"main_param", *(key for key in expected if expected[key])}
-        described[index] = {key: v.dtype if key in elementwise else _on_cpu(v) for key, v in state.items()}
+        common = {key: _on_cpu(value) for key, value in state.items() if key not in elementwise}
+        described[index] = {key: state[key].dtype for key in elementwise}, common
         for key in elementwise:
             if state[key].shape != param.shape:
                 shapes = f"{tuple(state[key].shape)} in this state_dict, the parameter is {tuple(param.shape)}"
@@ -356,15 +369,16 @@ class ShardedOptimizer(OptimizerWrapper):
         Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
         stepped has a "main_param". With TORCH_DISTRIBUTED_DEBUG=DETAIL torch takes sends for collectives, which three
         ranks and more must have alike: pass to_all=True then.
+
+        Raises:
+            RuntimeError: some ranks have a state for their part of a parameter, and others don't; on every rank.
         """
         if to_all:
             refuse_outsider(self)
         dst, pieces, params = None if to_all else 0, pieces_of(self), all_params(self)
         state = {}
-        for index, whole in gather(states_of(self, pieces), pieces, params, self.process_group, dst):
-            param, numel = params[index], local(params[index]).numel()
-            state[index] = {key: like(param, value.cpu()) if is_flat(value, numel) else value
-                            for key, value in whole.items()}
+        for index, whole, common in gather(states_of(self, pieces), pieces, params, self.process_group, dst):
+            state[index] = {key: like(params[index], value.cpu()) for key, value in whole.items()} | common
         return {"state": state, "param_groups": packed_groups(self)} if dst in (None, self.rank) else {}
 
     @torch.no_grad()
@@ -378,30 +392,26 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         refuse_outsider(self)
         group, pieces, params = self.process_group, pieces_of(self), all_params(self)
-        plan = None
+        plan = [None]
         if self.rank == 0:
             try:
-                plan = _plan(self, state_dict)
+                plan[0] = _plan(self, state_dict)
                 pickle.dumps(plan)  # before the others wait for it
             except ValueError as error:
-                plan = error
+                plan[0] = error
             except Exception as error:  # the other ranks wait for the plan
-                plan = ValueError(f"this state_dict can't be read: {error!r}")
-        plan = [plan]
+                plan[0] = ValueError(f"this state_dict can't be read: {error!r}")
         dist.broadcast_object_list(plan, group=group, group_src=0)
         if isinstance(plan[0], ValueError):
             raise plan[0]
         groups, described = copy.deepcopy(plan[0])  # on rank 0 it is the caller's own, which a step would change
         inner_of(self).state.clear()
         states = {}
-        for index, entries in described.items():
-            states[index] = {}
-            for key, what in entries.items():
-                if not isinstance(what, torch.dtype):
-                    states[index][key] = what
-                    continue
+        for index, (dtypes, common) in described.items():
+            states[index] = common
+            for key, dtype in dtypes.items():
                 param = local(params[index])
-                whole = torch.empty(param.numel(), dtype=what, device=param.device)
+                whole = torch.empty(param.numel(), dtype=dtype, device=param.device)
                 if self.rank == 0:
                     whole.copy_(local(state_dict["state"][index][key]).reshape(-1))
                 dist.broadcast(whole, group=group, group_src=0)
@@ -415,25 +425,39 @@ class ShardedOptimizer(OptimizerWrapper):
 @torch.no_grad()
 def reshard(optimizer, process_group, has_grads):
     """See DistributedOptimizer.reshard. `has_grads`: whether this rank is between backward() and step()."""
-    refuse_no_group(process_group)
+    error, to = None, []
+    try:
+        refuse_no_group(process_group)
+        if dist.get_rank(process_group) >= 0:
+            to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
+        error = refusal
     params, pieces = all_params(optimizer), pieces_of(optimizer)
     states = states_of(optimizer, pieces, all_main_params=True)
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (len(pieces), packed_groups(optimizer), has_grads, optimizer.rank))
-    if any(theirs for _, _, theirs, _ in everyone):
+    dist.all_gather_object(everyone, (packed_groups(optimizer), has_grads, optimizer.rank, to, error))
+    all_groups, all_have_grads, ranks, all_to, errors = zip(*everyone)
+    if any(errors):
+        raise error or next(filter(None, errors))
+    if any(all_have_grads):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
-    if len({tuple(len(group["params"]) for group in groups) for _, groups, _, _ in everyone}) > 1:
+    if len({tuple(len(group["params"]) for group in groups) for groups in all_groups}) > 1:
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
-    if sum(rank == 0 for *_, rank in everyone) > 1:
+    if ranks.count(0) > 1:
         raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
-    source = next((rank for rank, (n_pieces, *_) in enumerate(everyone) if n_pieces), 0)
+    if not any(all_to) or any(all_to[rank] != theirs for theirs in all_to for rank in theirs):
+        raise RuntimeError("reshard() to a process group must be called with it on each of its ranks")
+    wholes = gather(states, pieces, params, None, dst=None)
+    source = ranks.index(0)
     for param in params:
+        if optimizer.rank < 0:
+            param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
         dist.broadcast(param, src=source)  # to the ranks that join
+    del pieces  # and the memory that the parameters leave
     optimizer.move_to(process_group)
     new_pieces, moved = pieces_of(optimizer), {}
-    for index, whole in gather(states, pieces, params, None, dst=None):
+    for index, whole, common in wholes:
         if index in new_pieces:
             start, stop, _ = new_pieces[index]
-            numel = params[index].numel()
-            moved[index] = {key: v[start:stop].clone() if is_flat(v, numel) else v for key, v in whole.items()}
-    install(optimizer, moved, everyone[source][1])
+            moved[index] = {key: value[start:stop].clone() for key, value in whole.items()} | common
+    install(optimizer, moved, all_groups[source])

@@ -215,12 +215,12 @@ class DistributedOptimizer(ShardedOptimizer):
     def reshard(self, process_group):
         """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
 
-        A rank outside of `process_group` keeps its parameters and no state; a later group may have it again. What this
-        optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
+        A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it
+        again. What this optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
 
         Raises:
-            RuntimeError: between backward() and step(); or the ranks are in several process groups so far; or there are
-                DTensors.
+            RuntimeError: between backward() and step(); or the ranks are in several process groups so far, or now; or
+                some have a state for their part of a parameter, and others don't; or there are DTensors. On every rank.
         """
         if any(hasattr(param, "device_mesh") for param in all_params(self)):
             raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")

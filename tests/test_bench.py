@@ -1,5 +1,6 @@
 """bench.py: the json that it promises, counts that equal the formulas, and no time for what is wrong."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness import measure, peers, workload
+from harness import measure, peers, report, workload
 from harness.ledger import Ledger
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
@@ -244,3 +245,21 @@ def test_the_model_state_is_that_of_the_formula(result):
     """Up to padding, which is much in a tiny model: at one rank there is little of it."""
     for row in result["model_state"]:
         assert row["bytes_per_param"]["1"] == pytest.approx(row["bytes_per_param_theory"]["1"], rel=0.02), row["name"]
+
+
+def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, capsys):
+    """As in `make bench | head -1`: nobody may read what is printed any more. And [a] in a path is no markup."""
+    def broken_pipe(_):
+        raise BrokenPipeError
+    path = tmp_path / "[a]" / "bench.json"
+    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "measure", lambda *_: {"rows": []})
+    monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
+    monkeypatch.setattr(report, "show", broken_pipe)
+    with pytest.raises(BrokenPipeError):
+        bench.main()
+    assert json.loads(path.read_text()) == {"rows": []}
+    monkeypatch.setattr(report, "show", lambda _: None)
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert capsys.readouterr().out == f"written to {path}\n"

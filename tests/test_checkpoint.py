@@ -111,9 +111,9 @@ class CountsInOneElement(torch.optim.Optimizer):
                     param -= group["lr"] * state["sum"] / state["step"]
 
 
-def counts_in_one_element(rank, stage, path):
-    """17 elements: on two ranks and more the last piece has one."""
-    params = torch.nn.ParameterList(torch.ones(17, device=rank.device) for _ in range(2))
+def counts_in_one_element(rank, stage, shape, path):
+    """17 elements: on two ranks and more the last piece has one. And a parameter of one."""
+    params = torch.nn.ParameterList(torch.ones(shape, device=rank.device) for _ in range(2))
     optimizer = optimizer_of(stage)(params[:1], CountsInOneElement)
     plain = CountsInOneElement(params[1:])
     for _ in range(3):
@@ -132,9 +132,32 @@ def counts_in_one_element(rank, stage, path):
     assert equal(optimizer.full_state_dict(to_all=True)["state"], plain.state_dict()["state"])
 
 
+@pytest.mark.parametrize("shape", [(17,), (1, 1)], ids=str)
 @pytest.mark.parametrize("stage", SHARDED)
-def test_a_state_of_one_element_is_no_piece(run, stage, tmp_path):
-    run(counts_in_one_element, stage, tmp_path / "one")
+def test_a_state_of_one_element_is_no_piece(run, stage, shape, tmp_path):
+    run(counts_in_one_element, stage, shape, tmp_path / "one")
+
+
+def state_on_one_rank(rank, stage):
+    """What no rank has would be whatever lies in memory."""
+    weight = torch.nn.Parameter(torch.ones(64, device=rank.device))
+    optimizer = optimizer_of(stage)([weight])
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank.rank:
+        optimizer.state.clear()
+    before = weight.detach().clone()
+    for call in (optimizer.full_state_dict, lambda: optimizer.reshard(None)):
+        with pytest.raises(RuntimeError, match="the state of parameter 0 has exp_avg.* for some of its elements only"):
+            call()
+    assert len(optimizer.state) == (rank.rank == 0) and torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_state_of_some_elements_is_refused(run, stage):
+    run(state_on_one_rank, stage)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -551,6 +574,24 @@ def test_gradients_are_not_lost_by_moving(run, stage):
     run(move_with_gradients, stage)
 
 
+def move_with_assigned_gradients(rank, stage):
+    """They are not of backward(), and counted in the next step."""
+    model, optimizer = a_run(rank, stage, None, **ADAMW)
+    plain, plain_optimizer = a_run(rank, None, None, **ADAMW)
+    for param in [*trainable(model), *trainable(plain)]:
+        param.grad = torch.ones_like(param)
+    optimizer.reshard(None)
+    optimizer.step()
+    plain_optimizer.step()
+    assert_same(model, plain, exact=False)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_assigned_gradients_are_not_lost_by_moving(run, stage):
+    run(move_with_assigned_gradients, stage)
+
+
 def move_with_gradients_on_some(rank, stage):
     """The last rank is outside, and has none."""
     model, optimizer = a_run(rank, stage, None)
@@ -565,6 +606,27 @@ def move_with_gradients_on_some(rank, stage):
 @pytest.mark.parametrize("world_size", [3])
 def test_a_move_that_is_refused_is_refused_on_every_rank(run, stage, world_size):
     run(move_with_gradients_on_some, stage)
+
+
+def move_with_gradients_from_outside(rank, stage):
+    """A rank that was outside, and looked at gradients there, steps with those of the next pass only."""
+    model, optimizer = a_run(rank, stage, None, **ADAMW)
+    plain, plain_optimizer = a_run(rank, None, None, **ADAMW)
+    optimizer.reshard(dist.new_group([0]))
+    if rank.rank:
+        loss_of(model, *batch(7, 0, device=rank.device)).backward()
+        optimizer.zero_grad()
+        loss_of(model, *batch(8, 0, device=rank.device)).backward()
+    optimizer.reshard(None)
+    step_alike(rank, model, optimizer, range(2))
+    step_alike(rank, plain, plain_optimizer, range(2))
+    assert_same(model, plain, exact=False)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_gradients_from_outside_are_not_stepped(run, stage):
+    run(move_with_gradients_from_outside, stage)
 
 
 def move_what_was_never_stepped(rank, stage, path):
@@ -1393,6 +1455,28 @@ def beside_messages(rank, stage):
 @pytest.mark.parametrize("world_size", [2])
 def test_the_full_state_dict_keeps_out_of_other_messages(run, stage):
     run(beside_messages, stage)
+
+
+def move_to_different_groups(rank, stage, what):
+    """Nobody waits for a rank that is elsewhere, and nothing is lost."""
+    model, optimizer = a_run(rank, stage, None, **ADAMW)
+    step_alike(rank, model, optimizer, range(1))
+    before = optimizer.full_state_dict(to_all=True)
+    some, outside = dist.new_group([0, 1]), dist.GroupMember.NON_GROUP_MEMBER
+    if what == "destroyed" and rank.rank < 2:
+        dist.destroy_process_group(some)
+    groups = {"not on a member": [some, outside, outside], "another on a member": [some, None, some],
+              "destroyed": [some, some, some], "no group on one": [None, None, 7], "none": [outside] * 3}
+    with pytest.raises((RuntimeError, TypeError, ValueError), match="on each of its ranks|not registered|must be a "):
+        optimizer.reshard(groups[what][rank.rank])
+    assert equal(optimizer.full_state_dict(to_all=True), before)
+
+
+@pytest.mark.parametrize("what", ["not on a member", "another on a member", "destroyed", "no group on one", "none"])
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [3])
+def test_a_move_to_different_groups_is_refused_on_every_rank(run, stage, what):
+    run(move_to_different_groups, stage, what)
 
 
 def move_experts(rank, stage):

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -125,3 +126,13 @@ def test_train_differs_in_the_import_and_the_prefetch_only(stage):
     assert changed.pop(0) == f"+ from {stage}.optimizer import DistributedOptimizer"
     prefetch = ["+     optimizer.prefetch_params(model)  "] if stage == STAGES[3] else []
     assert [line.split("#")[0] for line in changed] == prefetch
+
+
+def test_clean_removes_nothing_else(tmp_path):
+    """`runs 2/__pycache__` is one path, and not `runs` and another one."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for folder in ("runs", "runs 2/__pycache__", ".venv/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "runs", "runs 2"]
+    assert not (tmp_path / "runs 2" / "__pycache__").exists()

@@ -173,3 +173,14 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert run.returncode == 0, run.stderr
     before, at_the_end = map(int, run.stdout.split())
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
+
+
+@pytest.mark.parametrize("module", ["harness.timeline", "harness.faults", "harness.gpu", "harness.report"])
+def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
+    """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    run = subprocess.run([sys.executable, "-m", module], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+                         capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (130, "interrupted\n")
