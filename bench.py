@@ -12,10 +12,11 @@ import json
 import sys
 from pathlib import Path
 
+import harness  # first: from here on Ctrl-C is one word
+
 import rich.console
 import rich.progress
 
-import harness
 from harness import measure, peers, report, timeline, workload
 from harness.launch import WorkerError, Workers
 

@@ -7,7 +7,7 @@ import sys
 
 
 def say_interrupted(kind, error, trace):
-    """Ctrl-C ends every program here with one word, whenever it comes: while `python -m` still loads torch, too."""
+    """Ctrl-C ends every program of the harness with one word, whenever it comes: while it still loads torch, too."""
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
     print("interrupted", file=sys.stderr)

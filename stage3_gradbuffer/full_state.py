@@ -445,8 +445,9 @@ def reshard(optimizer, process_group, has_grads):
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
     if ranks.count(0) > 1:
         raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
-    if not any(all_to) or any(all_to[rank] != theirs for theirs in all_to for rank in theirs):
-        raise RuntimeError("reshard() to a process group must be called with it on each of its ranks")
+    members = [rank for rank, theirs in enumerate(all_to) if theirs]
+    if not members or any(sorted(all_to[rank]) != members for rank in members):
+        raise RuntimeError("reshard() to a process group must be called with it, and no other, on each of its ranks")
     wholes = gather(states, pieces, params, None, dst=None)
     source = ranks.index(0)
     for param in params:

@@ -5,6 +5,7 @@ Sources of the ideas: DistributedDataParallel's buckets, Megatron-LLaMA's Overla
 
 import itertools
 import threading
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -148,8 +149,9 @@ class Bucket:
         )
         for kind in self.awaited.values():
             kind.bucket = self
-        for param in self.params:
-            param.__class__ = self.awaited[type(param)]
+        kinds = [self.awaited[type(param)] for param in self.params]
+        # In one call: a signal handler that read one between two of them would leave the rest awaited for ever.
+        deque(map(setattr, self.params, itertools.repeat("__class__"), kinds), maxlen=0)
 
     def finish_param_sync(self):
         """Wait for the all-gather, if one is under way, and give the parameters their classes back. In any thread."""

@@ -1462,17 +1462,19 @@ def move_to_different_groups(rank, stage, what):
     model, optimizer = a_run(rank, stage, None, **ADAMW)
     step_alike(rank, model, optimizer, range(1))
     before = optimizer.full_state_dict(to_all=True)
-    some, outside = dist.new_group([0, 1]), dist.GroupMember.NON_GROUP_MEMBER
+    some, last, outside = dist.new_group([0, 1]), dist.new_group([2]), dist.GroupMember.NON_GROUP_MEMBER
     if what == "destroyed" and rank.rank < 2:
         dist.destroy_process_group(some)
     groups = {"not on a member": [some, outside, outside], "another on a member": [some, None, some],
-              "destroyed": [some, some, some], "no group on one": [None, None, 7], "none": [outside] * 3}
+              "destroyed": [some, some, some], "no group on one": [None, None, 7], "none": [outside] * 3,
+              "several": [some, some, last]}
     with pytest.raises((RuntimeError, TypeError, ValueError), match="on each of its ranks|not registered|must be a "):
         optimizer.reshard(groups[what][rank.rank])
     assert equal(optimizer.full_state_dict(to_all=True), before)
 
 
-@pytest.mark.parametrize("what", ["not on a member", "another on a member", "destroyed", "no group on one", "none"])
+@pytest.mark.parametrize("what", ["not on a member", "another on a member", "destroyed", "no group on one", "none",
+                                  "several"])
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("world_size", [3])
 def test_a_move_to_different_groups_is_refused_on_every_rank(run, stage, what):

@@ -67,6 +67,7 @@ def test_a_rank_that_fails_ends_the_others_and_says_so_in_one_line(how, message,
         assert time.monotonic() - start < 30
         assert "\n" not in str(error.value)
         assert len(pids) == 3 and all(gone(pid) for pid in pids)
+        workers.timeout_s = 60
         assert workers.run(add, 1, 1)[0][0] == 9.0  # the next run starts new ranks
 
 
@@ -175,7 +176,7 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
-@pytest.mark.parametrize("module", ["harness.timeline", "harness.faults", "harness.gpu", "harness.report"])
+@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.faults", "harness.gpu", "harness.report"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
@@ -184,3 +185,9 @@ def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     run = subprocess.run([sys.executable, "-m", module], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
                          capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
+
+
+def test_ctrl_c_is_one_word_for_a_rank(capsys):
+    with pytest.raises(SystemExit) as end:
+        launch._report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -899,3 +899,32 @@ def read_in_a_signal_handler(rank):
 @pytest.mark.parametrize("world_size", [2])
 def test_a_signal_handler_may_keep_the_parameters(run, world_size):
     run(read_in_a_signal_handler)
+
+
+class ReadsMeanwhile(dict):
+    """The classes for awaited parameters, of which each is looked for when somebody has just read the first of them."""
+
+    def __init__(self, bucket):
+        super().__init__(bucket.awaited)
+        self.first = bucket.params[0]
+
+    def __getitem__(self, kind):
+        self.first.sum()
+        return super().__getitem__(kind)
+
+
+def read_while_classes_are_handed_out(rank):
+    model = net(rank)
+    optimizer = DistributedOptimizer(model.parameters(), **SGD)
+    optimizer.prefetch_params(model)
+    for bucket in optimizer.buckets:
+        bucket.awaited = ReadsMeanwhile(bucket)
+    for step in range(2):
+        loss(model, rank, step).backward()
+        optimizer.step()
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_signal_handler_may_come_while_parameters_leave(run, world_size):
+    run(read_while_classes_are_handed_out)
