@@ -43,7 +43,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self.average_gradients = average_gradients
         self.grads_synced = False
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
-        self.shard_numels = [0] * self.world_size
         self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
@@ -61,10 +60,11 @@ class DistributedOptimizer(OptimizerWrapper):
         for param in params:
             self._broadcast([param], src=0)
             hook_gradient(param, self._on_grad_ready)
+        numels = [sum(param.numel() for param in shard) for shard in self.shards]
         for param in sorted(params, key=torch.Tensor.numel, reverse=True):
-            owner = self.shard_numels.index(min(self.shard_numels))
+            owner = numels.index(min(numels))
             self.shards[owner].append(param)
-            self.shard_numels[owner] += param.numel()
+            numels[owner] += param.numel()
         owned = {id(param) for param in self.shards[self.rank]}
         self._add_to_inner(self.param_groups[-1], [param for param in params if id(param) in owned])
 
