@@ -111,7 +111,7 @@ class GradBuffer:
         self.received = set()  # indices of the parameters whose gradient has come since the last step
         self.hooks = []
         for index, param in enumerate(params):
-            self.hooks.append(hook_gradient(param, self.take_grad, alone=True))
+            self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
             vars(param).pop("main_grad", None)  # an earlier optimizer's
             if self.in_main_grad:
                 param.main_grad = self.grads[index]

@@ -9,11 +9,8 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .checks import all_params, spread_over
-
-GRADIENT_HOOKS = WeakTensorKeyDictionary()  # parameter -> the hook of the optimizer that takes its gradient
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -185,12 +182,12 @@ def hyperparameters(group):
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def hook_gradient(param, method, alone=False):
+def hook_gradient(param, method, takes=False):
     """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
 
     It holds that object weakly: parameters don't keep alive what they were trained with. A frozen parameter has the
-    hook too: it may be unfrozen later. `alone`: from now on no other optimizer's is called, since a gradient can be
-    taken only once.
+    hook too: it may be unfrozen later. `takes`: it takes the gradient to where `param.grad` isn't. An earlier optimizer
+    that does so, of any stage, is not called any more, or this one would find none.
     """
     # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
@@ -201,17 +198,20 @@ def hook_gradient(param, method, alone=False):
         if owner is not None:
             function(owner, param)
 
-    if alone and param in GRADIENT_HOOKS:
-        GRADIENT_HOOKS[param].remove()
+    hook.takes_gradient = takes
+    hooks = param._post_accumulate_grad_hooks or {}
+    for key in [key for key, earlier in hooks.items() if takes_gradient(earlier)]:
+        del hooks[key]
     requires_grad = param.requires_grad
     handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
-    if alone:
-        GRADIENT_HOOKS[param] = handle
     return handle
+
+
+def takes_gradient(hook):
+    return getattr(hook, "takes_gradient", False)
 
 
 def has_later_hooks(param):
     """Whether somebody's hooks, registered later, are called after the one that takes the gradient."""
-    hooks = param._post_accumulate_grad_hooks
-    return len(hooks) > 1 and next(reversed(hooks)) != GRADIENT_HOOKS[param].id
+    return not takes_gradient(next(reversed(param._post_accumulate_grad_hooks.values())))

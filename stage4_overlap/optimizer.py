@@ -184,7 +184,8 @@ class DistributedOptimizer(ShardedOptimizer):
         """Forget the gradients, those that have left too, of which `model.zero_grad()` doesn't know.
 
         They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective after a backward
-        pass, which every rank must have had then: what has begun must end, on all of them.
+        pass, which every rank must have had then: what has begun must end, on all of them. A pass that failed before
+        its first gradient is none: where that happens on some ranks only, the others wait for them.
         """
         if (self.waiting or self.went_backward) and not self.grads_synced:
             self._agree_on_used()
@@ -251,7 +252,7 @@ class DistributedOptimizer(ShardedOptimizer):
         """Put the parameters of `groups` into buckets, and this rank's ranges of them into the inner optimizer."""
         params = [param for group in groups for param in group["params"]]
         for param in params:
-            self.hooks.append(hook_gradient(param, self._on_grad_ready, alone=True))
+            self.hooks.append(hook_gradient(param, self._on_grad_ready, takes=True))
             dist.broadcast(local(param), group=self.process_group, group_src=0)
         device = params[0].device
         cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import subprocess
 import sys
 import weakref
@@ -706,6 +707,29 @@ def test_a_pass_after_a_synchronization_counts(run, stage, world_size, frozen):
 
 def error_after_sync(rank, frozen):
     return error_of(lambda: frozen_at_first(rank, "stage3_gradbuffer", frozen), RuntimeError)
+
+
+def of_another_stage(rank, older, newer):
+    """-> the weight, which starts at 0, after two steps of -1 by each of two optimizers; both live."""
+    for dtype, grad_dtype in [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]:
+        weight, kept = torch.nn.Parameter(torch.zeros(64, dtype=dtype, device=rank.device)), []
+        for stage in (older, newer):
+            weight.grad = None
+            options = {"grad_dtype": grad_dtype} if stage == "stage3_gradbuffer" else {}
+            optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=1.0, **options)
+            kept.append(optimizer)
+            for _ in range(2):
+                weight.sum().backward()
+                assert optimizer.clip_grad_norm_(100.0).item() == pytest.approx(8)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert weight.unique().tolist() == [-4]
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("older, newer", list(itertools.permutations(STAGES, 2)))
+def test_a_newer_optimizer_of_another_stage_has_the_gradients(run, older, newer, world_size):
+    run(of_another_stage, older, newer)
 
 
 def an_older_one(rank, older, newer):
