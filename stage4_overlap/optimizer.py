@@ -187,7 +187,7 @@ class DistributedOptimizer(ShardedOptimizer):
         pass, which every rank must have had then: what has begun must end, on all of them. A pass that failed before
         its first gradient is none: where that happens on some ranks only, the others wait for them.
         """
-        if (self.waiting or self.went_backward) and not self.grads_synced:
+        if self.waiting or self.went_backward:
             self._agree_on_used()
         self._finish_grad_syncs()
         super().zero_grad()

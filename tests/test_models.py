@@ -590,6 +590,7 @@ def test_a_model_is_saved_and_copied_with_its_hooks(run):
 
 
 def nested(rank):
+    """Between and after the two they keep gradients, and the next pass outside takes all of them away."""
     model = net(rank)
     optimizer = DistributedOptimizer(model.parameters(), **SGD)
     with optimizer.no_sync():
@@ -597,6 +598,8 @@ def nested(rank):
             pass
         loss(model, rank).backward()
     assert all(param.grad is not None for param in model.parameters())
+    loss(model, rank).backward()
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_no_sync_inside_no_sync(run):

@@ -115,6 +115,23 @@ def test_a_collective_between_backward_and_step(run, world_size, how):
     run(collective_before_step, how)
 
 
+def given_up(rank):
+    """One rank has its gradients in no_sync, those of the others have left: to give the step up is for all of them."""
+    params, optimizer = zeros(rank)
+    for given_up in (True, False):
+        with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
+            sum(param.sum() for param in params).backward()
+        if given_up:
+            optimizer.zero_grad()
+    optimizer.step()
+    assert moved_by(params, [[1] * 6])
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_step_is_given_up_though_one_rank_has_let_nothing_leave(run, world_size):
+    run(given_up)
+
+
 class Fail(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -142,6 +142,28 @@ def test_what_an_optimizer_counts_in_its_groups(run, stage):
     assert all(run(counted_in_groups, stage))
 
 
+class NotesInGroups(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["last_lr"] = group["lr"]
+
+
+def noted_in_groups(rank, stage):
+    weight = torch.nn.Parameter(torch.ones(40, device=rank.device))
+    optimizer, noted = optimizer_of(stage)([weight], NotesInGroups, lr=0.5), []
+    for lr in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        weight.sum().backward()
+        optimizer.step()
+        noted.append(optimizer.param_groups[0]["last_lr"])
+    return noted
+
+
+def test_what_an_optimizer_notes_in_its_groups(run, stage):
+    assert all(noted == [0.5, 0.25] for noted in run(noted_in_groups, stage))
+
+
 def refuses_a_group(rank, stage):
     """An optimizer that is element-wise with its defaults, and not with what a group says."""
     params = [torch.nn.Parameter(torch.ones(8, 8, device=rank.device)) for _ in range(2)]
