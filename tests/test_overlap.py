@@ -489,6 +489,25 @@ def test_gradients_keep_out_of_other_messages(run, world_size):
     run(beside_messages)
 
 
+def one_more_on_rank_0(rank):
+    """Rank 0 has an optimizer in a group of its own, too: what all of them share has the same tags nevertheless."""
+    alone = dist.new_group([0])
+    if rank.rank == 0:
+        DistributedOptimizer(Branches(seed=1).to(rank.device).parameters(), process_group=alone, **ADAMW)
+    model = Branches(seed=0).to(rank.device)
+    reference = Reference(model, rank.world_size)
+    optimizer = DistributedOptimizer(model.parameters(), **ADAMW)
+    loss_of(model, *inputs(0, rank)).backward()
+    optimizer.step()
+    reference.step(rank, 0)
+    assert equal(params_of(model), params_of(reference.model))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_messages_of_one_group_do_not_depend_on_others(run, world_size):
+    run(one_more_on_rank_0)
+
+
 def halved_by_hooks(rank, cap_mb):
     """A hook of the user's on each parameter, later than the optimizer's, changes what is averaged."""
     model = Branches(seed=0).to(rank.device)
