@@ -200,8 +200,10 @@ def hook_gradient(param, method, takes=False):
 
     hook.takes_gradient = takes
     hooks = param._post_accumulate_grad_hooks or {}
-    for key in [key for key, earlier in hooks.items() if takes_gradient(earlier)]:
-        del hooks[key]
+    for key in list(hooks):
+        if takes_gradient(hooks.get(key)):  # an earlier optimizer that nobody has takes its own off, at any moment
+            hooks.pop(key, None)
+    vars(param).pop("main_grad", None)  # where stage 3 may have taken it
     requires_grad = param.requires_grad
     handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
@@ -209,7 +211,7 @@ def hook_gradient(param, method, takes=False):
 
 
 def takes_gradient(hook):
-    return getattr(hook, "takes_gradient", False)
+    return getattr(hook, "takes_gradient", False) is True  # a Mock, as a hook, has whatever is asked for
 
 
 def has_later_hooks(param):

@@ -112,7 +112,6 @@ class GradBuffer:
         self.hooks = []
         for index, param in enumerate(params):
             self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
-            vars(param).pop("main_grad", None)  # an earlier optimizer's
             if self.in_main_grad:
                 param.main_grad = self.grads[index]
             elif param.requires_grad and param.grad is None:  # one that is there already counts, as in torch

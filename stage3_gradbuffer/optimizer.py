@@ -99,7 +99,7 @@ class DistributedOptimizer(ShardedOptimizer):
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
         backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero. Whether a frozen
         one is stepped each owner decides by the gradients that it had itself: freeze a layer on all ranks or on none,
-        and before backward(). GradScaler.unscale_() comes before.
+        and before backward(). GradScaler.unscale_() must come before this.
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")

@@ -367,8 +367,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
         Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
-        stepped has a "main_param". With TORCH_DISTRIBUTED_DEBUG=DETAIL torch takes sends for collectives, which three
-        ranks and more must have alike: pass to_all=True then.
+        stepped, and not cleared since, has a "main_param". With TORCH_DISTRIBUTED_DEBUG=DETAIL torch takes sends for
+        collectives, which three ranks and more must have alike: pass to_all=True then.
 
         Raises:
             RuntimeError: some ranks have a state for their part of a parameter, and others don't; on every rank.

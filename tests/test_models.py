@@ -727,6 +727,7 @@ def of_another_stage(rank, older, newer):
                 optimizer.step()
                 optimizer.zero_grad()
         assert weight.unique().tolist() == [-4]
+        assert hasattr(weight, "main_grad") == (newer == "stage3_gradbuffer" and grad_dtype is not None)
 
 
 @pytest.mark.parametrize("world_size", [2])
