@@ -713,7 +713,7 @@ def error_after_sync(rank, frozen):
 
 
 def of_another_stage(rank, older, newer):
-    """-> the weight, which starts at 0, after two steps of -1 by each of two optimizers; both live."""
+    """Two optimizers, which both live, step a weight by -1 twice each."""
     for dtype, grad_dtype in [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]:
         weight, kept = torch.nn.Parameter(torch.zeros(64, dtype=dtype, device=rank.device)), []
         for stage in (older, newer):
