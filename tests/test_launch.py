@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -146,6 +147,22 @@ def test_the_first_choice_that_works_is_taken(world_size):
         for rank in ranks:
             rank.kill()
     assert printed == [["cpu", "gloo"]] * world_size
+
+
+def policies(rank):
+    """-> of this thread and of each of gloo's: (scheduling policy, niceness)."""
+    names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
+    threads = [threading.get_native_id(), *(thread for thread, name in names.items() if "gloo" in name)]
+    return [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in threads]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no scheduling policy of its own")
+def test_what_computes_goes_before_threads_of_gloo():
+    with Workers(2, timeout_s=30) as workers:
+        for computes, *threads in workers.run(policies):
+            policy, nice = computes
+            assert policy == os.SCHED_OTHER
+            assert len(threads) >= 2 and set(threads) == {(os.SCHED_BATCH, min(nice + 10, 19))}
 
 
 ENDS = """
