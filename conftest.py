@@ -4,29 +4,42 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
 from harness.launch import WorkerError, Workers
 from tests.common import STAGES
 
-os.environ.setdefault("SHARE_GPU", "no")  # tests need more ranks than most machines have GPUs
+# Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
+ON_GPUS = [f"test_{name}.py" for name in ("checkpoint", "contract", "dtensor", "dtypes", "hostile", "ledger", "memory",
+                                          "models", "overlap", "rounds", "stages")]
 
 
 def pytest_addoption(parser):
     parser.addoption("--stage", action="append", metavar="PACKAGE", help="a package with a DistributedOptimizer")
-    parser.addoption("--ranks", type=int, action="append", help="a world size; by default 1, 2, 3 and 4")
+    parser.addoption("--ranks", type=int, action="append", help="a world size; by default 1 to 4, on GPUs 1 and 2")
+    parser.addoption("--gpu", action="store_true", help="the tests of the stages, on GPUs: several ranks may share one")
 
 
 def pytest_configure(config):
+    if config.getoption("--gpu"):
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--gpu: torch finds no GPU here")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in whatever is started: the same on every machine
     for stage in config.getoption("--stage") or []:
         if importlib.util.find_spec(stage) is None:
             raise pytest.UsageError(f"--stage {stage}: there is no package of that name here; the stages are {STAGES}")
 
 
 def pytest_generate_tests(metafunc):
-    """Every test that takes a stage runs on each, and likewise for world sizes, unless it says itself on which."""
+    """Every test that takes a stage runs on each, and likewise for world sizes, unless it says itself on which.
+
+    On GPUs that is 1 and 2 ranks: NCCL sums the gradients of more in an order of its own, and the last bits differ.
+    """
+    world_sizes = [1, 2] if metafunc.config.getoption("--gpu") else [1, 2, 3, 4]
     for name, values in {
         "stage": metafunc.config.getoption("--stage") or STAGES,
-        "world_size": metafunc.config.getoption("--ranks") or [1, 2, 3, 4],
+        "world_size": metafunc.config.getoption("--ranks") or world_sizes,
     }.items():
         chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
         if name in metafunc.fixturenames and not chosen:
@@ -34,11 +47,16 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --stage only the contract is run: the other tests are about the four stages and the harness."""
-    if config.getoption("--stage"):
-        contract = [item for item in items if item.path.name == "test_contract.py"]
-        config.hook.pytest_deselected(items=[item for item in items if item not in contract])
-        items[:] = contract
+    """With --stage only the contract is run: the other tests are about the four stages and the harness.
+
+    With --gpu those of few ranks come first: each rank takes a gigabyte of a GPU, and idle ones are ended, see `run`.
+    """
+    files = ["test_contract.py"] if config.getoption("--stage") else ON_GPUS if config.getoption("--gpu") else None
+    if files:
+        config.hook.pytest_deselected(items=[item for item in items if item.path.name not in files])
+        items[:] = [item for item in items if item.path.name in files]
+    if config.getoption("--gpu"):
+        items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +69,11 @@ def pools():
 
 
 @pytest.fixture
-def run(pools, world_size):
+def run(pools, world_size, request):
     """`run(function, *args)` calls `function(rank, *args)` on `world_size` ranks and returns the list of results."""
+    if request.config.getoption("--gpu"):
+        for other in set(pools) - {world_size}:
+            pools.pop(other).close()
 
     def run(function, *args, **kwargs):
         if world_size not in pools:

@@ -8,6 +8,7 @@ sharded update itself. The batch is one byte long, and backward() is outside the
 
 import argparse
 import functools
+import gc
 import importlib
 import json
 import statistics
@@ -22,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import harness
 from harness import report, workload
-from harness.memory import Memory
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
@@ -72,20 +72,26 @@ def time_steps(model, optimizer, device, n_steps):
 def facts(stage, model_name, d, device, n_steps=10):
     """-> dict of one row; `stage`: a package, or None for torch's fused AdamW of the whole model.
 
-    "peak_bytes", "reserved_bytes": of tensors, and what the allocator took for them (None on a CPU). An out-of-memory
-    is a result as well: "error".
+    "peak_bytes", "reserved_bytes": what torch's allocator handed out, and what it took for that; None on a CPU, which
+    has none. An out-of-memory is a result as well: "error".
     """
-    row = {"stage": stage or "fused AdamW", "model": model_name, "d": d}
+    row = {"stage": stage or "fused AdamW", "model": model_name, "d": d, "peak_bytes": None, "reserved_bytes": None}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
     try:
-        with Memory(device) as memory:
-            model = workload.GPT(workload.MODELS[model_name]).to(device)
-            numel = sum(param.numel() for param in model.parameters())
-            optimizer = (importlib.import_module(stage).DistributedOptimizer(model.parameters(), lr=1e-4) if stage else
-                         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-            seconds, made = time_steps(model, optimizer, device, n_steps)
-            row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made,
-                       peak_bytes=memory.peak, reserved_bytes=getattr(memory, "reserved", None))
+        if device.type == "cuda":
+            gc.collect()  # what the row before held
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        with device:  # made there: a CPU takes longer to make up a billion weights than all that is measured
+            model = workload.GPT(workload.MODELS[model_name])
+        numel = sum(param.numel() for param in model.parameters())
+        optimizer = (importlib.import_module(stage).DistributedOptimizer(model.parameters(), lr=1e-4) if stage else
+                     torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+        seconds, made = time_steps(model, optimizer, device, n_steps)
+        row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made)
+        if device.type == "cuda":
+            row.update(peak_bytes=torch.cuda.max_memory_allocated(device),
+                       reserved_bytes=torch.cuda.max_memory_reserved(device))
     except torch.OutOfMemoryError as error:
         row["error"] = str(error).splitlines()[0]
     finally:
@@ -112,11 +118,12 @@ def sheet(result):
         if "error" in row:
             rows.append([*name, "out of memory", *[report.NONE] * 6])
             continue
-        base, reserved = plain[row["model"]], row["reserved_bytes"]
+        base = plain[row["model"]]
         beside = f"{row['step_ms'] / base:.2f}" if base and row["d"] == 1 else report.NONE
         rows.append([*name, f"{row['step_ms']:.2f}", beside, f"{row['bytes_per_s'] / 1e9:.0f}",
-                     f"{row['bytes_per_s'] / rate:.2f}", str(row["allocations"]), f"{row['peak_bytes'] / 1e6:.0f}",
-                     f"{reserved / 1e6:.0f}" if reserved is not None else report.NONE])
+                     f"{row['bytes_per_s'] / rate:.2f}", str(row["allocations"]),
+                     *(report.NONE if row[key] is None else f"{row[key] / 1e6:.0f}"
+                       for key in ("peak_bytes", "reserved_bytes"))])
     c = result["conditions"]
     return report.Sheet(
         "The sharded update on a GPU",

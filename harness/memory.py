@@ -1,12 +1,12 @@
-"""Memory that tensors take, in bytes: counted by following storages on the CPU, asked of the allocator on CUDA.
+"""Memory that tensors take, in bytes: counted by following storages.
 
     with Memory(device) as memory:
         model = GPT(config).to(device)
         memory.live      # bytes of all tensors made since, and still alive
         memory.peak      # the most that were alive at one moment since the start, or since memory.reset_peak()
 
-What is counted is what tensors hold. What a kernel needs only while it runs is seen on CUDA and not on the CPU; buffers
-that the communication library keeps for itself are seen on neither.
+What is counted is what tensors hold, on a CPU as on a GPU. What a kernel needs only while it runs is not, and neither
+are buffers that the communication library keeps for itself.
 """
 
 import gc
@@ -94,37 +94,24 @@ class StorageMemory(TorchDispatchMode):
         return storage
 
 
-class CudaMemory:
-    """The same for CUDA, from torch's caching allocator. `reserved`: the most bytes that it took from the device."""
+class CudaMemory(StorageMemory):
+    """The same for tensors on a GPU. `reserved`: the most bytes that torch's caching allocator took from it meanwhile.
+
+    The allocator counts besides what kernels work in, and rounds up, to 1 MiB where a tensor is large: no formula is
+    met to the byte by that.
+    """
 
     def __init__(self, device):
+        super().__init__()
         self.device = device
 
     def __enter__(self):
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        self.before = torch.cuda.memory_allocated(self.device)
-        self.reserved_before = torch.cuda.memory_reserved(self.device)
-        self.reset_peak()
-        return self
-
-    def __exit__(self, *exception):
-        return None
-
-    def reset_peak(self):
         torch.cuda.reset_peak_memory_stats(self.device)
-
-    def settled(self):
-        return self.live
-
-    @property
-    def live(self):
-        return torch.cuda.memory_allocated(self.device) - self.before
-
-    @property
-    def peak(self):
-        return torch.cuda.max_memory_allocated(self.device) - self.before
+        self.reserved_before = torch.cuda.memory_reserved(self.device)
+        return super().__enter__()
 
     @property
     def reserved(self):

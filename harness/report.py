@@ -286,14 +286,16 @@ def _dim(text):
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _load(name):
+def _load(name, arguments=""):
+    """`arguments`: of the command that makes the file, which is called as what stands before a _ in its name."""
     path = ROOT / "results" / name
+    command = f"make {path.stem.split('_')[0]}{arguments}"
     if not path.exists():
-        raise SystemExit(f"report: {path} is missing: run make {path.stem} first")
+        raise SystemExit(f"report: {path} is missing: run {command} first")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise SystemExit(f"report: {path} is damaged: run make {path.stem} again") from None
+        raise SystemExit(f"report: {path} is damaged: run {command} again") from None
 
 
 def _conditions(result):
@@ -378,7 +380,14 @@ def _faults_sheets():
     return [sheet_text(losses)]
 
 
+def _cuda_sheets():
+    from harness import gpu  # which imports this file
+    bench = _load("bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
+    return [sheet_text(gpu.sheet(_load("cuda.json"))), sheet_text(sheets(bench)[0]), _conditions(bench)]
+
+
 BLOCKS = {
+    "cuda": _cuda_sheets,
     "faults": _faults_sheets,
     "stage1": lambda: _counted_sheets("stage 1 naive broadcast"),
     "stage2": lambda: _counted_sheets("stage 2 all-gather"),

@@ -1,10 +1,13 @@
 """What the tests share: a model that is awkward to shard, data, and the reference that does it all in one process."""
 
+import contextlib
+import functools
 import importlib
 import inspect
 import threading
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,10 +55,25 @@ def trainable(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def batch(step, rank, size=4, device="cpu"):
+def on_its_device(function):
+    """What `function(rank, ...)` makes without saying where, it makes on the rank's device."""
+    @functools.wraps(function)
+    def wrapper(rank, *args, **kwargs):
+        with rank.device if rank.device.type != "cpu" else contextlib.nullcontext():
+            return function(rank, *args, **kwargs)
+    return wrapper
+
+
+def of_cpus(rank):
+    """-> the same rank with the CPU for a device, and a group of gloo: for tests of when a CPU does what."""
+    return rank._replace(device=torch.device("cpu"), backend="gloo"), dist.new_group(backend="gloo")
+
+
+def batch(step, rank, size=4, device=None):
     """-> x, y: (size, 7) each; the same for the same step and rank, another one for every other."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(size, 7, generator=generator).to(device) for _ in range(2)]
+    device = device or torch.get_default_device()
+    return [torch.randn(size, 7, generator=generator, device="cpu").to(device) for _ in range(2)]
 
 
 def loss_of(model, x, y):

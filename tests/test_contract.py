@@ -639,7 +639,7 @@ REFUSALS = [
     ("of inference_mode", ValueError, "parameter 1 .*inference_mode"),
     ("no group", TypeError, "process_group must be a ProcessGroup, .* not a list"),
     ("several devices", ValueError, "parameter 1 .*meta"),
-    ("no backend", ValueError, "parameter 0 .* is on meta, process_group has .* for cpu.*: move the model"),
+    ("no backend", ValueError, "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
     ("negative lr", ValueError, "learning rate"),
 ]
 

@@ -19,14 +19,13 @@ CPU = torch.device("cpu")
 
 
 def test_rows_and_bytes():
-    """At the peak there are at least parameters and moments: 12 bytes a parameter, 4 + 8/d with d ranks."""
     result = gpu.measure(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024)
     assert [(row["stage"], row["d"]) for row in result["rows"]] == [
         ("fused AdamW", 1), *((stage, d) for stage in gpu.STAGES for d in (1, 8))]
     numel = sum(param.numel() for param in gpu.workload.GPT(gpu.workload.MODELS["nano"]).parameters())
     for row in result["rows"]:
         assert row["bytes_per_s"] * row["step_ms"] / 1000 * row["d"] == pytest.approx(28 * numel)
-        assert row["peak_bytes"] >= (4 + 8 / row["d"]) * numel and row["allocations"] == 0
+        assert row["allocations"] == 0 and row["peak_bytes"] is None
     text = report.sheet_text(gpu.sheet(result))
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 

@@ -424,7 +424,7 @@ def other_layouts(rank, stage):
     """torch's fused kernels for the CPU don't look at strides: the gradient must have those of the parameter."""
     values = torch.arange(12.0, device=rank.device).view(3, 4)
     weight, plain = torch.nn.Parameter(values.clone().t()), torch.nn.Parameter(values.t().contiguous())
-    optimizer, reference = optimizer_of(stage)([weight], lr=0.1), torch.optim.AdamW([plain], lr=0.1)
+    optimizer, reference = optimizer_of(stage)([weight], lr=0.1), torch.optim.AdamW([plain], lr=0.1, fused=True)
     for step in range(2):
         weight.grad, plain.grad = ((values.t() - step).contiguous() for _ in range(2))
         optimizer.step()

@@ -48,6 +48,23 @@ def test_a_linear_layer_and_adamw():
         assert memory.live == 16_000_000 + 4  # the number of the step
 
 
+def of_a_layer_and_adamw(rank):
+    """-> bytes that the counter has seen, and that the allocator of a GPU took for them."""
+    with Memory(rank.device) as memory:
+        layer = torch.nn.Linear(1000, 1000, bias=False, device=rank.device)
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        layer(torch.ones(500, 1000, device=rank.device)).sum().backward()
+        optimizer.step()
+        return memory.settled(), getattr(memory, "reserved", None)
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_a_gpu_is_counted_as_a_cpu_is(run, world_size):
+    """On whatever there is here; the rest of these tests run on a CPU."""
+    ((live, reserved),) = run(of_a_layer_and_adamw)
+    assert live == 16_000_000 + 4 and (reserved is None or reserved > live)
+
+
 # In a process of its own: its peak is not yet somebody else's. Before the counted part all code has run once, so that
 # what Linux counts besides (libraries, code, threads) doesn't grow any more.
 PROGRAM = """

@@ -20,7 +20,7 @@ from harness.memory import Memory
 from harness.timeline import Recorder, overlap
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.hooks import Awaited
-from tests.common import STAGES, add, batch, leave_late, loss_of
+from tests.common import STAGES, add, batch, leave_late, loss_of, of_cpus, on_its_device
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
@@ -79,8 +79,11 @@ class Reference:
 # ------------------------------------------------------------------------------------------------- order of gradients
 
 
-def wait(*_):
+def wait(module, grad_inputs, grad_outputs):
+    """As a hook of a backward pass: this rank is late, and what its GPU has been told."""
     threading.Event().wait(0.02)
+    if grad_outputs[0].is_cuda:
+        torch.cuda._sleep(4 * 10**7)  # cycles: 20 ms
 
 
 def orders(rank, pauses):
@@ -237,7 +240,7 @@ READS = {
     "foreach": lambda model: torch._foreach_add(list(model.parameters()), 1.0),
     "data": lambda model: [param.data.clone() for param in model.parameters()],
     "data_ptr": lambda model: [model.head.weight.data_ptr() * 0 + model.head.weight.data],
-    "numpy": lambda model: [torch.tensor(model.head.bias.detach().numpy())],
+    "numpy": lambda model: [torch.tensor(model.head.bias.detach().cpu().numpy())],
     "item": lambda model: [torch.tensor(model.head.bias[0].item())],
     "parameters_to_vector": lambda model: [torch.nn.utils.parameters_to_vector(model.parameters())],
     "deepcopy": lambda model: params_of(copy.deepcopy(model)),
@@ -257,6 +260,7 @@ READS["foreach of a list of its own"] = lambda model: torch._foreach_add(Listed(
 READS["cat of a list of its own"] = lambda model: [torch.cat(Listed([model.head.weight, model.embed.weight]))]
 
 
+@on_its_device
 def reads_past_hooks(rank, with_grad):
     model = Words()
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
@@ -284,6 +288,7 @@ def test_whoever_reads_past_the_hooks_sees_finished_parameters(run, with_grad, w
     run(reads_past_hooks, with_grad)
 
 
+@on_its_device
 def scripted(rank):
     """TorchScript reads past all that torch has for its functions to be watched."""
     model = Words()
@@ -303,6 +308,7 @@ def test_parameters_read_past_torch_functions_are_an_error(run):
         assert "finish_param_sync()" in message and "parameter 2 " in message  # the optimizer was given no names
 
 
+@on_its_device
 def script_prefetched(rank):
     """Without prefetch `step` waits, and a TorchScript model is one like any other."""
     model = torch.nn.Sequential(Words(), torch.jit.script(torch.nn.Linear(5, 5)))
@@ -318,6 +324,7 @@ def test_a_torchscript_model_is_not_prefetched(run):
     run(script_prefetched)
 
 
+@on_its_device
 def script_afterwards(rank):
     model = Words()
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
@@ -855,11 +862,12 @@ class Paused(torch.nn.Module):
 
 
 def events(rank, prefetch):
-    model = Paused().to(rank.device)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=0.1, **ADAMW)
+    rank, group = of_cpus(rank)
+    model = Paused()
+    optimizer = DistributedOptimizer(model.parameters(), process_group=group, bucket_cap_mb=0.1, **ADAMW)
     if prefetch:
         optimizer.prefetch_params(model)
-    x = torch.ones(2, 300, device=rank.device)
+    x = torch.ones(2, 300)
 
     def arrived():
         """One bucket, of all other ranks."""
@@ -902,19 +910,20 @@ def test_without_prefetch_step_waits_for_the_parameters(run, world_size):
 
 def all_gather_is_late(rank):
     """Rank 0 starts its all-gathers when it has heard from the others that they are in the next forward."""
-    model = Branches(seed=0).to(rank.device)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    rank, group = of_cpus(rank)
+    model = Branches(seed=0)
+    optimizer = DistributedOptimizer(model.parameters(), process_group=group, bucket_cap_mb=ONE_PARAM, **ADAMW)
     optimizer.prefetch_params(model)
     x, _ = inputs(0, rank)
     model(x).sum().backward()
     unheard = list(range(1, rank.world_size)) if rank.rank == 0 else []
-    word = torch.ones(1, device=rank.device)
-    optimizer.optimizer.register_step_post_hook(lambda *_: [dist.recv(word, unheard.pop()) for _ in unheard[:]])
+    word = torch.ones(1)
+    optimizer.optimizer.register_step_post_hook(lambda *_: [dist.recv(word, unheard.pop(), group) for _ in unheard[:]])
     with Memory(rank.device) as memory, Recorder(memory) as recorder:
         optimizer.step()
         with recorder.phase("forward"):
             if rank.rank:
-                dist.send(word, 0)
+                dist.send(word, 0, group)
             model(x)
     (_, start, end), = recorder.phases
     return sum(start < e.completed_at < end for e in recorder.entries if e.kind == "all_gather")

@@ -222,7 +222,7 @@ def test_every_elementwise_optimizer_of_torch_is_accepted(run, stage):
 
 def not_contiguous(rank, stage):
     try:
-        optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])
+        optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6, device=rank.device).t()))])
     except ValueError as error:
         return str(error)
 
