@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
-	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip")'
+	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip", on GPUs "--gpu")'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'

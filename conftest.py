@@ -1,4 +1,7 @@
-"""The contract runs over every stage and every world size; `--stage my_package` runs it on a package of your own."""
+"""The contract runs over every stage and every world size; `--stage my_package` runs it on a package of your own.
+
+Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPUs.
+"""
 
 import importlib.util
 import os

@@ -13,6 +13,7 @@ import importlib
 import json
 import statistics
 import time
+from datetime import date
 from pathlib import Path
 from unittest import mock
 
@@ -103,7 +104,8 @@ def measure(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied
     """-> {"conditions": …, "rows": […]}: plain AdamW, then both stages at each d, for each model."""
     on_gpu = device.type == "cuda"
     conditions = {"machine": torch.cuda.get_device_name(device) if on_gpu else "CPU", "torch": torch.__version__,
-                  "dtype": "float32", "steps": n_steps, "copy_bytes_per_s": copy_rate(device, copied_bytes)}
+                  "dtype": "float32", "steps": n_steps, "copy_bytes_per_s": copy_rate(device, copied_bytes),
+                  "date": date.today().isoformat()}
     rows = [facts(stage, name, d, device, n_steps) for name in models
             for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
     return {"conditions": conditions, "rows": rows}
@@ -130,8 +132,10 @@ def sheet(result):
         [("", ""), ("d", ""), ("step\nms", "measured"), ("x AdamW", "measured"), ("GB/s", "measured"),
          ("x copy", "measured"), ("new", "counted"), ("peak", "counted"), ("reserved", "counted")], rows,
         [f"GB/s: {UPDATE_BYTES} bytes for each parameter that this rank owns, over the whole step; a copy on the "
-         f"device moves {rate / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB.",
-         f"{c['machine']} · torch {c['torch']} · {c['dtype']} · median of {c['steps']} steps, no communication"])
+         f"device moves {rate / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB. "
+         "What a stage does in the backward pass is not in these times.",
+         f"{c['machine']} · torch {c['torch']} · {c['dtype']} · median of {c['steps']} steps, no communication · "
+         f"{c['date']}"])
 
 
 def main():

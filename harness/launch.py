@@ -101,14 +101,15 @@ def keep_freed_memory():
 def let_computing_go_first(threads):
     """Let `threads`, ids of this process, wait where one that computes has the core, instead of interrupting it.
 
-    Linux prefers who wakes up, and gloo's threads do at each 64 kB that arrive: in the midst of a matrix product.
+    Linux prefers who wakes up, and gloo's threads do at each 64 kB that arrive: in the midst of a matrix product. (Here
+    those of the default group; a group that is made later has threads of its own.)
     """
     for thread in threads:
         try:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 10)
         except OSError:
-            return  # it has ended, or may not be told
+            continue  # it has ended, or may not be told
 
 
 def own_threads():
@@ -148,22 +149,22 @@ def _report_lost_rank(kind, error, trace):
 
 def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
     """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
-    *others, last = choices(local_rank, local_world_size)
-    for number, (backend, device) in enumerate(others):
+    def join(backend, device, store, device_id=None):
         prepare(device)
+        before = own_threads()
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
+                                world_size=world_size, device_id=device_id)
+        if backend == "gloo":
+            let_computing_go_first(own_threads() - before)
+
+    *others, (backend, device) = choices(local_rank, local_world_size)
+    for number, other in enumerate(others):
         corner = dist.PrefixStore(f"choice {number}", store)
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=corner, rank=rank,
-                                world_size=world_size)
-        if works(device, dist.PrefixStore("works", corner)):
-            return Rank(rank, world_size, device, backend)
+        join(*other, corner)
+        if works(other[1], dist.PrefixStore("works", corner)):
+            return Rank(rank, world_size, other[1], other[0])
         dist.destroy_process_group()
-    backend, device = last
-    prepare(device)
-    others = own_threads()
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
-                            world_size=world_size, device_id=device if backend == "nccl" else None)
-    if backend == "gloo":
-        let_computing_go_first(own_threads() - others)
+    join(backend, device, store, device if backend == "nccl" else None)
     return Rank(rank, world_size, device, backend)
 
 

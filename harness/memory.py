@@ -95,10 +95,10 @@ class StorageMemory(TorchDispatchMode):
 
 
 class CudaMemory(StorageMemory):
-    """The same for tensors on a GPU. `reserved`: the most bytes that torch's caching allocator took from it meanwhile.
+    """The same, of tensors anywhere, and what torch's caching allocator had of the GPU for those there: `reserved`.
 
-    The allocator counts besides what kernels work in, and rounds up, to 1 MiB where a tensor is large: no formula is
-    met to the byte by that.
+    That is the most bytes since the start, less those of tensors from before. With it come what kernels work in and
+    what is rounded up, to 1 MiB where a tensor is large: no formula is met to the byte.
     """
 
     def __init__(self, device):
@@ -110,9 +110,9 @@ class CudaMemory(StorageMemory):
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.reserved_before = torch.cuda.memory_reserved(self.device)
+        self.allocated_before = torch.cuda.memory_allocated(self.device)
         return super().__enter__()
 
     @property
     def reserved(self):
-        return torch.cuda.max_memory_reserved(self.device) - self.reserved_before
+        return torch.cuda.max_memory_reserved(self.device) - self.allocated_before

@@ -309,8 +309,17 @@ def _by_rate():
     return sorted(results, key=lambda result: result["conditions"]["bits_per_second"])
 
 
+def _load_of(device, name, arguments=""):
+    """A result of the bench on that kind of device: a page says "On a GPU", or speaks of gloo."""
+    result = _load(name, arguments)
+    if result["conditions"]["device"] != device:
+        raise SystemExit(f"report: results/{name} must be measured with device {device}, and is of "
+                         f"{result['conditions']['device']}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
+    return result
+
+
 def _load_bench():
-    result = _load("bench.json")
+    result = _load_of("cpu", "bench.json")
     right = {row["name"] for row in result["rows"] if "error" not in row}
     if not {"model_state", "gathered"} <= result.keys() or COUNTED.keys() - right:
         raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
@@ -382,7 +391,7 @@ def _faults_sheets():
 
 def _cuda_sheets():
     from harness import gpu  # which imports this file
-    bench = _load("bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
+    bench = _load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
     return [sheet_text(gpu.sheet(_load("cuda.json"))), sheet_text(sheets(bench)[0]), _conditions(bench)]
 
 

@@ -150,7 +150,8 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
 
 
-@pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]")])
+@pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]"),
+                                           ("cuda.json", ""), ("bench_cuda.json", "{}")])
 def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_path, monkeypatch):
     copy = copied(tmp_path)
     monkeypatch.setattr(report, "ROOT", copy)
@@ -161,6 +162,24 @@ def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_
     with pytest.raises(SystemExit, match="^report: .*$"):
         report.main()
     assert (copy / "README.md").read_text(encoding="utf-8") == readme
+
+
+@pytest.mark.parametrize("device, name", [("cpu", "bench.json"), ("cuda", "bench_cuda.json")])
+def test_a_result_of_another_device_is_not_shown(device, name, tmp_path, monkeypatch):
+    copy = copied(tmp_path)
+    monkeypatch.setattr(report, "ROOT", copy)
+    names = {"cpu": "bench_cuda.json", "cuda": "bench.json"}
+    shutil.copy(copy / "results" / names[device], copy / "results" / name)
+    with pytest.raises(SystemExit, match=f"^report: results/{name} must be measured with device {device}, .*$"):
+        report.BLOCKS["bench" if device == "cpu" else "cuda"]()
+
+
+def test_what_is_missing_is_named_with_its_command(tmp_path, monkeypatch):
+    copy = copied(tmp_path)
+    monkeypatch.setattr(report, "ROOT", copy)
+    (copy / "results" / "bench_cuda.json").unlink()
+    with pytest.raises(SystemExit, match='run make bench ARGS="--json results/bench_cuda.json" first$'):
+        report.BLOCKS["cuda"]()
 
 
 def test_a_bench_with_a_row_that_failed_is_a_part_of_it(tmp_path, monkeypatch):
