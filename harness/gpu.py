@@ -8,7 +8,6 @@ sharded update itself. The batch is one byte long, and backward() is outside the
 
 import argparse
 import functools
-import gc
 import importlib
 import json
 import statistics
@@ -23,7 +22,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import harness
-from harness import report, workload
+from harness import memory, report, workload
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
@@ -80,9 +79,7 @@ def facts(stage, model_name, d, device, n_steps=10):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
     try:
         if device.type == "cuda":
-            gc.collect()  # what the row before held
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+            memory.forget_peaks(device)  # those of the row before
         with device:  # made there: a CPU takes longer to make up a billion weights than all that is measured
             model = workload.GPT(workload.MODELS[model_name])
         numel = sum(param.numel() for param in model.parameters())

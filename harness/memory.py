@@ -94,6 +94,14 @@ class StorageMemory(TorchDispatchMode):
         return storage
 
 
+def forget_peaks(device):
+    """Gives what no tensor uses back to the GPU, and lets torch's allocator begin its peaks anew."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 class CudaMemory(StorageMemory):
     """The same, of tensors anywhere, and what torch's caching allocator had of the GPU for those there: `reserved`.
 
@@ -106,10 +114,7 @@ class CudaMemory(StorageMemory):
         self.device = device
 
     def __enter__(self):
-        gc.collect()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        forget_peaks(self.device)
         self.allocated_before = torch.cuda.memory_allocated(self.device)
         return super().__enter__()
 

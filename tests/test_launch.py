@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -150,17 +149,18 @@ def test_the_first_choice_that_works_is_taken(world_size):
 
 
 def policies(rank):
-    """-> of this thread and of each of gloo's: (scheduling policy, niceness)."""
+    """-> niceness of this thread; of each of gloo's: (scheduling policy, niceness)."""
     names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
-    threads = [threading.get_native_id(), *(thread for thread, name in names.items() if "gloo" in name)]
-    return [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in threads]
+    threads = [thread for thread, name in names.items() if "gloo" in name]
+    return os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in threads]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no scheduling policy of its own")
 def test_what_computes_goes_before_threads_of_gloo():
+    """On Linux; elsewhere a thread has no policy of its own."""
     with Workers(2, timeout_s=30) as workers:
-        for (_, nice), *threads in workers.run(policies):
-            assert len(threads) >= 2 and set(threads) == {(os.SCHED_BATCH, min(nice + 10, 19))}
+        for nice, threads in workers.run(policies):
+            assert len(threads) >= 2 or not Path("/proc/self/task").exists()
+            assert all(found == (os.SCHED_BATCH, min(nice + 10, 19)) for found in threads)
 
 
 ENDS = """
