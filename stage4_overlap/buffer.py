@@ -108,7 +108,7 @@ class Bucket:
         self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + self.shard_numel)
         slots = zip(self.starts, numels, [*self.starts[1:], self.numel])
         self.padding = [slice(start + numel, stop) for start, numel, stop in slots if start + numel < stop]
-        self.param_sync = None  # the all-gather that is under way
+        self.param_sync = None  # the works of the all-gather that is under way
         self.lock = threading.RLock()  # several threads may wait for it
         self.awaited = {kind: awaited(kind) for kind in set(map(type, params))}
 
@@ -144,9 +144,7 @@ class Bucket:
         """
         self.stepped = [param for param in self.params if id(param) not in unused]
         self.parameter.copy_main_to_model()
-        self.param_sync = dist.all_gather_into_tensor(
-            self.flat_params, self.parameter.shard, group=self.process_group, async_op=True
-        )
+        self.param_sync = self._start_all_gather()
         for kind in self.awaited.values():
             kind.bucket = self
         kinds = [self.awaited[type(param)] for param in self.params]
@@ -157,7 +155,8 @@ class Bucket:
         """Wait for the all-gather, if one is under way, and give the parameters their classes back. In any thread."""
         with self.lock:
             if self.param_sync is not None:
-                self.param_sync.wait()
+                for work in self.param_sync:
+                    work.wait()
                 # A signal handler that reads a parameter comes here too, between any two of these lines.
                 with torch._C.DisableTorchFunctionSubclass():
                     self.note_new_params(self.stepped)
@@ -167,6 +166,14 @@ class Bucket:
                 for kind in self.awaited.values():
                     kind.bucket = None
                 self.param_sync = None
+
+    def _start_all_gather(self):
+        """That of gloo copies all that arrives out of a buffer of its own: there, a broadcast of each shard instead."""
+        common = {"group": self.process_group, "async_op": True}
+        if not is_on_gloo(self.process_group, self.flat_params.device):
+            return [dist.all_gather_into_tensor(self.flat_params, self.parameter.shard, **common)]
+        shards = self.flat_params.view(self.world_size, -1)  # (d, shard_numel)
+        return [dist.broadcast(shard, group_src=rank, **common) for rank, shard in enumerate(shards)]
 
     def note_new_params(self, changed):
         """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""
@@ -256,7 +263,7 @@ class BucketBuffer:
 
     def __init__(self, nbytes, device, process_group, reduce_dtype, tag):
         self.tag = tag
-        self.exchange = reduce_dtype is not None or backends_of(process_group).get(device.type) == "gloo"
+        self.exchange = reduce_dtype is not None or is_on_gloo(process_group, device)
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
         self.nbytes = self.sent.nbytes + self.received.nbytes
@@ -310,6 +317,10 @@ class BucketBuffer:
                 operations.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
                 operations.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+def is_on_gloo(process_group, device):
+    return backends_of(process_group).get(device.type) == "gloo"
 
 
 def versions_of(param):

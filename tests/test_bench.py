@@ -16,6 +16,7 @@ import bench
 import stage2_allgather
 from harness import measure, peers, report, workload
 from harness.ledger import Ledger
+from harness.timeline import PARAMETERS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
@@ -228,7 +229,7 @@ def gathered_elements(rank, stage):
     model(tokens, tokens).backward()
     with Ledger() as ledger:
         optimizer.step()
-    gathered = sum(entry.size // entry.dtype.itemsize for entry in ledger.entries if entry.kind == "all_gather")
+    gathered = sum(entry.size // entry.dtype.itemsize for entry in ledger.entries if entry.kind in PARAMETERS)
     return gathered / sum(param.numel() for param in model.parameters())
 
 

@@ -80,13 +80,16 @@ def test_stage_3(run, world_size, dtype, grad_dtype, itemsizes):
 def test_stage_4(run, world_size, dtype, itemsize):
     """One bucket: on gloo a part for each other rank and one from each, on NCCL one reduce-scatter, as many bytes.
 
-    Then the flags of used parameters, and one all-gather.
+    Then the flags of used parameters, and one all-gather, on gloo a broadcast of each part.
     """
     d, n = world_size, (PADDED if itemsize == 4 else PADDED_16BIT)[world_size]
     parts = d - 1, itemsize * n * (d - 1) // d
-    exchange = {"send": parts, "recv": parts} if run(backend)[0] == "gloo" else {"reduce_scatter": (1, itemsize * n)}
+    if run(backend)[0] == "gloo":
+        expected = {"send": parts, "recv": parts, "broadcast": (d, itemsize * n)}
+    else:
+        expected = {"reduce_scatter": (1, itemsize * n), "all_gather": (1, itemsize * n)}
     for found, sent in run(counted, "stage4_overlap", dtype=dtype):
-        assert found == {**exchange, "all_reduce": (1, FLAGS), "all_gather": (1, itemsize * n)}
+        assert found == {**expected, "all_reduce": (1, FLAGS)}
         assert sent == round((2 * itemsize * n + 2 * FLAGS) * (d - 1) / d)
 
 

@@ -918,7 +918,7 @@ def read_in_a_signal_handler(rank):
     optimizer.step()
     kept = []
     for bucket in optimizer.buckets:
-        bucket.param_sync = Interrupted(bucket.param_sync, lambda: kept.append(copy.deepcopy(model)))
+        bucket.param_sync = [Interrupted(work, lambda: kept.append(copy.deepcopy(model))) for work in bucket.param_sync]
     loss(model, rank, step=1).backward()
     assert_same(kept[0], model, 1)
     optimizer.step()

@@ -83,7 +83,7 @@ def test_the_timeline_has_both_ranks_and_what_travelled(result):
     for step in row["timeline"]:
         assert [name for name, _, _ in step["phases"]] == ["forward", "backward", "step"]
         kinds = {message["kind"] for message in step["communication"]}
-        assert kinds == {"send", "recv", "all_reduce", "all_gather"}
+        assert kinds == {"send", "recv", "all_reduce", "broadcast"}
         assert 0 <= step["exposed_seconds"] <= step["seconds"]
 
 

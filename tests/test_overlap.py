@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
 from harness.memory import Memory
-from harness.timeline import Recorder, overlap
+from harness.timeline import PARAMETERS, Recorder, overlap
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.hooks import Awaited
 from tests.common import STAGES, add, batch, leave_late, loss_of, of_cpus, on_its_device
@@ -154,12 +154,13 @@ def counted(rank, dtype, n_rounds):
     d, sizes = rank.world_size, [bucket.flat_params.nbytes for bucket in optimizer.buckets]
     pieces = sum(-(-size // d // 2**20) for size in sizes) * (d - 1) * n_rounds
     flags = 4 * (2 * 6 + 2)  # used, what is wrong, and the numbers of rounds begun and finished
-    expected = {"send": pieces, "recv": pieces, "all_reduce": 1, "all_gather": len(sizes)}
+    gathers = {"broadcast": d * len(sizes)} if rank.backend == "gloo" else {"all_gather": len(sizes)}
+    expected = {"send": pieces, "recv": pieces, "all_reduce": 1, **gathers}
     assert ledger.collectives == {kind: count for kind, count in expected.items() if count}
     assert sum(entry.size for entry in ledger.entries if entry.kind == "send") == sum(sizes) * (d - 1) // d * n_rounds
     assert ledger.wire_bytes == round((sum(sizes) * (1 + n_rounds) + 2 * flags) * (d - 1) / d)
     assert all(entry.completed_at >= entry.launched_at for entry in ledger.entries)
-    assert {entry.dtype for entry in ledger.entries if entry.kind in ("send", "all_gather")} <= {DTYPES[dtype]}
+    assert {entry.dtype for entry in ledger.entries if entry.kind in ("send", *PARAMETERS)} <= {DTYPES[dtype]}
     return len(sizes)
 
 
@@ -887,8 +888,8 @@ def events(rank, prefetch):
     forward_2 = recorder.phases[3][1:]
     start, end = first["backward"][0], first["step"][1]
     received = [e for e in recorder.entries if e.kind == "recv" and start < e.launched_at < end]
-    gathered = [e for e in recorder.entries if e.kind == "all_gather" and e.launched_at < forward_2[0]]
-    assert len(optimizer.buckets) == 2 and len(gathered) == 2
+    gathered = [e for e in recorder.entries if e.kind == "broadcast" and e.launched_at < forward_2[0]]
+    assert len(optimizer.buckets) == 2 and len(gathered) == 2 * rank.world_size
     assert overlap(recorder.busy, [first["backward"]])  # operators of backward are seen
     in_backward = [first["backward"][0] < e.launched_at and e.completed_at < first["backward"][1] for e in received]
     in_forward = [e.completed_at > forward_2[0] for e in gathered]
@@ -926,7 +927,8 @@ def all_gather_is_late(rank):
                 dist.send(word, 0, group)
             model(x)
     (_, start, end), = recorder.phases
-    return sum(start < e.completed_at < end for e in recorder.entries if e.kind == "all_gather")
+    d, ends = rank.world_size, [e.completed_at for e in recorder.entries if e.kind == "broadcast"]
+    return sum(start < max(ends[i : i + d]) < end for i in range(0, len(ends), d))  # of d broadcasts each
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
