@@ -3,9 +3,10 @@
     python -m harness.network --rate 1gbit [--rounds 4] [--rows "stage 4"]
 
 Each host is a network namespace of Linux; a veth pair joins them, whose two ends are held to `--rate` by a token bucket
-(tc tbf). In each, torchrun starts one rank with gloo on the CPU. Needs root and iproute2. Nothing else on the machine
-is touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM. (After SIGKILL its ranks are gone, and
-`ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
+(tc tbf). In each, torchrun starts one rank with gloo on the CPU, on half of the cores. Needs root and iproute2. Nothing
+else on the machine is touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM. (After SIGKILL its
+ranks are gone, and `ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit code: 0; 1 when a stage is wrong or fails;
+2 for bad input.
 """
 
 import argparse
@@ -109,12 +110,22 @@ class Hosts:
                 signal.signal(number, handler)
 
     def start(self, host, *command):
-        """Start a command on host 0 or 1 -> Popen. It ends when this process does."""
+        """Start a command on host 0 or 1 -> Popen. It ends when this process does.
+
+        Hosts have processors of their own: each gets every second core, where there are two.
+        """
+        cores = sorted(os.sched_getaffinity(0))[host::2]
+
+        def prepare():
+            harness.end_with_parent()
+            if cores:
+                os.sched_setaffinity(0, cores)
+
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.links[host], "CUDA_VISIBLE_DEVICES": "",
                        "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
                                 cwd=Path(__file__).resolve().parents[1], start_new_session=True,
-                                preexec_fn=harness.end_with_parent)
+                                preexec_fn=prepare)
 
 
 def end(pid):
@@ -215,7 +226,8 @@ def measure_here(args):
             "conditions": result["conditions"], "rows": measure.accumulation(together, settings, progress)}))
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
-        result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2)
+        result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2,
+                                    cores_per_host=len(os.sched_getaffinity(0)))
         args.json.write_text(json.dumps(result))
     launch.disconnect()
 

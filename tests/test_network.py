@@ -1,5 +1,6 @@
 """make network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
+import functools
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -85,6 +87,17 @@ def test_the_timeline_has_both_ranks_and_what_travelled(result):
         kinds = {message["kind"] for message in step["communication"]}
         assert kinds == {"send", "recv", "all_reduce", "broadcast"}
         assert 0 <= step["exposed_seconds"] <= step["seconds"]
+
+
+@needs_hosts
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two hosts have to share one core")
+def test_hosts_share_no_core(result):
+    command = sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"
+    with Hosts("1gbit") as made, mock.patch.object(subprocess, "Popen", functools.partial(
+            subprocess.Popen, stdout=subprocess.PIPE, text=True)):
+        cores = [set(made.start(host, *command).communicate(timeout=30)[0].split()) for host in (0, 1)]
+    assert cores[0] and cores[1] and not cores[0] & cores[1]
+    assert result["conditions"]["cores_per_host"] == len(cores[0])
 
 
 @needs_hosts
