@@ -5,8 +5,8 @@
 Each host is a network namespace of Linux; a veth pair joins them, whose two ends are held to `--rate` by a token bucket
 (tc tbf). In each, torchrun starts one rank with gloo on the CPU, on half of the cores. Needs root and iproute2. Nothing
 else on the machine is touched, and the namespaces are gone when it ends, also by Ctrl-C or SIGTERM. (After SIGKILL its
-ranks are gone, and `ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit code: 0; 1 when a stage is wrong or fails;
-2 for bad input.
+ranks are gone, and `ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit code: 0; 1 when a stage is wrong or
+fails; 2 for bad input.
 """
 
 import argparse
