@@ -1,6 +1,5 @@
 """make network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
-import functools
 import json
 import os
 import shutil
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -90,11 +88,13 @@ def test_the_timeline_has_both_ranks_and_what_travelled(result):
 
 
 @needs_hosts
-def test_hosts_share_no_core(result):
-    command = sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"
-    with Hosts("1gbit") as made, mock.patch.object(subprocess, "Popen", functools.partial(
-            subprocess.Popen, stdout=subprocess.PIPE, text=True)):
-        cores = [set(made.start(host, *command).communicate(timeout=30)[0].split()) for host in (0, 1)]
+def test_hosts_share_no_core(result, tmp_path):
+    tells = "import os, sys; print(*os.sched_getaffinity(0), file=open(sys.argv[1], 'w'))"
+    paths = "a", "b"
+    with Hosts("1gbit") as made:
+        for host, path in enumerate(paths):
+            assert made.start(host, sys.executable, "-c", tells, tmp_path / path).wait(timeout=30) == 0
+    cores = [set((tmp_path / path).read_text().split()) for path in paths]
     assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
     assert result["conditions"]["cores_per_host"] == len(cores[0])
 
