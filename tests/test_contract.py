@@ -201,6 +201,21 @@ def test_named_parameters(run, stage):
     run(named_parameters, stage)
 
 
+def lr_of_zero(rank, stage):
+    model, reference = Net(seed=rank.rank).to(rank.device), Replicated(rank, **{**ADAMW, "lr": 0.0})
+    optimizer = optimizer_of(stage)(trainable(model), **{**ADAMW, "lr": 0.0})
+    for step in range(3):
+        for one in (optimizer, reference.optimizer):
+            one.param_groups[0]["lr"] = 0.01 * step
+        train(model, optimizer, rank, step)
+        reference.step(step)
+    assert_same(model, reference.model, exact(rank))
+
+
+def test_the_learning_rate_may_begin_at_zero(run, stage):
+    run(lr_of_zero, stage)
+
+
 def group_added_later(rank, stage, name):
     optimizer_cls, kwargs = OPTIMIZERS[name][0], {**OPTIMIZERS[name][1], **UNFUSED}
 
@@ -280,6 +295,8 @@ def scheduled(rank, stage, name):
             assert group["lr"] == expected["lr"] and group["betas"] == expected["betas"]
             rates.add(group["lr"])
     assert len(rates) > 2  # the scheduler does something
+    saved = optimizer.state_dict()["param_groups"]  # with the rate of the next step
+    assert [group["lr"] for group in saved] == [group["lr"] for group in reference.optimizer.param_groups]
     assert_same(model, reference.model, exact(rank))
 
 
