@@ -171,7 +171,7 @@ def _check_params(named, one_dtype, contiguous, backends) -> None:
         if one_dtype and param.dtype != first.dtype:
             raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
         param = local(param)
-        has_gaps = not param.is_contiguous() and param.stride() != torch.empty_like(param, device="meta").stride()
+        has_gaps = param.stride() != torch.empty_like(param, device="meta").stride()
         if has_gaps or contiguous and not param.is_contiguous():
             raise ValueError(f"parameter {name} is not contiguous (strides {param.stride()}): use the default layout")
     _check_memory(named)
@@ -180,7 +180,7 @@ def _check_params(named, one_dtype, contiguous, backends) -> None:
 def _check_memory(named) -> None:
     """Two parameters in the same memory would be averaged and stepped as two, and written back as one."""
     spans = [(local(param).data_ptr(), local(param).nbytes, name) for name, param in named]
-    spans = sorted(span for span in spans if span[0] and span[1])  # without empty ones, and those of the meta device
+    spans = sorted(span for span in spans if span[0])  # without empty ones, and those of the meta device
     for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
         if other_start < start + nbytes:
             raise ValueError(f"parameters {name} and {other} share memory: tie them as one torch.nn.Parameter")

@@ -632,6 +632,7 @@ BAD = {
     "another lr": lambda r: ([parameter(r, 3)], {"lr": 0.1 * (1 + (r.rank == 1))}),
     "another optimizer": lambda r: (
         [parameter(r, 3)], {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else torch.optim.Adam}),
+    "frozen elsewhere": lambda r: ([parameter(r, 3).requires_grad_(r.rank != 1)], {}),
     "another number": lambda r: ([parameter(r, 3) for _ in range(2 + (r.rank == 1))], {}),
     "bad on one rank": lambda r: (shared_twice(r) if r.rank == 1 else [parameter(r, 3)], {}),
     "negative lr": lambda r: ([parameter(r, 3)], {"lr": -1.0}),
@@ -682,6 +683,7 @@ DISAGREEMENTS = [
     ("another order", "parameter"),
     ("another dtype", "float64"),
     ("another name", "rank 0 has a .*rank 1 b "),
+    ("frozen elsewhere", "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
     ("another number", "rank 1"),
     ("another lr", r"rank 0 has lr=0.1, rank 1 lr=0.2"),
     ("another optimizer", r"rank 0 has optimizer_cls=<class '.*\.Adam'>, rank 1 optimizer_cls=<class '.*\.AdamW'>"),

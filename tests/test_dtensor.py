@@ -291,6 +291,23 @@ def test_what_it_can_not_do_is_said_in_one_line(run):
     run(refused)
 
 
+def transposed(rank):
+    """What counts is how it lies on each rank, and that is not as the strides of the whole say."""
+    mesh = mesh_of(rank)
+    weight = nn.Parameter(distribute_tensor(torch.rand(6, 4, device=rank.device).t(), mesh["tp"], [Shard(1)]))
+    assert not weight.is_contiguous() and local(weight).is_contiguous()
+    before = whole(weight).clone()
+    groups = {"process_group": mesh["dp"].get_group(), "lr": 1.0}
+    optimizer = stage4_overlap.DistributedOptimizer([weight], torch.optim.SGD, **groups)
+    (weight * weight).sum().backward()
+    optimizer.step()
+    assert torch.allclose(whole(weight), -before)
+
+
+def test_a_dtensor_of_something_transposed(run):
+    run(transposed)
+
+
 def another_rank(rank):
     """The state_dicts of two tensor-parallel neighbours look alike."""
     model, optimizer = build(rank)
