@@ -26,8 +26,8 @@ import harness
 fail = functools.partial(harness.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = ["compute only", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast", "stage 2 all-gather",
-        "stage 3 grad buffer", "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
+ROWS = ["compute only", "compute + bytes", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast",
+        "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
 ADDRESSES = ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
 PORT = 29500
 

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 BYTES = 4  # of a parameter and of a gradient, fp32; AdamW's two moments are as large each
+PIECE = 2**18  # elements of a message of `compute + bytes`: 1 MiB, as in stage 4
 
 
 class Training:
@@ -55,6 +56,34 @@ class Training:
 
 def compute_only(model, adamw):
     return Training(model, model, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+
+
+class ComputeAndBytes(Training):
+    """Sends as many bytes as stage 4 while it computes, to the next rank; nothing waits for them before the step ends.
+
+    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more.
+    """
+
+    def __init__(self, model, adamw):
+        super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+        numel, d = sum(param.numel() for param in model.parameters()), dist.get_world_size()
+        n = round(travels(2)(numel, d) / BYTES)
+        self.sizes = [min(PIECE, n - start) for start in range(0, n, PIECE)]
+        self.sent, self.received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
+        self.to, self.by = (dist.get_rank() + 1) % d, (dist.get_rank() - 1) % d
+
+    def _send_and_compute(self, tokens, targets):
+        operations = []
+        for size in self.sizes:
+            operations.append(dist.P2POp(dist.isend, self.sent[:size], self.to))
+            operations.append(dist.P2POp(dist.irecv, self.received[:size], self.by))
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+        return self.model(tokens, targets)
+
+    def update(self):
+        super().update()
+        for work in self.works:
+            work.wait()
 
 
 def ddp(model, adamw):
@@ -147,7 +176,7 @@ def _optimizer_class(package):
 
 
 class Row(NamedTuple):
-    """`kind`: floor (no communication), reference (what all are compared with), stage (of this tutorial), peer, or
+    """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial), peer, or
     noise (the reference once more: how far apart two timings of the same thing are).
 
     `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
@@ -174,6 +203,10 @@ def replicated(numel, d, optimizer):
     return 4 * BYTES  # parameter, gradient, two moments
 
 
+def replicated_and_two_pieces(numel, d, optimizer):
+    return 4 * BYTES + 2 * BYTES * PIECE / numel
+
+
 def sharded_moments(numel, d, optimizer):
     return 2 * BYTES + 2 * BYTES / d
 
@@ -198,6 +231,7 @@ def sharded_main_params(numel, d, optimizer):
 # The shortest names that say what a row is: the table has to fit a terminal.
 ROWS = [
     Row("compute only", "floor", compute_only, travels(0), replicated, starts_apart=False),
+    Row("compute + bytes", "floor", ComputeAndBytes, travels(2), replicated_and_two_pieces, starts_apart=False),
     Row("ddp", "reference", ddp, travels(2), replicated),
     Row("ddp + stage 1", "stage", ddp_and_stage("stage1_naive_broadcast"), travels(3), sharded_moments),
     Row("ddp + stage 2", "stage", ddp_and_stage("stage2_allgather"), travels(3), sharded_moments),

@@ -125,7 +125,9 @@ def _line_sheet(result):
          ("stage 4\nx this row", "measured")], rows,
         [EXPOSED,
          "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
-         "dtype. Ratios: medians, round by round.", *failures(result["rows"])])
+         "dtype. Ratios: medians, round by round.",
+         *(["compute + bytes: while it computes as many bytes travel as in stage 4, and nothing waits for them before "
+            "the step ends."] if "compute + bytes" in times else []), *failures(result["rows"])])
 
 
 def _state_sheet(states):
