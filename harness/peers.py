@@ -176,8 +176,8 @@ def _optimizer_class(package):
 
 
 class Row(NamedTuple):
-    """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial), peer, or
-    noise (the reference once more: how far apart two timings of the same thing are).
+    """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
+    peer, or noise (the reference once more: how far apart two timings of the same thing are).
 
     `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
     hold for a parameter after a step, its gradient included. `starts_apart`: the constructor broadcasts the weights
