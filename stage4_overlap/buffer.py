@@ -90,6 +90,7 @@ class Bucket:
     Attributes:
         ranges: where in the parameters this rank's shard lies.
         flat_params: (numel,): its part of the ParameterBuffer, padded to numel.
+        shards: (shard_numel,) of each rank: views of flat_params.
         main_params: what this rank steps, one for each of `ranges`.
         parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
     """
@@ -108,6 +109,7 @@ class Bucket:
         self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + self.shard_numel)
         slots = zip(self.starts, numels, [*self.starts[1:], self.numel])
         self.padding = [slice(start + numel, stop) for start, numel, stop in slots if start + numel < stop]
+        self.on_gloo = is_on_gloo(process_group, local(params[0]).device)
         self.param_sync = None  # the works of the all-gather that is under way
         self.lock = threading.RLock()  # several threads may wait for it
         self.awaited = {kind: awaited(kind) for kind in set(map(type, params))}
@@ -120,7 +122,8 @@ class Bucket:
         for param, view in zip(params, self.views):
             param.data = view.copy_(param)
         self.note_new_params(self.params)
-        self.parameter = PartitionedParameter(flat_params.view(self.world_size, -1)[self.rank], self.ranges)
+        self.shards = flat_params.view(self.world_size, -1).unbind()
+        self.parameter = PartitionedParameter(self.shards[self.rank], self.ranges)
         self.main_params = self.parameter.main_params
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.ranges)
 
@@ -170,10 +173,9 @@ class Bucket:
     def _start_all_gather(self):
         """That of gloo copies all that arrives out of a buffer of its own: there, a broadcast of each shard instead."""
         common = {"group": self.process_group, "async_op": True}
-        if not is_on_gloo(self.process_group, self.flat_params.device):
+        if not self.on_gloo:
             return [dist.all_gather_into_tensor(self.flat_params, self.parameter.shard, **common)]
-        shards = self.flat_params.view(self.world_size, -1)  # (d, shard_numel)
-        return [dist.broadcast(shard, group_src=rank, **common) for rank, shard in enumerate(shards)]
+        return [dist.broadcast(shard, group_src=rank, **common) for rank, shard in enumerate(self.shards)]
 
     def note_new_params(self, changed):
         """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""
@@ -250,6 +252,16 @@ class PartitionedGradient:
         self.is_empty = False
 
 
+class Place(NamedTuple):
+    """A bucket in a BucketBuffer: made once, since Python is slow at making views, and computing waits meanwhile."""
+
+    flat: torch.Tensor  # (numel,) of what is sent
+    slots: list  # views of flat, shaped like the parameters: where the gradients go
+    padding: list  # and what is left
+    parts: list  # (shard_numel,) each: what this rank sums, of every rank in order; without an exchange its own only
+    messages: list  # of the exchange: torch.distributed.P2POp
+
+
 class BucketBuffer:
     """Where the gradients of one bucket travel. There are two of them, and a third bucket waits: memory is bounded.
 
@@ -257,40 +269,39 @@ class BucketBuffer:
     `reduce_dtype` is given, the ranks exchange their parts, and each one sums what it owns in fp32 and in rank order.
 
     Args:
-        nbytes: size of the largest bucket.
+        buckets: those that it may be for, of one process group and device.
         tag: of its messages, another one for each optimizer.
     """
 
-    def __init__(self, nbytes, device, process_group, reduce_dtype, tag):
-        self.tag = tag
-        self.exchange = reduce_dtype is not None or is_on_gloo(process_group, device)
+    def __init__(self, buckets, reduce_dtype, tag):
+        self.exchange = reduce_dtype is not None or buckets[0].on_gloo
+        nbytes, device = max(bucket.flat_params.nbytes for bucket in buckets), buckets[0].flat_params.device
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
         self.nbytes = self.sent.nbytes + self.received.nbytes
+        self.places = {bucket: self._place(bucket, tag) for bucket in buckets}
 
+    @torch.no_grad()
     def take_grads(self, bucket):
         """Take the gradients out of the parameters of `bucket`, and scale them by 1/d."""
-        self.bucket, self.works = bucket, None  # the messages, when they have left
-        flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
-        slots = views_of(flat, [local(param) for param in bucket.params], bucket.starts)
-        for param, slot in zip(bucket.params, slots):
+        self.bucket, self.works = bucket, None  # what is under way, when it has left
+        self.place = self.places[bucket]
+        for param, slot in zip(bucket.params, self.place.slots):
             if param.grad is None:
                 slot.zero_()
             else:
                 torch.div(local_grad(param).to_dense(), bucket.world_size, out=slot)
                 param.grad = None
-        for padding in bucket.padding:
-            flat[padding].zero_()  # nobody reads it, but nothing of another bucket is to leave with this one
-        self.mine = flat.view(bucket.world_size, -1)  # (d, shard_numel): row r is what rank r owns
+        for padding in self.place.padding:
+            padding.zero_()  # nobody reads it, but nothing of another bucket is to leave with this one
 
     def start_grad_sync(self):
         """Send them off."""
+        place, group = self.place, self.bucket.process_group
         if self.exchange:
-            self.theirs = self.received[: self.mine.nbytes].view(self.mine.dtype).view_as(self.mine)
-            self.works = self._start_exchange()
+            self.works = dist.batch_isend_irecv(place.messages) if place.messages else []
         else:
-            own, flat = self.mine[self.bucket.rank], self.mine.view(-1)
-            self.works = [dist.reduce_scatter_tensor(own, flat, group=self.bucket.process_group, async_op=True)]
+            self.works = [dist.reduce_scatter_tensor(place.parts[0], place.flat, group=group, async_op=True)]
         self.under_way = self.sent, self.received, *self.works
         UNDER_WAY.add(self.under_way)
 
@@ -299,24 +310,31 @@ class BucketBuffer:
         for work in self.works:
             work.wait()
         UNDER_WAY.remove(self.under_way)
-        parts = [self.mine[self.bucket.rank]]
-        if self.exchange:
-            parts = [*self.theirs[: self.bucket.rank], *parts, *self.theirs[self.bucket.rank + 1 :]]
-        self.bucket.gradient.add(parts)
+        self.bucket.gradient.add(self.place.parts)
 
-    def _start_exchange(self):
-        """Send every other rank its row, and receive this rank's from each, in pieces."""
-        bucket = self.bucket
-        piece = PIECE_BYTES // bucket.dtype.itemsize
-        operations = []
-        common = {"group": bucket.process_group, "tag": self.tag}
-        for distance in range(1, bucket.world_size):
-            to, by = (bucket.rank + distance) % bucket.world_size, (bucket.rank - distance) % bucket.world_size
-            for start in range(0, bucket.shard_numel, piece):
-                send, receive = self.mine[to, start : start + piece], self.theirs[by, start : start + piece]
-                operations.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
-                operations.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
-        return dist.batch_isend_irecv(operations) if operations else []
+    def _place(self, bucket, tag):
+        flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
+        slots = views_of(flat, [local(param) for param in bucket.params], bucket.starts)
+        padding = [flat[positions] for positions in bucket.padding]
+        mine = flat.view(bucket.world_size, -1).unbind()  # (shard_numel,) each: the r-th is what rank r owns
+        if not self.exchange:
+            return Place(flat, slots, padding, [mine[bucket.rank]], [])
+        theirs = self.received[: flat.nbytes].view(bucket.dtype).view(bucket.world_size, -1).unbind()
+        parts = [*theirs[: bucket.rank], mine[bucket.rank], *theirs[bucket.rank + 1 :]]
+        return Place(flat, slots, padding, parts, exchange_messages(bucket, mine, theirs, tag))
+
+
+def exchange_messages(bucket, mine, theirs, tag):
+    """-> those that send every other rank its part, and receive this rank's from each, in pieces."""
+    piece = PIECE_BYTES // bucket.dtype.itemsize
+    common = {"group": bucket.process_group, "tag": tag}
+    messages = []
+    for distance in range(1, bucket.world_size):
+        to, by = (bucket.rank + distance) % bucket.world_size, (bucket.rank - distance) % bucket.world_size
+        for send, receive in zip(mine[to].split(piece), theirs[by].split(piece)):
+            messages.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
+            messages.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
+    return messages
 
 
 def is_on_gloo(process_group, device):

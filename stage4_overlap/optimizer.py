@@ -267,9 +267,8 @@ class DistributedOptimizer(ShardedOptimizer):
         for group in groups:
             self._add_to_inner(group, [self.main_param[p] for p in group["params"] if p in self.main_param])
         self.buckets += buckets
-        nbytes = max(bucket.flat_params.nbytes for bucket in self.buckets)
         tag = next(TAGS.setdefault(self.process_group or dist.group.WORLD, itertools.count(2**30)))
-        self.idle = deque(BucketBuffer(nbytes, device, self.process_group, self.reduce_dtype, tag) for _ in range(2))
+        self.idle = deque(BucketBuffer(self.buckets, self.reduce_dtype, tag) for _ in range(2))
 
     @property
     def bucket_buffer_bytes(self):
@@ -289,7 +288,6 @@ class DistributedOptimizer(ShardedOptimizer):
         for bucket in self.buckets:
             bucket.gradient.is_empty = True
 
-    @torch.no_grad()
     def _on_grad_ready(self, param):
         """The hook of each parameter: buckets leave when they are full, in the same order on every rank."""
         if isinstance(param, Awaited):
@@ -311,7 +309,6 @@ class DistributedOptimizer(ShardedOptimizer):
             if not later_hooks:
                 self._start_full_buckets()
 
-    @torch.no_grad()
     def _end_backward(self):
         """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
         self.backward_pass = None
