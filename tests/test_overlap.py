@@ -7,6 +7,7 @@ import threading
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +143,20 @@ def caps(rank, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_do_not_depend_on_the_size_of_the_buckets(run, dtype):
     run(caps, dtype)
+
+
+def natively(rank):
+    """gloo's own reduce-scatter and all-gather stand for those of NCCL, which may add in any order."""
+    for cap_mb in (ONE_PARAM, 0.0002, None):
+        exchanged = trained(rank, "fp32", cap_mb, reduce_dtype=torch.float32)
+        with mock.patch("stage4_overlap.buffer.is_on_gloo", return_value=False), Ledger() as ledger:
+            native = trained(rank, "fp32", cap_mb)
+        assert ledger.collectives["reduce_scatter"] == ledger.collectives["all_gather"]
+        torch.testing.assert_close(native, exchanged, rtol=0, atol=0 if rank.world_size <= 2 else 1e-5)
+
+
+def test_a_native_reduce_scatter_gives_what_an_exchange_gives(run):
+    run(natively)
 
 
 def counted(rank, dtype, n_rounds):
@@ -996,6 +1011,9 @@ def test_the_native_reduce_scatter_where_it_is_one():
             model(torch.ones(2, 7)).sum().backward()
             optimizer.step()
         assert ledger.collectives == {"reduce_scatter": 12, "all_reduce": 1, "all_gather": 12}
+        for place in optimizer.idle[0].places.values():  # in place, where NCCL wants it to be: at this rank's part
+            (own,) = place.parts
+            assert own.data_ptr() == place.flat.data_ptr() + own.nbytes
     finally:
         dist.destroy_process_group()
 
