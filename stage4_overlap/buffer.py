@@ -259,7 +259,7 @@ class Place(NamedTuple):
     slots: list  # views of flat, shaped like the parameters: where the gradients go
     padding: list  # and what is left
     parts: list  # (shard_numel,) each: what this rank sums, of every rank in order; without an exchange its own only
-    messages: list  # of the exchange: torch.distributed.P2POp
+    messages: list  # of the exchange, (isend or irecv, view, rank) each: a P2POp would keep a group that is destroyed
 
 
 class BucketBuffer:
@@ -274,12 +274,13 @@ class BucketBuffer:
     """
 
     def __init__(self, buckets, reduce_dtype, tag):
+        self.tag = tag
         self.exchange = reduce_dtype is not None or buckets[0].on_gloo
         nbytes, device = max(bucket.flat_params.nbytes for bucket in buckets), buckets[0].flat_params.device
         self.sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.received = torch.empty(nbytes if self.exchange else 0, dtype=torch.uint8, device=device)
         self.nbytes = self.sent.nbytes + self.received.nbytes
-        self.places = {bucket: self._place(bucket, tag) for bucket in buckets}
+        self.places = {bucket: self._place(bucket) for bucket in buckets}
 
     @torch.no_grad()
     def take_grads(self, bucket):
@@ -299,7 +300,8 @@ class BucketBuffer:
         """Send them off."""
         place, group = self.place, self.bucket.process_group
         if self.exchange:
-            self.works = dist.batch_isend_irecv(place.messages) if place.messages else []
+            operations = [dist.P2POp(op, view, None, group, self.tag, rank) for op, view, rank in place.messages]
+            self.works = dist.batch_isend_irecv(operations) if operations else []
         else:
             self.works = [dist.reduce_scatter_tensor(place.parts[0], place.flat, group=group, async_op=True)]
         self.under_way = self.sent, self.received, *self.works
@@ -312,7 +314,7 @@ class BucketBuffer:
         UNDER_WAY.remove(self.under_way)
         self.bucket.gradient.add(self.place.parts)
 
-    def _place(self, bucket, tag):
+    def _place(self, bucket):
         flat = self.sent[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
         slots = views_of(flat, [local(param) for param in bucket.params], bucket.starts)
         padding = [flat[positions] for positions in bucket.padding]
@@ -321,19 +323,17 @@ class BucketBuffer:
             return Place(flat, slots, padding, [mine[bucket.rank]], [])
         theirs = self.received[: flat.nbytes].view(bucket.dtype).view(bucket.world_size, -1).unbind()
         parts = [*theirs[: bucket.rank], mine[bucket.rank], *theirs[bucket.rank + 1 :]]
-        return Place(flat, slots, padding, parts, exchange_messages(bucket, mine, theirs, tag))
+        return Place(flat, slots, padding, parts, exchange_messages(bucket, mine, theirs))
 
 
-def exchange_messages(bucket, mine, theirs, tag):
+def exchange_messages(bucket, mine, theirs):
     """-> those that send every other rank its part, and receive this rank's from each, in pieces."""
     piece = PIECE_BYTES // bucket.dtype.itemsize
-    common = {"group": bucket.process_group, "tag": tag}
     messages = []
     for distance in range(1, bucket.world_size):
         to, by = (bucket.rank + distance) % bucket.world_size, (bucket.rank - distance) % bucket.world_size
         for send, receive in zip(mine[to].split(piece), theirs[by].split(piece)):
-            messages.append(dist.P2POp(dist.isend, send, group_peer=to, **common))
-            messages.append(dist.P2POp(dist.irecv, receive, group_peer=by, **common))
+            messages += [(dist.isend, send, to), (dist.irecv, receive, by)]
     return messages
 
 

@@ -1018,6 +1018,21 @@ def test_the_native_reduce_scatter_where_it_is_one():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_an_optimizer_does_not_keep_a_group_that_is_destroyed(reduce_dtype):
+    """gloo's threads would end with the interpreter then, and abort it now and then."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        group, model = weakref.ref(dist.group.WORLD), Branches(seed=0)
+        optimizer = DistributedOptimizer(model.parameters(), reduce_dtype=reduce_dtype, **ADAMW)
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_waits_for_the_whole_device(stage):
     folder = Path(__file__).resolve().parents[1] / stage
