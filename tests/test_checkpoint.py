@@ -72,16 +72,20 @@ def close(one, other):
 # One dict
 
 
+def two_named_groups(model):
+    named = list(model.named_parameters())
+    return [{"params": named[:2]}, {"params": named[2:], "lr": 0.003}]
+
+
 def gather_and_compare(rank, stage, optimizer_cls, kwargs):
     model = Net(seed=0).to(rank.device)
-    optimizer = optimizer_of(stage)(model.named_parameters(), optimizer_cls, **kwargs)
+    optimizer = optimizer_of(stage)(two_named_groups(model), optimizer_cls, **kwargs)
     train(rank, model, optimizer, range(3))
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.5  # as schedulers do
-    reference = Replicated(rank, optimizer_cls, groups=lambda model: model.named_parameters(), **kwargs)
+    reference = Replicated(rank, optimizer_cls, groups=two_named_groups, **kwargs)
     for step in range(3):
         reference.step(step)
-    reference.optimizer.param_groups[0]["lr"] *= 0.5
+    for group in [*optimizer.param_groups, *reference.optimizer.param_groups]:
+        group["lr"] *= 0.5  # as schedulers do
     on_one, on_all = optimizer.full_state_dict(), optimizer.full_state_dict(to_all=True)
     assert equal(on_one, on_all) if rank.rank == 0 else on_one == {}
     plain = reference.optimizer.state_dict()

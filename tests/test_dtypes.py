@@ -337,8 +337,8 @@ def allocations(row, clip, device="cpu", rank=0):
             loss_of(model, *batch(step, rank, device=device)).backward()
             if clip:
                 optimizer.clip_grad_norm_(1.0)
+            before = memory.settled()  # gloo's thread may still hold the copy of the step before
             memory.reset_peak()
-            before = memory.live
             optimizer.step()
             made = memory.peak - before
             optimizer.zero_grad()
