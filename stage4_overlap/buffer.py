@@ -170,7 +170,7 @@ class Bucket:
                     kind.bucket = None
                 # These works stay until the next: gloo's thread lets go of one a moment later, and if it held the last
                 # reference it would wait for the GIL, for the sake of the tensor, and abort where Python ends meanwhile.
-                self.arrived, self.param_sync = self.param_sync, None
+                self.last_param_sync, self.param_sync = self.param_sync, None
 
     def _start_all_gather(self):
         """That of gloo copies all that arrives out of a buffer of its own: there, a broadcast of each shard instead."""
