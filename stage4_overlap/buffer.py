@@ -168,8 +168,8 @@ class Bucket:
                         param.__class__ = type(param).kind
                 for kind in self.awaited.values():
                     kind.bucket = None
-                # These works stay until the next: gloo's thread lets go of one a moment later, and if it held the last
-                # reference it would wait for the GIL, for the sake of the tensor, and abort where Python ends meanwhile.
+                # These works stay until the next: gloo's thread lets go of each a moment later. Held by it alone, their
+                # tensors would make it ask for the GIL, and abort the process where Python ends meanwhile.
                 self.last_param_sync, self.param_sync = self.param_sync, None
 
     def _start_all_gather(self):
