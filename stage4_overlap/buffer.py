@@ -147,7 +147,9 @@ class Bucket:
         """
         self.stepped = [param for param in self.params if id(param) not in unused]
         self.parameter.copy_main_to_model()
-        self.param_sync = self._start_all_gather()
+        # The second reference stays until the next: gloo's thread lets go of a work a moment after wait(). Held by it
+        # alone, the tensors would make it ask for the GIL, and abort the process where Python ends meanwhile.
+        self.param_sync = self.last_param_sync = self._start_all_gather()
         for kind in self.awaited.values():
             kind.bucket = self
         kinds = [self.awaited[type(param)] for param in self.params]
@@ -168,9 +170,7 @@ class Bucket:
                         param.__class__ = type(param).kind
                 for kind in self.awaited.values():
                     kind.bucket = None
-                # These works stay until the next: gloo's thread lets go of each a moment later. Held by it alone, their
-                # tensors would make it ask for the GIL, and abort the process where Python ends meanwhile.
-                self.last_param_sync, self.param_sync = self.param_sync, None
+                self.param_sync = None
 
     def _start_all_gather(self):
         """That of gloo copies all that arrives out of a buffer of its own: there, a broadcast of each shard instead."""
