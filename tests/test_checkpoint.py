@@ -635,6 +635,27 @@ def test_gradients_from_outside_are_not_stepped(run, stage):
     run(move_with_gradients_from_outside, stage)
 
 
+def move_and_look_at_gradients(rank, stage, grad_dtype):
+    """Views of the old buffer would keep all of it: there are those of the new one, and outside none."""
+    kwargs = {"dtype": torch.bfloat16, "grad_dtype": torch.float32} if grad_dtype else {}
+    model, optimizer = a_run(rank, stage, None, **kwargs)
+    optimizer.reshard(dist.new_group([0]))
+    for param in model.parameters():
+        assert bool(param._post_accumulate_grad_hooks) == (rank.rank == 0)
+        assert hasattr(param, "main_grad") == (rank.rank == 0 and grad_dtype)
+        if rank.rank or not param.requires_grad or grad_dtype or stage != STAGES[2]:
+            assert param.grad is None
+        if hasattr(param, "main_grad") or param.grad is not None:
+            grad = param.main_grad if grad_dtype else param.grad
+            assert any(grad is view for buffer in optimizer.buffers for view in buffer.grads)
+
+
+@pytest.mark.parametrize("stage, grad_dtype", [(STAGES[2], False), (STAGES[2], True), (STAGES[3], False)])
+@pytest.mark.parametrize("world_size", [2])
+def test_who_moves_lets_go_of_gradients(run, stage, grad_dtype):
+    run(move_and_look_at_gradients, stage, grad_dtype)
+
+
 def move_what_was_never_stepped(rank, stage, path):
     """Loaded in fp32, and moved before the first step."""
     checkpoint_of(stage).save(path, *a_run(rank, stage, None))
