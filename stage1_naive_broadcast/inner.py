@@ -112,9 +112,8 @@ def optimizer_factory(optimizer_cls, param, kwargs):
     plain = functools.partial(optimizer_cls, **kwargs)
     ways = {"fused", "foreach", "capturable", "differentiable"}
     accepted = inspect.signature(optimizer_cls).parameters
-    if "fused" not in accepted or ways & kwargs.keys():
-        return plain
-    if "momentum" in accepted:  # torch's fused SGD can't step a parameter whose first gradient comes later than others
+    # torch's fused SGD, which has a momentum, can't step a parameter whose first gradient comes later than others.
+    if "fused" not in accepted or "momentum" in accepted or ways & kwargs.keys():
         return plain
     fused, probe = functools.partial(plain, fused=True), torch.zeros(1, dtype=param.dtype, device=param.device)
     probe.grad = torch.zeros_like(probe)
@@ -186,8 +185,8 @@ def hook_gradient(param, method, takes=False):
     """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
 
     It holds that object weakly: parameters don't keep alive what they were trained with. A frozen parameter has the
-    hook too: it may be unfrozen later. `takes`: it takes the gradient to where `param.grad` isn't. An earlier optimizer
-    that does so, of any stage, is not called any more, or this one would find none.
+    hook too: it may be unfrozen later. `takes`: `method` takes the gradient out of `param.grad`. The hook of
+    an earlier optimizer that does so, of any stage, is removed, or this one would find none.
     """
     # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__

@@ -209,7 +209,7 @@ class GradBuffer:
 
     def take_model_changes(self):
         """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
-        if self.flat_params.dtype.itemsize >= 4 or self.versions == [param._version for param in self.params]:
+        if self.versions == [param._version for param in self.params]:
             return
         for now, main_param in zip(self.model_params(), self.main_params):
             changed = now != main_param.to(now.dtype)  # an element that it still rounds to keeps its fp32 value

@@ -186,9 +186,7 @@ class DistributedOptimizer(ShardedOptimizer):
         grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
         dtype = functools.reduce(torch.promote_types, [buffer.flat.dtype for buffer in self.buffers], torch.float32)
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.buffers[0].flat.device, dtype)
-        norms = norm.new_empty(self.world_size)  # (d,): reduced here, since a collective's MAX may lose a nan
-        dist.all_gather_into_tensor(norms, norm.view(1), group=self.process_group)
-        return torch.linalg.vector_norm(norms, float(norm_type))
+        return torch.linalg.vector_norm(gather_scalar(norm, self.process_group), float(norm_type))
 
 
 def check_grad_dtype(groups, grad_dtype):
@@ -196,3 +194,10 @@ def check_grad_dtype(groups, grad_dtype):
     for name, param in named_params(groups):
         if grad_dtype not in (None, param.dtype) and (grad_dtype is not torch.float32 or param.dtype.itemsize > 2):
             raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {grad_dtype}")
+
+
+def gather_scalar(scalar, group):
+    """-> that of each rank, (d,). Not reduced on the way: a collective's MAX may lose a nan."""
+    everyone = scalar.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(everyone, scalar.view(1), group=group)
+    return everyone

@@ -17,7 +17,7 @@ class Awaited:
 
     Attributes:
         bucket: the one that is under way; gives the parameter its `kind` back when it has arrived. None then: a class
-            is a reference cycle by itself, and would keep the bucket, and so the model, until Python looks for cycles.
+            refers to itself, and would keep the bucket, and so the model, until Python collects garbage.
         kind: the class before and after.
     """
 

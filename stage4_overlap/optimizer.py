@@ -254,10 +254,9 @@ class DistributedOptimizer(ShardedOptimizer):
         for param in params:
             self.hooks.append(hook_gradient(param, self._on_grad_ready, takes=True))
             dist.broadcast(local(param), group=self.process_group, group_src=0)
-        device = params[0].device
-        cap_mb = self.bucket_cap_mb or (25 if device.type == "cuda" else 2)
-        n_cuts = [math.prod(dist.get_world_size(group) for group in spread_over(param)) for param in params]
-        sizes = [param.nbytes // n for param, n in zip(params, n_cuts)]  # not local(param)'s: those may differ by rank
+        cap_mb = self.bucket_cap_mb or (25 if params[0].device.type == "cuda" else 2)
+        # Of a DTensor the mean over the ranks: what they have of it may differ, and the layout may not.
+        sizes = [param.nbytes // math.prod(map(dist.get_world_size, spread_over(param))) for param in params]
         layout = bucket_layout(sizes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [Bucket([params[i] for i in indices], self.process_group) for indices in layout]
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
@@ -279,7 +278,7 @@ class DistributedOptimizer(ShardedOptimizer):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
         self.n_rounds = 0  # in which every bucket has left
         self.in_round = False  # whether a backward pass has begun one that isn't finished
-        self.went_backward = False  # whether one has begun any, and so gradients have left before step(); on any rank
+        self.went_backward = False  # whether one has begun any since the last step; once the ranks have agreed: on any rank
         self.backward_pass = None  # a weak reference to the one that is under way
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
@@ -379,21 +378,19 @@ class DistributedOptimizer(ShardedOptimizer):
         -> for each parameter: 0, or MISSING on a rank that asks for a gradient, or LATE, or MOVED.
         """
         params = all_params(self)
-        assigned = [param for param in params if param.grad is not None and id(param) not in self.waiting]  # by a user
-        moved = {id(param) for bucket in self.buckets for param in bucket.moved_params()}
-        late = {id(param) for param in assigned if self.grads_synced or id(param) in self.used}
+        assigned = {id(p) for p in params if p.grad is not None and id(p) not in self.waiting}  # by a user
+        wrong = dict.fromkeys(assigned if self.grads_synced else assigned & self.used, LATE)
+        wrong.update((id(param), MOVED) for bucket in self.buckets for param in bucket.moved_params())
         if self.grads_synced:  # the other ranks have gone on: there is nobody to agree with
-            return [MOVED if id(p) in moved else LATE if id(p) in late else 0 for p in params]
+            return [wrong.get(id(param), 0) for param in params]
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if self.in_round or not self.n_rounds:
             self._start_full_buckets(finish_round=True)
         kept = any(param.grad is not None for param in params)  # by no_sync: it leaves in a round of its own
         used = [id(param) in self.used or param.grad is not None for param in params]
-        wrong = [
-            MOVED if id(p) in moved else LATE if id(p) in late else MISSING if p.requires_grad and not is_used else 0
-            for p, is_used in zip(params, used)
-        ]
+        missing = [MISSING if param.requires_grad and not is_used else 0 for param, is_used in zip(params, used)]
+        wrong = [wrong.get(id(param), otherwise) for param, otherwise in zip(params, missing)]
         report = torch.tensor([*used, *wrong, self.went_backward, self.n_rounds + kept], dtype=torch.int32)
         report = report.to(params[0].device)
         dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
@@ -439,7 +436,7 @@ class DistributedOptimizer(ShardedOptimizer):
             for group in (self.process_group, *tensor_parallel):  # a DTensor's elements are on the ranks of these too
                 norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
             norms.append(norm)
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         for group in dict.fromkeys(group for tensor_parallel in grads for group in tensor_parallel):
             norm = gather_scalar(norm, group).max()  # shards of unlike sizes round otherwise: copies would drift apart
         return norm
