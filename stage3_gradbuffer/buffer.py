@@ -217,7 +217,7 @@ class GradBuffer:
 
     def zero(self):
         """To ZEROS, ready for the next backward pass to add to."""
-        if self.holds != Holds.ZEROS or self.flat._version != self.zero_version:  # or written into past every hook
+        if self.flat._version != self.zero_version:  # autograd counts the writes, by whomever
             self.flat.zero_()
             self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         self.received.clear()

@@ -299,6 +299,23 @@ def test_backward_into_the_reduced_shard_is_refused(run):
     assert all("call step() or the optimizer's zero_grad()" in message for message in run(backward_after_clip))
 
 
+def forget_what_was_written(rank, grad_dtype):
+    """Past every hook, into the view."""
+    weight = torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=torch.bfloat16 if grad_dtype else None))
+    optimizer = optimizer_of("stage3_gradbuffer")([weight], torch.optim.SGD, lr=0.25, grad_dtype=grad_dtype)
+    (weight.main_grad if grad_dtype else weight.grad).fill_(8)
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    return weight.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_zero_grad_forgets_what_was_written_into_the_buffer(run, grad_dtype):
+    assert run(forget_what_was_written, grad_dtype) == [[0.75] * 3] * 2
+
+
 def to_the_bit(rank, stage, optimizer_cls):
     """Sizes that fill no vector, in shards that cut them. Equal gradients: their sum is the same in any order."""
     generator = torch.Generator().manual_seed(0)
