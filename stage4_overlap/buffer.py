@@ -147,14 +147,15 @@ class Bucket:
         """
         self.stepped = [param for param in self.params if id(param) not in unused]
         self.parameter.copy_main_to_model()
-        # The second reference stays until the next: gloo's thread lets go of a work a moment after wait(). Held by it
-        # alone, the tensors would make it ask for the GIL, and abort the process where Python ends meanwhile.
-        self.param_sync = self.last_param_sync = self._start_all_gather()
-        for kind in self.awaited.values():
-            kind.bucket = self
-        kinds = [self.awaited[type(param)] for param in self.params]
-        # In one call: a signal handler that read one between two of them would leave the rest awaited for ever.
-        deque(map(setattr, self.params, itertools.repeat("__class__"), kinds), maxlen=0)
+        self.note_new_params(self.stepped)
+        # This reference stays until the next: gloo's thread lets go of a work a moment after wait(). Held by it alone,
+        # the tensors would make it ask for the GIL, and abort the process where Python ends meanwhile.
+        self.last_param_sync = self._start_all_gather()
+        under_way = [(self, "param_sync", self.last_param_sync)]
+        under_way += [(kind, "bucket", self) for kind in self.awaited.values()]
+        under_way += [(param, "__class__", self.awaited[type(param)]) for param in self.params]
+        # In one call: if a signal handler, or another thread, waited amid these, some would be awaited for ever.
+        deque(itertools.starmap(setattr, under_way), maxlen=0)
 
     def finish_param_sync(self):
         """Wait for the all-gather, if one is under way, and give the parameters their classes back. In any thread."""

@@ -553,20 +553,23 @@ def test_an_evaluation_sees_finished_parameters_whoever_reads(run, with_grad, wo
     run(evaluates, with_grad)
 
 
-def old_graph(rank):
-    """A graph that has read parameters before they were stepped."""
+def old_graph(rank, prefetch):
+    """A graph that has read parameters before they were stepped; what it is asked for is no parameter's gradient."""
     model = net(rank)
     optimizer = DistributedOptimizer(model.parameters(), **SGD)
-    old = loss(model, rank)
+    if prefetch:
+        optimizer.prefetch_params(model)
+    x = torch.ones(2, 7, device=rank.device, requires_grad=True)
+    old = model(x).sum()
     loss(model, rank, step=1).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        old.backward()
-    optimizer.zero_grad()
+        old.backward(inputs=[x])
 
 
-def test_a_graph_that_has_read_other_parameters_is_refused(run):
-    run(old_graph)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_graph_that_has_read_other_parameters_is_refused(run, prefetch):
+    run(old_graph, prefetch)
 
 
 def is_copied(rank):
@@ -929,24 +932,26 @@ def test_a_signal_handler_may_keep_the_parameters(run, world_size):
     run(read_in_a_signal_handler)
 
 
-class ReadsMeanwhile(dict):
-    """The classes for awaited parameters, of which each is looked for when somebody has just read the first of them."""
+class HandlerMeanwhile(dict):
+    """The classes for awaited parameters: whenever one is looked for, a signal handler has just run."""
 
-    def __init__(self, bucket):
-        super().__init__(bucket.awaited)
-        self.first = bucket.params[0]
+    def __init__(self, classes, handler):
+        super().__init__(classes)
+        self.handler = handler
 
     def __getitem__(self, kind):
-        self.first.sum()
+        self.handler()
         return super().__getitem__(kind)
 
 
-def read_while_classes_are_handed_out(rank):
+def handle_while_classes_are_handed_out(rank, what):
     model = net(rank)
     optimizer = DistributedOptimizer(model.parameters(), **SGD)
     optimizer.prefetch_params(model)
+    first = optimizer.buckets[0].params[0]
+    handler = {"reads": first.sum, "waits": optimizer.finish_param_sync, "saves": optimizer.state_dict}[what]
     for bucket in optimizer.buckets:
-        bucket.awaited = ReadsMeanwhile(bucket)
+        bucket.awaited = HandlerMeanwhile(bucket.awaited, handler)
     for step in range(2):
         loss(model, rank, step).backward()
         optimizer.step()
@@ -954,5 +959,6 @@ def read_while_classes_are_handed_out(rank):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_signal_handler_may_come_while_parameters_leave(run, world_size):
-    run(read_while_classes_are_handed_out)
+@pytest.mark.parametrize("what", ["reads", "waits", "saves"])
+def test_a_signal_handler_may_come_while_parameters_leave(run, what, world_size):
+    run(handle_while_classes_are_handed_out, what)
