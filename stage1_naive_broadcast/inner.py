@@ -97,6 +97,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
             )
         grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
         found_inf = torch.zeros_like(scale)
+        for found in state["found_inf_per_device"].values():  # by unscale_(): gradients may have been mended since
+            found_inf += found.to(found_inf.device)
         if grads:
             factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)

@@ -89,6 +89,7 @@ class GradBuffer:
         self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
         self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         self.grads = views_of(self.flat, params, self.starts)
+        self.grad_addresses = [grad.data_ptr() for grad in self.grads]
         self.grad_shard = self.flat.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
         self.flat_params = self.flat.view(dtype)[:numel]  # the same bytes, read as parameters
         self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
@@ -121,9 +122,12 @@ class GradBuffer:
     def take_grad(self, param):
         """Bring a gradient into the buffer, wherever autograd or the user has put it. Called when it is ready."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
+            self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(
                 f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() before backward()"
             )
+        if param.grad is None:  # an earlier hook has taken it
+            return
         self.holds = Holds.GRADS
         grad = self.grads[self.index_of[id(param)]]
         self.received.add(self.index_of[id(param)])
@@ -131,7 +135,9 @@ class GradBuffer:
             grad.add_(param.grad)
             param.grad = None
         elif param.grad is not grad:  # after model.zero_grad(), say
-            param.grad = grad.copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
+            grad.copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
+            if not param.grad.requires_grad:  # else backward(create_graph=True) made it, to be differentiated
+                param.grad = grad
 
     def collect_grads(self):
         """To GRADS: whatever happened to `param.grad` outside of backward counts too.
@@ -145,12 +151,15 @@ class GradBuffer:
                 self.received.discard(index)
             elif param.grad is not None and (param.requires_grad or param.grad is not self.grads[index]):
                 self.take_grad(param)
+                param.grad = None if self.in_main_grad else self.grads[index]
 
     def refuse_new_grads(self, groups):
         """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.
 
         What is written into it counts where main gradients are views of the buffer. Where they are copies it wouldn't.
         """
+        if self.shard_version is None:
+            raise RuntimeError("a backward pass after finish_grad_sync() was refused: call the optimizer's zero_grad()")
         if self.main_grad_shard is not None and self.flat._version != self.shard_version:
             raise RuntimeError(
                 "16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: too late"
@@ -161,12 +170,18 @@ class GradBuffer:
                 raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
 
     def refuse_new_data(self, groups):
-        """Refuse a parameter whose `data` somebody has replaced: what is stepped belongs to the memory before."""
+        """Refuse a parameter whose `data` somebody has replaced, or its gradient's: we use the memory before."""
         for name, param in named_params(groups):
             if param.data_ptr() != self.views.get(id(param), param).data_ptr():
                 raise RuntimeError(
                     f"the data of parameter {name} was replaced, by model.to() or vector_to_parameters(), and this "
                     "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
+                )
+        names = {id(param): name for name, param in named_params(groups)}
+        for param, grad, address in zip(self.params, self.grads, self.grad_addresses):
+            if grad.data_ptr() != address:
+                raise RuntimeError(
+                    f"the data of the gradient of parameter {names[id(param)]} was replaced: write into it with copy_()"
                 )
 
     def reduce_scatter_grads(self):

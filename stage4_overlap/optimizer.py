@@ -278,7 +278,7 @@ class DistributedOptimizer(ShardedOptimizer):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
         self.n_rounds = 0  # in which every bucket has left
         self.in_round = False  # whether a backward pass has begun one that isn't finished
-        self.went_backward = False  # whether one has begun any since the last step; once the ranks have agreed: on any rank
+        self.went_backward = False  # whether one has begun any since the last step; when ranks have agreed: on any
         self.backward_pass = None  # a weak reference to the one that is under way
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet

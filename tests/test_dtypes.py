@@ -173,7 +173,11 @@ def scaled(rank, stage, row, explode, unscale):
         if step == 1 and rank.rank == explode:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
-        if unscale:
+        if unscale == "and mend":
+            scaler.unscale_(optimizer)
+            for param in model.parameters():
+                param.grad.nan_to_num_(0, 0, 0)
+        elif unscale:
             scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(1e6)
         scaler.step(optimizer)
@@ -184,7 +188,7 @@ def scaled(rank, stage, row, explode, unscale):
     return history
 
 
-CASES = [(stage, "fp32/fp32", unscale) for stage in STAGES[:3] for unscale in (False, True)]
+CASES = [(stage, "fp32/fp32", unscale) for stage in STAGES[:3] for unscale in (False, True, "and mend")]
 CASES += [("stage4_overlap", "fp32/fp32", False)]
 CASES += [("stage3_gradbuffer", row, False) for row in ("fp16/fp16", "fp16/fp32")]
 

@@ -299,6 +299,90 @@ def test_backward_into_the_reduced_shard_is_refused(run):
     assert all("call step() or the optimizer's zero_grad()" in message for message in run(backward_after_clip))
 
 
+def step_after_a_refused_backward(rank):
+    weight = torch.nn.Parameter(torch.ones(3, device=rank.device))
+    optimizer = optimizer_of("stage3_gradbuffer")([weight], torch.optim.SGD, lr=0.25)
+    weight.sum().backward()
+    optimizer.clip_grad_norm_(100.0)
+    with pytest.raises(RuntimeError, match="the optimizer's zero_grad"):
+        (weight.sum() * 100).backward()
+    with pytest.raises(RuntimeError, match="a backward pass after finish_grad_sync.. was refused"):
+        optimizer.step()
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.clip_grad_norm_(100.0)
+    optimizer.step()
+    return weight.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_what_a_refused_backward_has_added_is_not_stepped(run):
+    assert run(step_after_a_refused_backward) == [[0.75] * 3] * 2
+
+
+def step_without_what_a_hook_took(rank, stage, grad_dtype):
+    """A user's hook, there before the optimizer's, drops the gradient of one parameter: a filter say."""
+    dtype = torch.bfloat16 if grad_dtype else None
+    params = [torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=dtype)) for _ in range(2)]
+    params[0].register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    kwargs = {"grad_dtype": grad_dtype} if grad_dtype else {}
+    optimizer = optimizer_of(stage)(params, torch.optim.SGD, lr=0.25, **kwargs)
+    for _ in range(2):
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param[0].item() for param in params]
+
+
+THREE = "stage3_gradbuffer"
+KINDS = [("stage1_naive_broadcast", None), ("stage2_allgather", None), (THREE, None), (THREE, torch.float32)]
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage, grad_dtype", KINDS)
+def test_a_hook_may_take_the_gradient_first(run, stage, grad_dtype):
+    assert run(step_without_what_a_hook_took, stage, grad_dtype) == [[1.0, 0.5]] * 2
+
+
+def replace_the_data_of_a_gradient(rank, grad_dtype):
+    dtype = torch.bfloat16 if grad_dtype else None
+    params = [torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=dtype)) for _ in range(2)]
+    named = zip(("first", "second"), params)
+    optimizer = optimizer_of("stage3_gradbuffer")(named, torch.optim.SGD, lr=0.25, grad_dtype=grad_dtype)
+    sum(param.sum() for param in params).backward()
+    grad = params[1].main_grad if grad_dtype else params[1].grad
+    grad.data = grad.data / 2
+    with pytest.raises(RuntimeError, match="the data of the gradient of parameter second was replaced"):
+        optimizer.step()
+    assert all(param.eq(1).all() for param in params)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_a_gradient_whose_memory_was_replaced_is_an_error(run, grad_dtype):
+    run(replace_the_data_of_a_gradient, grad_dtype)
+
+
+def differentiate_a_gradient(rank, stage):
+    """A penalty on `param.grad`: 2 * weight + the gradient of 4 * weight² is 10 * weight."""
+    weight = torch.nn.Parameter(torch.full((3,), 2.0, device=rank.device))
+    optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.05)
+    for _ in range(2):
+        weight.square().sum().backward(create_graph=True)
+        penalty = weight.grad.square().sum()
+        penalty.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather", THREE])
+def test_a_gradient_may_be_differentiated(run, stage):
+    assert run(differentiate_a_gradient, stage) == [[0.5] * 3] * 2
+
+
 def forget_what_was_written(rank, grad_dtype):
     """Past every hook, into the view."""
     weight = torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=torch.bfloat16 if grad_dtype else None))
