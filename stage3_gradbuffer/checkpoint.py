@@ -154,15 +154,16 @@ def writer_of(optimizer, group):
     """-> a thread that writes one checkpoint after the other, and its group: what two threads send must not mix."""
     key = optimizer if not dist.is_initialized() else group or dist.group.WORLD
     if key not in WRITERS:
-        own_group = None
+        device, own_group = all_params(optimizer)[0].device, None
         if dist.is_initialized():  # gloo, since everything is on the CPU
             ranks = dist.get_process_group_ranks(key)
             is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this, and ...
             n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it after these
             if not is_everyone and len(set(n_groups)) > 1:
                 raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
-            own_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not is_everyone)
-        device = all_params(optimizer)[0].device  # a thread begins with GPU 0, for torch.distributed.checkpoint too
+            timeout = key._get_backend(device).options._timeout
+            own_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=not is_everyone)
+        # A thread begins with GPU 0, for torch.distributed.checkpoint too.
         set_device = torch.cuda.set_device if device.type == "cuda" else lambda _: None
         WRITERS[key] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
     return WRITERS[key]
@@ -233,6 +234,7 @@ def write(path, partial, tree, manifest, group):
         dcp.save(tree, storage_writer=writer, planner=planner, process_group=group, no_dist=no_dist)
     except dcp.api.CheckpointException as failure:
         shutil.rmtree(partial, ignore_errors=True)
+        raise_interrupt(failure, rank)
         raise CheckpointError(f"{what}: rank {next(iter(failure.failures))}: {first_line(failure)}") from None
     error, files = None, {}
     try:
@@ -283,6 +285,8 @@ def load(path, model, optimizer):
     except Exception as refusal:  # whatever a damaged pickle raises, on the ranks that read it before its checksum
         error = first_line(refusal)
     agree(error, what, group)
+    if len(set(all_gather(zlib.crc32(json.dumps(manifest).encode()), group))) > 1:
+        raise CheckpointError(f"{what}: the ranks read different checkpoints")
     shared = [key for key in metadata if key.startswith("optimizer.param_groups.")]
     extra = f"extra.{rank if manifest['ranks'] == world_size else 0}"
     values = {key: blank(metadata[key]) for key in [*shared, extra]}
@@ -331,7 +335,10 @@ def read(path, wanted):
     try:
         planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.load(wanted, storage_reader=Reader(path), planner=planner, no_dist=True)
-    except (OSError, dcp.api.CheckpointException) as failure:
+    except OSError as failure:
+        return first_line(failure)
+    except dcp.api.CheckpointException as failure:
+        raise_interrupt(failure, 0)
         return first_line(failure)
 
 
@@ -466,6 +473,13 @@ def agree(error, what, group):
     for rank, theirs in enumerate(errors):
         if theirs:
             raise CheckpointError(f"{what}: " + (theirs if len(set(errors)) == 1 else f"rank {rank}: {theirs}"))
+
+
+def raise_interrupt(failure, rank):
+    """Ctrl-C stays what it is, on the rank that it came to: torch.distributed.checkpoint wraps that too."""
+    error, _ = failure.failures.get(rank, (None, None))
+    if isinstance(error, BaseException) and not isinstance(error, Exception):
+        raise error from None
 
 
 def first_line(error):

@@ -331,8 +331,8 @@ class DistributedOptimizer(ShardedOptimizer):
                 self._finish_oldest_grad_sync()
             self.used.update(id(param) for param in bucket.params if param.grad is not None)
             self.waiting.difference_update(id(param) for param in bucket.params)
+            self.idle[0].take_grads(bucket)
             self.travelling.append(self.idle.popleft())
-            self.travelling[-1].take_grads(bucket)
             if bucket is not self.buckets[-1]:
                 self.travelling[-1].start_grad_sync()
             self.next_bucket += 1

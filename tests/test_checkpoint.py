@@ -1527,3 +1527,60 @@ def move_experts(rank, stage):
 @pytest.mark.parametrize("world_size", [4])
 def test_several_groups_are_not_moved_into_one(run, stage):
     run(move_experts, stage)
+
+
+def load_different_ones(rank, stage, path):
+    model, optimizer = a_run(rank, stage, None)
+    for step in range(2):
+        step_alike(rank, model, optimizer, [step])
+        checkpoint_of(stage).save(path / str(step), model, optimizer, {"step": step})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(checkpoint_of(stage).CheckpointError, match="the ranks read different checkpoints"):
+        checkpoint_of(stage).load(path / str(rank.rank), model, optimizer)
+    assert equal(dict(model.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_ranks_that_load_different_checkpoints_are_refused(run, stage, tmp_path):
+    run(load_different_ones, stage, tmp_path)
+
+
+def interrupt_a_save(rank, stage, path):
+    """Ctrl-C comes to rank 0; the others say so; nothing is left; the next save works."""
+    model, optimizer = a_run(rank, stage, None)
+    module = checkpoint_of(stage)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 0:
+            patch.setattr(dcp.FileSystemWriter, "write_data", interrupt)
+        with pytest.raises(KeyboardInterrupt if rank.rank == 0 else module.CheckpointError) as caught:
+            module.save(path / "one", model, optimizer)
+    assert rank.rank == 0 or "rank 0: KeyboardInterrupt" in str(caught.value)
+    dist.barrier()
+    assert not list(path.iterdir())
+    module.save(path / "one", model, optimizer)
+    assert module.latest(path) == path / "one"
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_an_interrupt_in_a_save_stays_one(run, stage, tmp_path):
+    run(interrupt_a_save, stage, tmp_path)
+
+
+def look_at_the_time_out(rank, stage, path):
+    model, optimizer = a_run(rank, stage, None)
+    checkpoint_of(stage).save(path / "one", model, optimizer, asynchronous=True).result()
+    _, group = checkpoint_of(stage).WRITERS[dist.group.WORLD]
+    ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
+    assert ours == writers != dist.distributed_c10d.default_pg_timeout
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_who_writes_behind_waits_no_longer_than_the_group(run, stage, tmp_path):
+    run(look_at_the_time_out, stage, tmp_path)

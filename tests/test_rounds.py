@@ -4,6 +4,7 @@ A rank that goes round more often than another waits for it for ever, since the 
 """
 
 import contextlib
+import itertools
 import random
 
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from stage4_overlap import DistributedOptimizer
+from stage4_overlap.buffer import BucketBuffer
+from tests.common import assert_same
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
 
@@ -272,3 +275,37 @@ def not_stepped(rank):
 
 def test_graphs_through_what_was_not_stepped(run):
     run(not_stepped)
+
+
+def interrupted(rank):
+    """Ctrl-C where a bucket leaves, on every rank: what is given up is gone, and the rest is as if it had not been."""
+    models, calls = [], itertools.count()
+    for interrupt in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(4)))
+        optimizer = DistributedOptimizer(model.parameters(), lr=0.1, bucket_cap_mb=1e-4)
+        for step in range(4):
+            x = torch.full((2, 5), float(rank.rank + step))
+            if interrupt and step == 2:
+                take_grads = BucketBuffer.take_grads
+
+                def watched(buffer, bucket):
+                    if next(calls) == 3:
+                        raise KeyboardInterrupt
+                    take_grads(buffer, bucket)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(BucketBuffer, "take_grads", watched)
+                    with pytest.raises(KeyboardInterrupt):
+                        model(x).square().sum().backward()
+                optimizer.zero_grad()
+                model.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same(*models, exact=True)
+
+
+def test_an_interrupt_where_a_bucket_leaves(run):
+    run(interrupted)
