@@ -89,7 +89,7 @@ class GradBuffer:
         self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
         self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         self.grads = views_of(self.flat, params, self.starts)
-        self.grad_addresses = [grad.data_ptr() for grad in self.grads]
+        self.own_views = [grad.detach() for grad in self.grads]  # which share_memory() moves along, and nothing else
         self.grad_shard = self.flat.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
         self.flat_params = self.flat.view(dtype)[:numel]  # the same bytes, read as parameters
         self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
@@ -178,8 +178,8 @@ class GradBuffer:
                     "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
                 )
         names = {id(param): name for name, param in named_params(groups)}
-        for param, grad, address in zip(self.params, self.grads, self.grad_addresses):
-            if grad.data_ptr() != address:
+        for param, grad, view in zip(self.params, self.grads, self.own_views):
+            if not grad.is_set_to(view):
                 raise RuntimeError(
                     f"the data of the gradient of parameter {names[id(param)]} was replaced: write into it with copy_()"
                 )
