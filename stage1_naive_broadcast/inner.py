@@ -187,8 +187,8 @@ def hook_gradient(param, method, takes=False):
     """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
 
     It holds that object weakly: parameters don't keep alive what they were trained with. A frozen parameter has the
-    hook too: it may be unfrozen later. `takes`: `method` takes the gradient out of `param.grad`. The hook of
-    an earlier optimizer that does so, of any stage, is removed, or this one would find none.
+    hook too: it may be unfrozen later. `takes`: `method` takes the gradient out of `param.grad`. The hook of an
+    earlier optimizer that does so, of any stage, is removed, or this one would find none.
     """
     # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__

@@ -151,7 +151,8 @@ class GradBuffer:
                 self.received.discard(index)
             elif param.grad is not None and (param.requires_grad or param.grad is not self.grads[index]):
                 self.take_grad(param)
-                param.grad = None if self.in_main_grad else self.grads[index]
+                if not self.in_main_grad:
+                    param.grad = self.grads[index]  # its graph, if it has one, has been used
 
     def refuse_new_grads(self, groups):
         """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.

@@ -478,7 +478,7 @@ def agree(error, what, group):
 def raise_interrupt(failure, rank):
     """Ctrl-C stays what it is, on the rank that it came to: torch.distributed.checkpoint wraps that too."""
     error, _ = failure.failures.get(rank, (None, None))
-    if isinstance(error, BaseException) and not isinstance(error, Exception):
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error from None
 
 
