@@ -89,7 +89,6 @@ class GradBuffer:
         self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
         self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         self.grads = views_of(self.flat, params, self.starts)
-        self.own_views = [grad.detach() for grad in self.grads]  # which share_memory() moves along, and nothing else
         self.grad_shard = self.flat.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
         self.flat_params = self.flat.view(dtype)[:numel]  # the same bytes, read as parameters
         self.param_shard = self.flat_params.view(self.world_size, shard_numel)[rank]  # (shard_numel,)
@@ -106,7 +105,7 @@ class GradBuffer:
             self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
 
         self.note_new_params()
-        self.views = {id(param): param.detach() for param in params}
+        self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
 
         self.index_of = {id(param): index for index, param in enumerate(params)}
         self.received = set()  # indices of the parameters whose gradient has come since the last step
@@ -114,9 +113,9 @@ class GradBuffer:
         for index, param in enumerate(params):
             self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
             if self.in_main_grad:
-                param.main_grad = self.grads[index]
+                param.main_grad = self.grads[index].detach()
             elif param.requires_grad and param.grad is None:  # one that is there already counts, as in torch
-                param.grad = self.grads[index]
+                param.grad = self.grads[index].detach()  # not the view itself: a user may detach_() it, or set its data
 
     @torch.no_grad()  # backward(create_graph=True) calls it with grad
     def take_grad(self, param):
@@ -129,15 +128,17 @@ class GradBuffer:
         if param.grad is None:  # an earlier hook has taken it
             return
         self.holds = Holds.GRADS
-        grad = self.grads[self.index_of[id(param)]]
-        self.received.add(self.index_of[id(param)])
+        index = self.index_of[id(param)]
+        grad = self.grads[index]
+        self.received.add(index)
         if self.in_main_grad:
             grad.add_(param.grad)
             param.grad = None
-        elif param.grad is not grad:  # after model.zero_grad(), say
+        elif not is_same(param.grad, grad):  # after model.zero_grad(), say
             grad.copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
-            if not param.grad.requires_grad:  # else backward(create_graph=True) made it, to be differentiated
-                param.grad = grad
+            # If it requires grad, backward(create_graph=True) made it, to be differentiated.
+            if not param.grad.requires_grad and is_same(param, self.param_views[index]):
+                param.grad = grad.detach()
 
     def collect_grads(self):
         """To GRADS: whatever happened to `param.grad` outside of backward counts too.
@@ -149,10 +150,10 @@ class GradBuffer:
             if param.grad is None and not self.in_main_grad:
                 self.grads[index].zero_()  # set to None by the user
                 self.received.discard(index)
-            elif param.grad is not None and (param.requires_grad or param.grad is not self.grads[index]):
+            elif param.grad is not None and (param.requires_grad or not is_same(param.grad, self.grads[index])):
                 self.take_grad(param)
                 if not self.in_main_grad:
-                    param.grad = self.grads[index]  # its graph, if it has one, has been used
+                    param.grad = self.grads[index].detach()  # its graph, if it has one, has been used
 
     def refuse_new_grads(self, groups):
         """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.
@@ -165,24 +166,26 @@ class GradBuffer:
             raise RuntimeError(
                 "16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: too late"
             )
-        views = {id(param): grad for param, grad in zip(self.params, self.grads)}
-        for name, param in named_params(groups):
-            if param.grad is not None and param.grad is not views.get(id(param), param.grad):
-                raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
+        names = {id(param): name for name, param in named_params(groups)}
+        for param, grad in zip(self.params, self.grads):
+            if param.grad is not None and not is_same(param.grad, grad):
+                raise RuntimeError(
+                    f"the gradient of parameter {names[id(param)]} was assigned after finish_grad_sync(): too late"
+                )
 
     def refuse_new_data(self, groups):
-        """Refuse a parameter whose `data` somebody has replaced, or its gradient's: we use the memory before."""
-        for name, param in named_params(groups):
-            if param.data_ptr() != self.views.get(id(param), param).data_ptr():
-                raise RuntimeError(
-                    f"the data of parameter {name} was replaced, by model.to() or vector_to_parameters(), and this "
-                    "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
-                )
+        """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
         names = {id(param): name for name, param in named_params(groups)}
-        for param, grad, view in zip(self.params, self.grads, self.own_views):
-            if not grad.is_set_to(view):
+        for param, view, grad in zip(self.params, self.param_views, self.grads):
+            if not is_same(param, view):
                 raise RuntimeError(
-                    f"the data of the gradient of parameter {names[id(param)]} was replaced: write into it with copy_()"
+                    f"the data of parameter {names[id(param)]} was replaced, by model.to() or vector_to_parameters(), and "
+                    "this optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
+                )
+            if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
+                raise RuntimeError(
+                    f"main_grad of parameter {names[id(param)]} was replaced, or a later optimizer has the gradients: "
+                    "write into it with copy_(), or build this one anew"
                 )
 
     def reduce_scatter_grads(self):
@@ -238,14 +241,14 @@ class GradBuffer:
             self.holds, self.zero_version = Holds.ZEROS, self.flat._version
         self.received.clear()
         for param, grad in zip(self.params, self.grads):
-            param.grad = grad if param.requires_grad and not self.in_main_grad else None
+            param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
 
     def let_go(self):
         """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""
         for hook in self.hooks:
             hook.remove()
         for param, grad in zip(self.params, self.grads):
-            if param.grad is grad:
+            if is_same(param.grad, grad):
                 param.grad = None
             vars(param).pop("main_grad", None)
 
@@ -263,3 +266,10 @@ def copy_all(targets, sources):
 def views_of(flat, params, starts):
     """Views of `flat`, shaped like `params`, which begin at `starts`."""
     return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]
+
+
+def is_same(tensor, view):
+    """Whether it is the same view of the same memory; None is not."""
+    if tensor is None or (tensor.layout, tensor.device) != (view.layout, view.device):
+        return False
+    return tensor.is_set_to(view)

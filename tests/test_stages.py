@@ -344,23 +344,56 @@ def test_a_hook_may_take_the_gradient_first(run, stage, grad_dtype):
     assert run(step_without_what_a_hook_took, stage, grad_dtype) == [[1.0, 0.5]] * 2
 
 
-def replace_the_data_of_a_gradient(rank, grad_dtype):
-    dtype = torch.bfloat16 if grad_dtype else None
-    params = [torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=dtype)) for _ in range(2)]
-    named = zip(("first", "second"), params)
-    optimizer = optimizer_of("stage3_gradbuffer")(named, torch.optim.SGD, lr=0.25, grad_dtype=grad_dtype)
-    sum(param.sum() for param in params).backward()
-    grad = params[1].main_grad if grad_dtype else params[1].grad
-    grad.data = grad.data / 2
-    with pytest.raises(RuntimeError, match="the data of the gradient of parameter second was replaced"):
+def change_a_gradient(rank, stage, how):
+    """Outside of no_grad, as torch allows it; and then go on, as if nothing had been."""
+    weight = torch.nn.Parameter(torch.full((3,), 2.0, device=rank.device))
+    optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.25)
+    for _ in range(2):
+        weight.sum().backward()
+        if how == "add":
+            weight.grad += 0.5 * weight  # by a graph
+        elif how == "detach":
+            weight.grad.detach_().mul_(2)
+        else:
+            weight.grad.data = weight.grad.data * 2
+        weight.sum().backward()
         optimizer.step()
-    assert all(param.eq(1).all() for param in params)
+        optimizer.zero_grad()
+    assert weight.grad is None or not weight.grad.requires_grad
+    return weight[0].item()
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
-def test_a_gradient_whose_memory_was_replaced_is_an_error(run, grad_dtype):
-    run(replace_the_data_of_a_gradient, grad_dtype)
+@pytest.mark.parametrize("how, expected", [("add", 0.59375), ("detach", 0.5), ("data", 0.5)])
+@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather", THREE])
+def test_a_gradient_may_be_changed_in_every_way(run, stage, how, expected):
+    """SGD, 2 -> 2 - (2 + 0.5 · 2) / 4 = 1.25 -> 1.25 - (2 + 0.5 · 1.25) / 4, or 2 -> 2 - 3/4 -> 2 - 6/4."""
+    assert run(change_a_gradient, stage, how) == [expected] * 2
+
+
+def replace_main_grad(rank, how):
+    params = [torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=torch.bfloat16)) for _ in range(2)]
+    named = list(zip(("first", "second"), params))
+    optimizer = optimizer_of(THREE)(named, torch.optim.SGD, lr=0.25, grad_dtype=torch.float32)
+    if how == "later":
+        later = optimizer_of(THREE)(named[1:], torch.optim.SGD, lr=0.25, grad_dtype=torch.float32)
+    sum(param.sum() for param in params).backward()
+    if how == "assigned":
+        params[1].main_grad = params[1].main_grad / 2
+    elif how == "data":
+        params[1].main_grad.data = params[1].main_grad.data / 2
+    with pytest.raises(RuntimeError, match="main_grad of parameter second was replaced, or a later optimizer has"):
+        optimizer.step()
+    assert all(param.eq(1).all() for param in params)
+    if how == "later":
+        later.step()
+        assert params[1].eq(0.75).all()
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("how", ["assigned", "data", "later"])
+def test_a_main_grad_that_is_not_of_the_buffer_is_an_error(run, how):
+    run(replace_main_grad, how)
 
 
 def differentiate_a_gradient(rank, stage):
