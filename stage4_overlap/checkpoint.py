@@ -100,9 +100,9 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
 
     Args:
         path: a folder that doesn't exist, where all ranks can write; until it does, there is one with ".partial" more.
-        model: its parameters and buffers are saved by name, and the optimizer's state by those names. What is not the
-            optimizer's is saved as the first rank has it: experts of another process group need another folder, in
-            each group, and are loaded after this.
+        model: its parameters and buffers are saved by name, and the optimizer's state by those names; DDP and
+            torch.compile add nothing to them. What is not the optimizer's is saved as the first rank has it: experts
+            of another process group need another folder, in each group, and are loaded after this.
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer; not of DTensors.
         extra: anything more of this rank that torch.load(weights_only=True) can read, such as random states. What
             parameter groups hold must be like that too.
@@ -116,9 +116,11 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         CheckpointError: on every rank; `path` exists, or can't be written, or `extra` or a parameter group not be read
             again; or `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than
             others.
-        ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors.
+        ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors, or the
+            model's state_dict() has copies of its tensors, or an extra state.
     """
-    path, group, names = Path(path), getattr(optimizer, "process_group", None), names_of(model, optimizer)
+    path, group, model = Path(path), getattr(optimizer, "process_group", None), unwrapped(model)
+    names = names_of(model, optimizer)
     rank, world_size = rank_and_size(group)
     partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
     if earlier := getattr(optimizer, "last_save", lambda: None)():
@@ -188,7 +190,7 @@ def collect(model, optimizer, names, groups, extra, rank, to_cpu):
         return value.detach().to("cpu", copy=True) if to_cpu else value.detach()
 
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": groups}, "extra": {}}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state_of(model).items():
         index = index_of.get(id(value))
         if index in pieces:
             start, stop, _ = pieces[index]
@@ -207,13 +209,33 @@ def collect(model, optimizer, names, groups, extra, rank, to_cpu):
     return tree, manifest
 
 
+def unwrapped(model):
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+def bare(name):
+    return name.replace("_orig_mod.", "")  # of a layer that is compiled
+
+
+def state_of(model) -> dict:
+    """model.state_dict() with the tensors themselves, by names that torch.compile hasn't changed."""
+    state = {bare(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        value = state.get(bare(name), tensor)
+        if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
+            raise ValueError(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
+    return state
+
+
 def names_of(model, optimizer) -> list[str]:
-    """The names that the parameters have in model.state_dict(), by index."""
+    """The names that the parameters have in `state_of`, by index."""
     name_of = {}
-    for name, param in [*model.state_dict(keep_vars=True).items(), *model.named_parameters()]:
+    for name, param in [*state_of(model).items(), *model.named_parameters()]:
         if name.endswith("_extra_state"):
             raise ValueError(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
-        name_of.setdefault(id(param), name)  # the first of tied ones
+        name_of.setdefault(id(param), bare(name))  # the first of tied ones
     for index, param in enumerate(all_params(optimizer)):
         name = name_of.get(id(param))
         if name is None:
@@ -271,9 +293,9 @@ def load(path, model, optimizer):
     Raises:
         CheckpointError: on every rank, before anything is changed: it is not complete, damaged, or of another model. A
             file that can't be read to its end, though it could a moment before, leaves part of it in the model.
-        ValueError: `optimizer` is of another model, or of DTensors.
+        ValueError: as `save`.
     """
-    path, group = Path(path), getattr(optimizer, "process_group", None)
+    path, group, model = Path(path), getattr(optimizer, "process_group", None), unwrapped(model)
     rank, world_size = rank_and_size(group)
     what, error = f"checkpoint {path} can't be loaded", None
     pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
@@ -302,7 +324,7 @@ def load(path, model, optimizer):
     agree(error, what, group)
 
     wanted, mains, states = {}, {}, {}  # key in the checkpoint -> tensor to fill, or None for what is no tensor
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state_of(model).items():
         main_key = stored.get(name, {}).get("main_param")  # of a parameter that had 16 bits when it was saved
         key = f"model.{name}"
         if main_key and tensor.dtype != metadata[key].properties.dtype:
@@ -426,8 +448,7 @@ def check(manifest, metadata, model, optimizer, names):
     here = type(inner_of(optimizer)).__name__
     if manifest["optimizer"] != here:
         raise ValueError(f"it is of {manifest['optimizer']}, this optimizer is {here}")
-    ours = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, torch.Tensor)}
+    ours = {name: tensor.shape for name, tensor in state_of(model).items() if isinstance(tensor, torch.Tensor)}
     theirs = {key.removeprefix("model."): value.size for key, value in metadata.items()
               if key.startswith("model.") and not isinstance(value, dcp.metadata.BytesStorageMetadata)}
     for name in [*ours, *theirs]:

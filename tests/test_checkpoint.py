@@ -1064,18 +1064,67 @@ class Scaled(torch.nn.Linear):
         pass
 
 
-def extra_state(rank, stage, path):
-    model = torch.nn.Sequential(Scaled(3, 3)).to(rank.device)
+class Cloned(torch.nn.Linear):
+    """What frameworks do so that a `state_dict()` doesn't change while it is written."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "bias"] = destination[prefix + "bias"].clone()
+
+
+def would_not_be_loaded(rank, stage, path, kind, message):
+    model = torch.nn.Sequential(kind(3, 3)).to(rank.device)
     optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
-    with pytest.raises(ValueError, match="0._extra_state, .*pass it as `extra`"):
+    with pytest.raises(ValueError, match=message):
         checkpoint_of(stage).save(path, model, optimizer)
+    twin = torch.nn.Sequential(torch.nn.Linear(3, 3)).to(rank.device)
+    checkpoint_of(stage).save(path, twin, optimizer_of(stage)(twin.parameters(), **ADAMW))
+    with pytest.raises(ValueError, match=message):
+        checkpoint_of(stage).load(path, model, optimizer)
+
+
+UNLOADABLE = [(Scaled, "0._extra_state, .*pass it as `extra`"), (Cloned, "a copy of 0.bias, .*could not be loaded")]
+
+
+@pytest.mark.parametrize("kind, message", UNLOADABLE)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_what_would_not_be_loaded_again_is_not_saved(run, stage, world_size, tmp_path, kind, message):
+    run(would_not_be_loaded, stage, tmp_path / "one", kind, message)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def wrap_and_unwrap(rank, stage, folder):
+    """A layer is compiled, the model is compiled, and DDP is around it: none of them adds to the names."""
+    def wrapped(model):
+        model.up.compile()  # in place, which adds nothing
+        model.head = torch.compile(model.head)
+        return torch.compile(torch.nn.parallel.DistributedDataParallel(model))
+    model, optimizer = a_run(rank, stage, None)
+    train(rank, model, optimizer, range(2))
+    checkpoint = checkpoint_of(stage)
+    checkpoint.save(folder / "bare", model, optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    saves = [wrapped(model)]
+    saves.append(saves[0]._orig_mod.module)
+    for index, save in enumerate(saves):
+        checkpoint.save(folder / str(index), save, optimizer)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        checkpoint.load(folder / "bare", save, optimizer)
+        assert all(map(torch.equal, model.parameters(), before))
+    other, second = a_run(rank, stage, None, seed=3)
+    checkpoint.load(folder / "0", other, second)
+    assert all(map(torch.equal, other.parameters(), before))
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("world_size", [2])
-def test_what_would_not_be_loaded_again_is_not_saved(run, stage, world_size, tmp_path):
-    run(extra_state, stage, tmp_path / "one")
-    assert list(tmp_path.iterdir()) == []
+def test_names_are_those_of_the_bare_model(run, stage, world_size, tmp_path):
+    run(wrap_and_unwrap, stage, tmp_path)
+    names = [dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata for name in ("bare", "0", "1")]
+    assert names[0].keys() == names[1].keys() == names[2].keys()
 
 
 def save_where_it_cannot(rank, stage, path, limit, message):
