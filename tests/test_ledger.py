@@ -7,6 +7,8 @@ bytes: 16 elements in fp32, where they take 48 + 16 + 16 = 80, and 32 where para
 And they pad these to d shards of equal length, a multiple of 64 bytes too.
 """
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,3 +119,24 @@ def test_wire_bytes_by_hand(kind, expected):
     """100 bytes, 4 ranks, NCCL; gloo's reduce-scatter sends twice as much."""
     assert wire_bytes(kind, 100, 4, "nccl") == expected
     assert wire_bytes(kind, 100, 4, "gloo") == {"reduce_scatter": 150}.get(kind, expected)
+
+
+def clipped(rank, stage, clip):
+    """-> {kind: how many} of one step, after a norm was taken, twice."""
+    params = [torch.nn.Parameter(torch.ones(size, device=rank.device)) for size in SIZES]
+    optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1)
+    with Ledger() as ledger:
+        sum(param.sum() for param in params).backward()
+        for _ in range(clip):
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return Counter(ledger.collectives)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage, norms", [("stage1_naive_broadcast", 0), ("stage2_allgather", 0),
+                                          ("stage3_gradbuffer", 1), ("stage4_overlap", 1)])
+def test_gradients_travel_once_however_often_the_norm_is_asked_for(run, stage, norms):
+    """From stage 3 on a rank has the average of its shard only: the norm of each is gathered."""
+    for without, with_norms in zip(run(clipped, stage, 0), run(clipped, stage, 2)):
+        assert with_norms == without + Counter(all_gather=2 * norms)
