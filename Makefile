@@ -29,31 +29,32 @@ help:
 	@echo 'make diff A=2 B=3           what one stage changes in the one before, the code first'
 	@echo 'make clean                  remove the environment and caches'
 
+# exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
-	$(PYTHON) bench.py --json results/bench.json $(ARGS)
+	exec $(PYTHON) bench.py --json results/bench.json $(ARGS)
 
 test: $(ENV)
-	$(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(PARALLEL)') $(ARGS)
+	exec $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(PARALLEL)') $(ARGS)
 
 train: $(ENV)
 	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))
 	$(if $(shell echo '$(NPROC)' | grep -x '[1-9][0-9]*'),,$(error NPROC=$(NPROC): it must be a number from 1 on))
-	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
+	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	$(PYTHON) -m harness.network --rate $(RATE) --json results/network.json $(ARGS)
+	exec $(PYTHON) -m harness.network --rate $(RATE) --json results/network.json $(ARGS)
 
 timeline: $(ENV)
-	$(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
+	exec $(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
 
 show: $(ENV)
-	$(PYTHON) -m stage3_gradbuffer.show $(ARGS)
+	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
 faults: $(ENV)
-	$(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
+	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
 
 cuda: $(ENV)
-	$(PYTHON) -m harness.gpu $(ARGS)
+	exec $(PYTHON) -m harness.gpu $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report

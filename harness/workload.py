@@ -334,6 +334,8 @@ def parse_args(description):
         if args.sequence_length > block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
                          f"most {block_size}")
+        if args.checkpoint == "":
+            parser.error("argument --checkpoint: it names no folder")
         if args.save_every and not args.checkpoint:
             parser.error("argument --save-every: there is no --checkpoint DIR to save in")
         args.save_every = args.save_every or 100
@@ -429,6 +431,8 @@ class Checkpoints:
             raise ValueError(str(error)) from None
         self.first_step = self.steps_done = extra["step"]
         self.scheduler.load_state_dict(extra["scheduler"])
+        self.args.lr = self.scheduler.base_lrs[0]  # for the Report: those of the checkpoint are in use now
+        self.args.weight_decay = self.optimizer.param_groups[0]["weight_decay"]
         if (extra["rank"], extra["world_size"]) == self.rank[:2]:
             torch.set_rng_state(extra["random"]["cpu"])
             if "cuda" in extra["random"] and self.rank.device.type == "cuda":

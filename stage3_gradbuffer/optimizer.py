@@ -71,8 +71,8 @@ class DistributedOptimizer(ShardedOptimizer):
         afterwards: without a backward pass in between, a second step is one with gradients of zero.
 
         Raises:
-            RuntimeError: the parameters in `param_groups` are not those that were added, or the `data` of one was
-                replaced; on the rank where that is so. Or what `finish_grad_sync` raises.
+            RuntimeError: the parameters in `param_groups` are not those that were added, or the `data` or `main_grad`
+                of one was replaced; on the rank where that is so. Or what `finish_grad_sync` raises.
         """
         refuse_edited(self.param_groups, self.known_params)
         loss = self._closure_loss(closure)

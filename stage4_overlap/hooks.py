@@ -50,7 +50,7 @@ def awaited(kind):
 
 @torch.compiler.disable  # it would guard a class that changes
 def wait_for(kinds):
-    """Wait for what is under way of these classes: each bucket has its own."""
+    """Wait for what is under way of these classes."""
     for kind in kinds:
         bucket = kind.bucket if issubclass(kind, Awaited) else None
         if bucket is not None:  # another thread may have waited meanwhile
@@ -91,10 +91,12 @@ class BackwardPass:
     """
 
     def __init__(self, at_end):
-        self.at_end = at_end
+        self.at_end, self.handle = at_end, None
         self._queue()
 
     def _queue(self, *_):
+        if self.handle is not None:
+            self.handle.remove()  # or the graph, which the user may keep, would hold this after a failure
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @torch.compiler.disable  # where a compiled function calls backward()
@@ -103,4 +105,4 @@ class BackwardPass:
         if node is None:
             self.at_end()
         else:
-            node.register_hook(self._queue)
+            self.handle = node.register_hook(self._queue)

@@ -43,7 +43,7 @@ class DistributedOptimizer(ShardedOptimizer):
         process_group: the ranks that share the work; None is all of them.
         bucket_cap_mb: size at which a bucket is closed, in MiB; None is 2 on a CPU and 25 on a GPU.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
-            in 16 bits; gloo always does.
+            in 16 bits; on gloo that is so anyway.
         find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient
             on some rank. True counts them as zero, and skips those that received none on every rank. Which they are may
             depend on the rank and on the micro-batch. All ranks go backward equally often, each time through some.
@@ -168,8 +168,8 @@ class DistributedOptimizer(ShardedOptimizer):
         handles = []
         for module in model.modules():
             hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
-            for hook in hooks:  # of another optimizer, or before a layer was replaced
-                hook.params = list(module.parameters())
+            for hook in hooks:  # made for another optimizer, or earlier for this one
+                hook.params = list(module.parameters())  # a layer may have been replaced since
             if not hooks:
                 handles.append(module.register_forward_pre_hook(ModuleHook(module), prepend=True))
         return handles
@@ -278,7 +278,7 @@ class DistributedOptimizer(ShardedOptimizer):
         """Begin anew with all that is counted between two steps. The sets hold ids of parameters."""
         self.n_rounds = 0  # in which every bucket has left
         self.in_round = False  # whether a backward pass has begun one that isn't finished
-        self.went_backward = False  # whether one has begun any since the last step; when ranks have agreed: on any
+        self.went_backward = False  # whether a pass has begun a round since the last step; once agreed: on any rank
         self.backward_pass = None  # a weak reference to the one that is under way
         self.used = set()  # whose gradient, of this rank, has left
         self.waiting = set()  # whose gradient autograd has put into param.grad, and it has not left yet
@@ -341,7 +341,7 @@ class DistributedOptimizer(ShardedOptimizer):
         self.n_rounds += 1
 
     def _start_last_grad_sync(self):
-        """The last bucket of a round waits until the ranks have agreed to step, or until the next backward pass.
+        """The last bucket of a round waits until the ranks have agreed to step, or until one of the next round leaves.
 
         If it left at once the agreement would queue behind it, and nothing could be stepped while it travels.
         """
@@ -349,7 +349,7 @@ class DistributedOptimizer(ShardedOptimizer):
             self.travelling[-1].start_grad_sync()
 
     def _start_remaining_grad_syncs(self):
-        """Let every gradient leave. Raises on every rank if one is missing on any, or was assigned too late."""
+        """Let every gradient leave. Raises what `step` says about gradients."""
         wrong = self._agree_on_used()
         worst = max(wrong)
         if not worst or worst == MISSING and self.find_unused_parameters:
@@ -387,7 +387,7 @@ class DistributedOptimizer(ShardedOptimizer):
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if self.in_round or not self.n_rounds:
             self._start_full_buckets(finish_round=True)
-        kept = any(param.grad is not None for param in params)  # by no_sync: it leaves in a round of its own
+        kept = any(param.grad is not None for param in params)  # by no_sync, say: it leaves in a round of its own
         used = [id(param) in self.used or param.grad is not None for param in params]
         missing = [MISSING if param.requires_grad and not is_used else 0 for param, is_used in zip(params, used)]
         wrong = [wrong.get(id(param), otherwise) for param, otherwise in zip(params, missing)]
@@ -426,10 +426,9 @@ class DistributedOptimizer(ShardedOptimizer):
         device = self.buckets[0].gradient.shard.device
         dtype = functools.reduce(torch.promote_types, [bucket.gradient.shard.dtype for bucket in self.buckets])
         grads = {spread_over(param): [] for param in all_params(self)}  # by process groups; the same on every rank
-        for bucket in self.buckets:
-            for r, main_param in zip(bucket.ranges, bucket.main_params):
-                if main_param.grad is not None:
-                    grads[spread_over(bucket.params[r.index])].append(main_param.grad)
+        for param, main_param in self.main_param.items():
+            if main_param.grad is not None:
+                grads[spread_over(param)].append(main_param.grad)
         norms = []
         for tensor_parallel, part in grads.items():
             norm = torch.nn.utils.get_total_norm(part, norm_type).to(device, dtype)

@@ -145,12 +145,22 @@ class Fail(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def failed_pass(rank):
-    """A pass fails on all ranks, on rank 0 when all gradients are there. They count, as in torch; so does the pass."""
+def failed_pass(rank, checkpointed):
+    """A pass fails on all ranks, on rank 0 when all gradients are there. They count, as in torch; so does the pass.
+
+    The graph of the pass that failed, with the node of a re-entrant checkpoint in it, lives on.
+    """
     params, optimizer = zeros(rank, find_unused_parameters=True)
     leaf = torch.ones((), device=rank.device, requires_grad=True)
+    factor = torch.ones((), device=rank.device, requires_grad=True)
+    failing = Fail.apply(leaf)  # what comes first in the forward pass is the last one to go backward
+
+    def uses(factor):
+        return sum(params[i].sum() for i in ([5] if rank.rank else range(6))) * factor
+
+    loss = failing + (checkpoint(uses, factor, use_reentrant=True) if checkpointed else uses(factor))
     with pytest.raises(ZeroDivisionError):
-        (Fail.apply(leaf) + sum(params[i].sum() for i in ([5] if rank.rank else range(6)))).backward()
+        loss.backward()
     sum(params[i].sum() for i in ([0] if rank.rank else range(6))).backward()
     dist.all_reduce(torch.ones((), device=rank.device))
     optimizer.step()
@@ -158,8 +168,9 @@ def failed_pass(rank):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_passes_after_one_that_failed(run, world_size):
-    run(failed_pass)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_passes_after_one_that_failed(run, world_size, checkpointed):
+    run(failed_pass, checkpointed)
 
 
 def shared_in_checkpoints(rank):

@@ -60,6 +60,7 @@ def test_every_stage_prints_the_losses_of_ddp(stage, losses):
         (["--steps", "0"], "--steps"),
         (["--sequence-length", "100000"], "--sequence-length"),
         (["--save-every", "5"], "--checkpoint"),
+        (["--checkpoint", ""], "--checkpoint"),
     ],
     ids=str,
 )
@@ -70,6 +71,15 @@ def test_bad_input_is_one_line(args, message, tmp_path):
     assert run.code == 2
     assert message in run.stderr and "Traceback" not in run.stderr
     assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
+
+
+def test_what_a_resumed_run_says_of_itself_is_what_it_does(tmp_path):
+    """Learning rate and weight decay are those of the checkpoint, whatever the command says now."""
+    command = [ROOT / STAGES[2] / "train.py", "--model", "nano", "--batch-size", "2", "--checkpoint", tmp_path / "a"]
+    first = run_alone(*command, "--steps", "1", "--lr", "0.002", "--weight-decay", "0.3")
+    second = run_alone(*command, "--steps", "2", "--lr", "0.5", "--weight-decay", "0")
+    assert (first.code, second.code) == (0, 0)
+    assert "lr 0.002, weight decay 0.3" in first.stdout and "lr 0.002, weight decay 0.3" in second.stdout
 
 
 def test_bad_input_on_two_ranks_is_said_once():
