@@ -39,7 +39,8 @@ test: $(ENV)
 train: $(ENV)
 	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))
 	$(if $(shell echo '$(NPROC)' | grep -x '[1-9][0-9]*'),,$(error NPROC=$(NPROC): it must be a number from 1 on))
-	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
+	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
 	exec $(PYTHON) -m harness.network --rate $(RATE) --json results/network.json $(ARGS)
