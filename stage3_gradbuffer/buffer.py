@@ -180,7 +180,8 @@ class GradBuffer:
             if not is_same(param, view):
                 raise RuntimeError(
                     f"the data of parameter {names[id(param)]} was replaced, by model.to() or vector_to_parameters(), "
-                    "and this optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
+                    "and this optimizer steps the old one: write into it with copy_(), or build the optimizer "
+                    "afterwards"
                 )
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
                 raise RuntimeError(
