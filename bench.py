@@ -78,9 +78,11 @@ def main():
                 result["model_state"], result["gathered"] = measure.model_state(settings), measure.gathered(settings)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
-    if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    report.show(result)
+    try:
+        if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
+            harness.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+    finally:  # the disk may be full
+        report.show(result)
     if args.json:
         print(f"written to {args.json}")  # not by rich, for which [a] in a path is markup
     sys.exit(measure.is_wrong(result))

@@ -43,7 +43,7 @@ def check_writable(option, path, fail):
     """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.exists()  # its name may be too long
+        path.with_name(f"{path.name}.partial").exists()  # that name, see write, may be too long
     except OSError as error:
         fail(f"{option} {path}: {error.strerror}: {error.filename}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -56,6 +56,22 @@ def check_beside(option, path, suffix, fail):
         fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
     check_writable(option, path, fail)
     check_writable(option, path.with_suffix(suffix), fail)
+
+
+def write(option, path, text, fail):
+    """Puts `text` in the place of what `path` holds when all of it is written: on a full disk the old text stays."""
+    is_file = path.is_file() or not path.exists()  # or else /dev/stdout
+    path = path.resolve() if is_file else path  # a link stays one
+    is_aside = is_file and os.access(path.parent, os.W_OK)
+    beside = path.with_name(f"{path.name}.partial") if is_aside else path
+    try:
+        beside.write_text(text, encoding="utf-8")
+        if is_aside:
+            beside.replace(path)
+    except OSError as error:
+        if is_aside:
+            beside.unlink(missing_ok=True)
+        fail(f"{option} {path}: not written: {error.strerror}")
 
 
 def end_with_parent():

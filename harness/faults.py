@@ -108,13 +108,23 @@ def final_state(folder, scratch):
                                  for key, value in state.items()}}
 
 
+def check(is_so, *lines):
+    """As assert, which `python -O` leaves out."""
+    if not is_so:
+        raise AssertionError("\n".join(lines))
+
+
+def check_undisturbed(run):
+    check(list(run.starts()) == [""] and run.end() == 0, *run.lines[-20:])
+
+
 def faults(stage, ranks, kills, seed, folder, say=print):
     """-> dict: what was killed, and when. Raises AssertionError if anything was lost, queue.Empty if a run hangs."""
     chance, steps = random.Random(seed), kills * STEPS_A_KILL
     killed, while_saving, newest = 0, 0, ""
     with Run(train_script(stage), ranks, steps, folder / "killed", seed=seed, max_restarts=kills) as run:
         for start in run.starts():
-            assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
+            check(start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete")
             if killed == kills:
                 continue
             threading.Event().wait(chance.uniform(0, LONGEST_S))
@@ -122,13 +132,13 @@ def faults(stage, ranks, kills, seed, folder, say=print):
             while_saving += any((folder / "killed").glob("*.partial"))
             killed += run.kill_a_rank(chance)
             say(f"kill {killed}: the newest complete checkpoint is {newest or 'none'}")
-        assert run.end() == 0 and killed == kills, "\n".join([f"ended after {killed} kills", *run.lines[-20:]])
+        check(run.end() == 0 and killed == kills, f"ended after {killed} kills", *run.lines[-20:])
     with Run(train_script(stage), ranks, steps, folder / "undisturbed", seed=seed) as undisturbed:
-        assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
+        check_undisturbed(undisturbed)
     one, other = (final_state(folder / name, folder / "state.pt") for name in ("killed", "undisturbed"))
     equal = {key for key in one.keys() & other.keys() if torch.equal(one[key], other[key])}
     differ = sorted((one.keys() | other.keys()) - equal)
-    assert not differ, f"different at the end: {', '.join(differ)}"
+    check(not differ, f"different at the end: {', '.join(differ)}")
     return {"kills": killed, "while_saving": while_saving, "steps": steps, "tensors": len(other), "stage": stage,
             "ranks": ranks, "save_every": SAVE_EVERY, "seed": seed, "torch": torch.__version__,
             "date": date.today().isoformat()}
@@ -144,7 +154,7 @@ def journey(folder, say=print, steps=1500, save_every=100):
             while getattr(latest(folder / "run"), "name", "") < f"step-{until:08}":
                 threading.Event().wait(0.01)
             run.kill_a_rank(random.Random(0))
-            assert run.end() != 0, "torchrun has not noticed that a rank was killed"
+            check(run.end() != 0, "torchrun has not noticed that a rank was killed")
         stops.append((f"{Path(script).parent.name}, {ranks} ranks, killed", latest(folder / "run")))
         say(f"killed; the newest complete checkpoint is {stops[-1][1].name}")
     say(f"$ python -m torch.distributed.checkpoint.format_utils dcp_to_torch {stops[-1][1]} {folder / 'run.pt'}")
@@ -153,7 +163,7 @@ def journey(folder, say=print, steps=1500, save_every=100):
     say(f"plain torch, in one process: steps {begin + 1} to {steps}")
     with Run("harness/train_ddp.py", 1, steps, folder / "ddp", batch_size=12, save_every=save_every) as undisturbed:
         say(f"$ {undisturbed.command}")
-        assert list(undisturbed.starts()) == [""] and undisturbed.end() == 0, "\n".join(undisturbed.lines[-20:])
+        check_undisturbed(undisturbed)
     rows = []
     for where, checkpoint in [*stops, ("plain torch, 1 process", folder / "run" / f"step-{steps:08}")]:
         ours = converted(checkpoint, folder / "one.pt")["model"] if checkpoint.exists() else model.state_dict()
@@ -162,7 +172,7 @@ def journey(folder, say=print, steps=1500, save_every=100):
         rows.append({"step": int(checkpoint.name.removeprefix("step-")), "where": where, "loss": losses[0],
                      "undisturbed": losses[1]})
         say(f"after step {rows[-1]['step']}: validation loss {losses[0]:.6f}, undisturbed {losses[1]:.6f} ({where})")
-    assert all(abs(row["loss"] - row["undisturbed"]) < 1e-3 for row in rows), rows
+    check(all(abs(row["loss"] - row["undisturbed"]) < 1e-3 for row in rows), str(rows))
     return rows
 
 
@@ -214,10 +224,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
           f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
+    if args.json:
+        harness.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import harness
 from harness import memory, report, workload
+from harness.measure import rank_0_of
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
@@ -76,24 +76,22 @@ def facts(stage, model_name, d, device, n_steps=10):
     has none. An out-of-memory is a result as well: "error".
     """
     row = {"stage": stage or "fused AdamW", "model": model_name, "d": d, "peak_bytes": None, "reserved_bytes": None}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
     try:
-        if device.type == "cuda":
-            memory.forget_peaks(device)  # those of the row before
-        with device:  # made there: a CPU takes longer to make up a billion weights than all that is measured
-            model = workload.GPT(workload.MODELS[model_name])
-        numel = sum(param.numel() for param in model.parameters())
-        optimizer = (importlib.import_module(stage).DistributedOptimizer(model.parameters(), lr=1e-4) if stage else
-                     torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-        seconds, made = time_steps(model, optimizer, device, n_steps)
-        row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made)
-        if device.type == "cuda":
-            row.update(peak_bytes=torch.cuda.max_memory_allocated(device),
-                       reserved_bytes=torch.cuda.max_memory_reserved(device))
+        with rank_0_of(d):
+            if device.type == "cuda":
+                memory.forget_peaks(device)  # those of the row before
+            with device:  # made there: a CPU takes longer to make up a billion weights than all that is measured
+                model = workload.GPT(workload.MODELS[model_name])
+            numel = sum(param.numel() for param in model.parameters())
+            optimizer = (importlib.import_module(stage).DistributedOptimizer(model.parameters(), lr=1e-4) if stage else
+                         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+            seconds, made = time_steps(model, optimizer, device, n_steps)
+            row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made)
+            if device.type == "cuda":
+                row.update(peak_bytes=torch.cuda.max_memory_allocated(device),
+                           reserved_bytes=torch.cuda.max_memory_reserved(device))
     except torch.OutOfMemoryError as error:
         row["error"] = str(error).splitlines()[0]
-    finally:
-        dist.destroy_process_group()
     return row
 
 
@@ -144,8 +142,10 @@ def main():
         return print("cuda: there is no GPU here: nothing was measured")
     harness.check_writable("--json", args.json, fail)
     result = measure(torch.device("cuda", 0))
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(report.sheet_text(sheet(result)))
+    try:
+        harness.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+    finally:  # see bench.py
+        print(report.sheet_text(sheet(result)))
     print(f"written to {args.json}")
 
 

@@ -62,7 +62,8 @@ def prepare(device):
         return
     keep_freed_memory()
     # More threads than one would make ranks on the same machine fight for its cores.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is of nested levels
+    torch.set_num_threads(int(n_threads) if n_threads.isdecimal() and int(n_threads) else 1)
 
 
 def works(device, store):

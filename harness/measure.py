@@ -9,6 +9,7 @@ import functools
 import gc
 import platform
 import statistics
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -229,8 +230,8 @@ STATE_ROWS = [  # stage, dtype of parameters and of gradients, formula; that as 
 def model_state(settings):
     """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of dicts, for bench.py.
 
-    Counted in this process, which plays rank 0 of d: torch's fake process group lets the real code run, and sends
-    nothing. The batch is one byte long, since only what outlives a step counts. b: stage 4's two bucket buffers.
+    Counted in this process, as rank 0 of d, which runs the real code. The batch is one byte long, since only what
+    outlives a step counts. b: stage 4's two bucket buffers.
     """
     rows = []
     for package, dtype, grad_dtype, formula, theory in STATE_ROWS:
@@ -242,22 +243,30 @@ def model_state(settings):
     return rows
 
 
+@contextlib.contextmanager
+def rank_0_of(d):
+    """While it is entered this process plays rank 0 of d: torch's fake process group sends nothing."""
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook  # which init_process_group wraps, each time once more
+
+
 def _state_bytes(settings, d, package, dtype, grad_dtype):
     """-> bytes a parameter, and how many of them are bucket buffers."""
     # Stage 4 keeps sums in fp32 whatever the parameters are; reduce_dtype: exchanges as it does on gloo.
     choice = "reduce_dtype" if package is stage4_overlap else "grad_dtype"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
-    try:
-        with Memory("cpu") as memory:
-            model = workload.GPT(workload.MODELS[settings.model]).to(getattr(torch, dtype))
-            optimizer = package.DistributedOptimizer(model.parameters(), **{choice: getattr(torch, grad_dtype)})
-            tokens = torch.zeros(1, 1, dtype=torch.int64)
-            model(tokens, tokens).backward()
-            optimizer.step()
-            numel = sum(param.numel() for param in model.parameters())
-            return memory.live / numel, getattr(optimizer, "bucket_buffer_bytes", 0) / numel
-    finally:
-        dist.destroy_process_group()
+    with rank_0_of(d), Memory("cpu") as memory:
+        model = workload.GPT(workload.MODELS[settings.model]).to(getattr(torch, dtype))
+        optimizer = package.DistributedOptimizer(model.parameters(), **{choice: getattr(torch, grad_dtype)})
+        tokens = torch.zeros(1, 1, dtype=torch.int64)
+        model(tokens, tokens).backward()
+        optimizer.step()
+        numel = sum(param.numel() for param in model.parameters())
+        return memory.live / numel, getattr(optimizer, "bucket_buffer_bytes", 0) / numel
 
 
 GATHERED = {  # stage -> how many elements its all-gathers bring together in a step, padding included
@@ -275,14 +284,11 @@ def gathered(settings):
     """
     rows = [{"name": f"stage {package.__name__[5]}", "over_numel": {}} for package in GATHERED]
     for d in STATE_RANKS:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
-        try:
+        with rank_0_of(d):
             for row, (package, n_gathered) in zip(rows, GATHERED.items()):
                 params = list(workload.GPT(workload.MODELS[settings.model]).parameters())
                 optimizer = package.DistributedOptimizer(params)
                 row["over_numel"][d] = n_gathered(optimizer) / sum(param.numel() for param in params)
-        finally:
-            dist.destroy_process_group()
     return rows
 
 

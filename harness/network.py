@@ -30,6 +30,7 @@ ROWS = ["compute only", "compute + bytes", "ddp", "ddp + torch ZeRO", "fsdp2", "
         "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
 ADDRESSES = ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
 PORT = 29500
+INSIDE = "DISTRIBUTED_OPTIMIZER_HOST"  # set there, and not RANK, which another launcher may have set outside
 
 
 def parse():
@@ -58,8 +59,8 @@ def parse():
 def bits_per_second(rate):
     """"300mbit" -> 3e8."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if not match or not 0 < float(match[1]) * UNITS[match[2]] <= 1e12:
-        fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; at most 1000gbit")
+    if not match or not 1e3 <= float(match[1]) * UNITS[match[2]] <= 1e12:
+        fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -122,7 +123,7 @@ class Hosts:
                 os.sched_setaffinity(0, cores)
 
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.links[host], "CUDA_VISIBLE_DEVICES": "",
-                       "OMP_NUM_THREADS": "1"}
+                       "OMP_NUM_THREADS": "1", INSIDE: str(host)}
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
                                 cwd=Path(__file__).resolve().parents[1], start_new_session=True,
                                 preexec_fn=prepare)
@@ -235,10 +236,14 @@ def measure_here(args):
 def earlier(args):
     """What the file holds, if there is one -> the results at other rates, and of this rate the table of accumulation.
 
-    That one is kept, with the conditions that it was measured under, where it isn't measured again.
+    That one is kept, with the conditions that it was measured under, where it isn't measured again. Fails where tables
+    and picture can't be made of what the file holds.
     """
+    from harness import report, timeline  # here: see main
     if args.json is None or not args.json.exists():
         return [], {}
+    if not args.json.is_file():
+        fail(f"--json {args.json}: it is no file: results of other rates are kept in it")
     try:
         before = json.loads(args.json.read_text())
         others, kept = [], {}
@@ -247,14 +252,31 @@ def earlier(args):
                 others.append(result)
             elif "accumulation" in result and not args.accumulation:
                 kept = {"accumulation": result["accumulation"]}
+            report.sheets(result)
+        timeline.picture(others)
         return others, kept
-    except (AttributeError, KeyError, OSError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
         fail(f"--json {args.json}: it holds something else than results of make network: name another file")
+
+
+def write(args, result):
+    """Puts the result first in the file, before those of other rates, and draws the picture beside it."""
+    from harness import timeline
+    others, kept = earlier(args)
+    results = [{**result, **kept}, *others]
+    to_draw = timeline.to_draw(results)
+    for other in results:
+        if other is not to_draw:
+            timeline.keep_exposed_only(other["rows"])
+    harness.write("--json", args.json, json.dumps({**results[0], "other_rates": others}, indent=1) + "\n", fail)
+    picture = timeline.picture(results)
+    if picture:
+        harness.write("--json", args.json.with_suffix(".svg"), picture, fail)
 
 
 def main():
     args = parse()
-    if "RANK" in os.environ:
+    if INSIDE in os.environ:
         return measure_here(args)
     from harness import measure, report, timeline, workload  # here: bad input is answered before torch is loaded
 
@@ -273,23 +295,14 @@ def main():
     if result is None:
         sys.exit("network: a host failed; see above")
     shown, title = timeline.on_two_hosts(result)
-    picture = f"{title}\n{timeline.text(shown)}\n" if shown else ""  # now: of most results the steps aren't kept
-    if args.json:  # before it is shown, see bench.py
-        others, kept = earlier(args)
-        results = [{**result, **kept}, *others]
-        to_draw = timeline.to_draw(results)
-        for other in results:
-            if other is not to_draw:
-                timeline.keep_exposed_only(other["rows"])
-        beside = args.json.with_name(args.json.name + ".partial")  # the other rates took hours: if the disk is full
-        beside.write_text(json.dumps({**results[0], "other_rates": others}, indent=1) + "\n")  # they stay
-        beside.replace(args.json)
-        drawn, title = timeline.on_two_hosts(to_draw)
-        if drawn:
-            args.json.with_suffix(".svg").write_text(timeline.svg(drawn, title), encoding="utf-8")
-    report.show(result)
+    steps = f"{title}\n{timeline.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
+    try:
+        if args.json:
+            write(args, result)
+    finally:  # see bench.py
+        report.show(result)
     if args.json:
-        print(f"{picture}written to {args.json} and {args.json.with_suffix('.svg')}")
+        print(f"{steps}written to {args.json} and {args.json.with_suffix('.svg')}")
     sys.exit(measure.is_wrong(result))
 
 

@@ -250,7 +250,7 @@ def conditions_line(conditions):
     return " · ".join([
         c["machine"], f"torch {c['torch']}",
         f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s){shared}{hosts}",
-        f"{c['model']}: {c['parameters'] / 1e6:.1f} M parameters, {c['dtype']}, AdamW",
+        f"{c['model']}: {c['parameters']:,} parameters, {c['dtype']}, AdamW",
         f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
         f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
 
@@ -293,12 +293,12 @@ def _load(name, arguments=""):
     """`arguments`: of the command that makes the file, which is called as what stands before a _ in its name."""
     path = ROOT / "results" / name
     command = f"make {path.stem.split('_')[0]}{arguments}"
-    if not path.exists():
-        raise SystemExit(f"report: {path} is missing: run {command} first")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise SystemExit(f"report: {path} is damaged: run {command} again") from None
+    except FileNotFoundError:
+        raise SystemExit(f"report: {path} is missing: run {command} first") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"report: {path} is damaged: run {command} again ({error})") from None
 
 
 def _conditions(result):
@@ -429,7 +429,7 @@ def rewritten(text):
 
 def network_picture():
     latest = _load("network.json")
-    return timeline.svg(*timeline.on_two_hosts(timeline.to_draw([latest, *latest["other_rates"]])))
+    return timeline.picture([latest, *latest["other_rates"]])
 
 
 PICTURES = {ROOT / "results" / "network.svg": network_picture}
@@ -448,13 +448,12 @@ def main():
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         try:
             texts.append((path, before, PICTURES[path]() if path in PICTURES else rewritten(before)))
-        except (AttributeError, KeyError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = f"there is no such block, or results/ holds something else than results: {error!r}"
             raise SystemExit(f"report: {path.name}: {reason}") from None
     for path, before, after in texts:
         if after != before:
-            harness.check_writable("page", path, functools.partial(harness.fail, "report"))
-            path.write_text(after, encoding="utf-8")
+            harness.write("page", path, after, functools.partial(harness.fail, "report"))
         print(f"{path.relative_to(ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 
 

@@ -133,10 +133,10 @@ def keep_exposed_only(rows):
 
 
 def to_draw(results):
-    """Of the results at several rates, the one of which the picture is: at the lowest rate there is most to see."""
+    """Of results at several rates, the one to be drawn: at the lowest there is most to see. None: no step was kept."""
     drawable = [result for result in results
                 if any("busy" in step for row in result["rows"] for step in row.get("timeline", []))]
-    return min(drawable or results, key=lambda result: result["conditions"]["bits_per_second"])
+    return min(drawable, key=lambda result: result["conditions"]["bits_per_second"], default=None)
 
 
 def one_step(recorder, number):
@@ -313,6 +313,12 @@ def on_two_hosts(result):
                   f"{c['sequence_length']}")
 
 
+def picture(results):
+    """Of results of harness.network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
+    rows, title = on_two_hosts(drawn) if (drawn := to_draw(results)) else ([], "")
+    return svg(rows, title) if rows else ""
+
+
 def trace(rows):
     """The same as events of Chrome's trace format: a process a row, a thread a lane. Times in microseconds."""
     events = []
@@ -347,7 +353,10 @@ def parse():
     add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     harness.check_workload(args, ("ranks",), workload.MODELS, fail)
-    harness.check_beside("--out", args.out, ".json", fail)
+    harness.check_writable("--out", args.out, fail)
+    if args.out.suffix != ".svg":
+        fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
+    harness.check_writable("--out", args.out.with_suffix(".json"), fail)
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
     if args.rows == "all":
@@ -365,9 +374,11 @@ def main():
         rows = [(f"{name}, rank {rank}", step) for name in names
                 for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
-    args.out.write_text(svg(rows, title), encoding="utf-8")
-    args.out.with_suffix(".json").write_text(json.dumps(trace(rows)))
-    print(text(rows))  # when all is written: see bench.py
+    try:
+        harness.write("--out", args.out, svg(rows, title), fail)
+        harness.write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
+    finally:  # see bench.py
+        print(text(rows))
     print(f"written to {args.out} and {args.out.with_suffix('.json')}")
 
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import bench
+import harness
 import stage2_allgather
 from harness import measure, peers, report, workload
 from harness.ledger import Ledger
@@ -265,3 +269,58 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         bench.main()
     assert capsys.readouterr().out == f"written to {path}\n"
+
+
+class Failed(Exception):
+    """What `fail` raises here."""
+
+
+def fail(message):
+    raise Failed(message)
+
+
+@contextlib.contextmanager
+def full_disk():
+    """While it is entered a file grows to 100 bytes, and no further."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_path, monkeypatch, capsys):
+    path, shown = tmp_path / "bench.json", []
+    path.write_text("before")
+    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "measure", lambda *_: {"rows": [], "long": "x" * 1000})
+    monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
+    monkeypatch.setattr(report, "show", shown.append)
+    with pytest.raises(SystemExit) as end, full_disk():
+        bench.main()
+    error = capsys.readouterr().err.strip()  # the progress bar has left an empty line
+    assert end.value.code == 2 and len(shown) == 1 and error.count("\n") == 0
+    assert error.startswith(f"bench.py: error: --json {path}: not written: ")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    target.write_text("before")
+    link.symlink_to(target)
+    harness.write("--json", link, "é", fail)
+    assert link.is_symlink() and target.read_text(encoding="utf-8") == "é"
+    read, write = os.pipe()
+    with open(read, encoding="utf-8") as opened:
+        harness.write("--json", Path(f"/dev/fd/{write}"), "é", fail)
+        os.close(write)
+        assert opened.read() == "é"
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_a_played_rank_leaves_the_excepthook_as_it_was():
+    before = sys.excepthook
+    with measure.rank_0_of(4):
+        assert dist.get_world_size() == 4
+    assert sys.excepthook is before

@@ -136,3 +136,9 @@ def test_clean_removes_nothing_else(tmp_path):
     subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "runs", "runs 2"]
     assert not (tmp_path / "runs 2" / "__pycache__").exists()
+
+
+@pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").glob("*.py")), *LIBRARY],
+                         ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_check_is_left_out_by_python_o(path):
+    assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text())))

@@ -148,6 +148,18 @@ def test_the_first_choice_that_works_is_taken(world_size):
     assert printed == [["cpu", "gloo"]] * world_size
 
 
+@pytest.mark.parametrize("written, threads", [(None, 1), ("", 1), ("2", 2), ("2,1", 2), ("0", 1), ("-2", 1), ("x", 1)])
+def test_threads_of_a_rank(written, threads, monkeypatch):
+    """As OpenMP reads it: the first of a list, and nothing of what is no number."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if written is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", written)
+    found = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    launch.prepare(torch.device("cpu"))
+    assert found == [threads]
+
+
 def policies(rank):
     """-> niceness of this thread; of each of gloo's: (scheduling policy, niceness)."""
     names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}

@@ -137,7 +137,6 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
     """No iproute2 on the PATH."""
     monkeypatch.setattr(sys, "argv", ["network", "--json", str(tmp_path / "network.json")])
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as end:
         program.main()
     assert end.value.code == "network: ip and tc not found: install iproute2 (Linux only)"
@@ -157,16 +156,29 @@ def test_without_root_it_says_so(monkeypatch):
                                           (["--json", "x" * 300], "File name too long"),
                                           (["--timeout", "99999999999"], "at most a million"),
                                           (["--rate", "9999999gbit"], "--rate 9999999gbit"),
+                                          (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
+                                          (["--json", "/dev/null"], "--json /dev/null: it is no file"),
                                           (["--json", "results/bench.json"], "something else than results of make")])
 def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["network", *wrong])
     monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")  # of another launcher
     with pytest.raises(SystemExit) as end:
         program.main()
     stderr = capsys.readouterr().err
     assert end.value.code == 2
     assert stderr.startswith("network: error: ") and named in stderr and stderr.count("\n") == 1
+
+
+def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tmp_path, monkeypatch):
+    path = tmp_path / "network.json"
+    odd = {"conditions": {"rate": "1gbit", "bits_per_second": 1e9}, "rows": [{}], "other_rates": []}
+    path.write_text(json.dumps(odd))
+    monkeypatch.setattr(sys, "argv", ["network", "--json", str(path)])
+    monkeypatch.setattr(program, "missing", lambda: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2 and json.loads(path.read_text()) == odd
 
 
 def committed_of_rate(rate):
@@ -179,7 +191,6 @@ def written_after(measured, path, monkeypatch, *options):
     monkeypatch.setattr(program, "missing", lambda: None)
     monkeypatch.setattr(program, "measure_on_two_hosts", measured)
     monkeypatch.setattr(program.harness, "exit_on_signals", lambda: None)
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
     with pytest.raises(SystemExit) as end:
         program.main()

@@ -152,14 +152,19 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]"),
-                                           ("cuda.json", ""), ("bench_cuda.json", "{}")])
+                                           ("cuda.json", ""), ("bench_cuda.json", "{}"), ("cuda.json", None),
+                                           ("faults.json", '{"journey": [{"loss": "low"}]}')])
 def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_path, monkeypatch):
     copy = copied(tmp_path)
     monkeypatch.setattr(report, "ROOT", copy)
     monkeypatch.setattr(sys, "argv", ["report"])
     readme = (copy / "README.md").read_text(encoding="utf-8").replace("3 all-reduce", "2 all-reduce")
     (copy / "README.md").write_text(readme, encoding="utf-8")
-    (copy / "results" / name).write_text(content)
+    (copy / "results" / name).unlink()
+    if content is None:
+        (copy / "results" / name).mkdir()
+    else:
+        (copy / "results" / name).write_text(content)
     with pytest.raises(SystemExit, match="^report: .*$"):
         report.main()
     assert (copy / "README.md").read_text(encoding="utf-8") == readme

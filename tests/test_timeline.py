@@ -161,11 +161,14 @@ def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
     assert timeline.to_draw(results) is results[2]
     timeline.keep_exposed_only(results[2]["rows"])
     assert timeline.to_draw(results) is results[0]
+    timeline.keep_exposed_only(results[0]["rows"])
+    assert timeline.to_draw(results) is None and timeline.picture(results) == ""
 
 
 @pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),
                                            (["--ranks", "0"], "--ranks is 0"), (["--rows", "zero"], "--rows 'zero'"),
-                                           (["--out", "results"], "--out results: it is a folder")])
+                                           (["--out", "results"], "--out results: it is a folder"),
+                                           (["--out", "a.png"], "--out a.png: the picture is an SVG")])
 def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["timeline.py", *args])
     with pytest.raises(SystemExit) as ended:
