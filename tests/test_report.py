@@ -151,9 +151,12 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
 
 
+NO_NUMBER = {"step": 1, "where": "here", "loss": "low", "undisturbed": "low"}
+
+
 @pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]"),
                                            ("cuda.json", ""), ("bench_cuda.json", "{}"), ("cuda.json", None),
-                                           ("faults.json", '{"journey": [{"loss": "low"}]}')])
+                                           ("faults.json", json.dumps({"journey": [NO_NUMBER]}))])
 def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_path, monkeypatch):
     copy = copied(tmp_path)
     monkeypatch.setattr(report, "ROOT", copy)
