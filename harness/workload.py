@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import harness
 import stage4_overlap.checkpoint as checkpoint
 from harness.launch import connect as connect
 from harness.launch import disconnect
@@ -400,6 +401,7 @@ class Checkpoints:
         self.args, self.rank, self.model, self.optimizer, self.scheduler = args, rank, model, optimizer, scheduler
         self.first_step = self.steps_done = 0
         if args.checkpoint:
+            on_all_ranks(self._check_folder)
             on_all_ranks(self._resume)
 
     def step_done(self):
@@ -420,6 +422,12 @@ class Checkpoints:
         except checkpoint.CheckpointError as error:
             raise ValueError(str(error)) from None
 
+    def _check_folder(self):
+        """Now, and not at the first save."""
+        def fail(message):
+            raise ValueError(message)
+        harness.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
+
     def _resume(self):
         newest = [checkpoint.latest(self.args.checkpoint)]
         dist.broadcast_object_list(newest, src=0)
@@ -439,6 +447,8 @@ class Checkpoints:
                 torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
         if is_rank_0():
             print(f"resumed from {newest[0]}", flush=True)
+            if self.first_step >= self.args.steps:
+                print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
 
 
 class Report:
@@ -457,7 +467,8 @@ class Report:
         self.bar = rich.progress.Progress(
             rich.progress.TextColumn("step"), rich.progress.MofNCompleteColumn(), rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[speed]}"), rich.progress.TimeRemainingColumn(),
-            console=self.console, disable=not (self.is_printing and self.console.is_terminal))
+            console=self.console, disable=not (self.is_printing and self.console.is_terminal
+                                               and not self.console.is_dumb_terminal))
         self._print_conditions(model)
 
     def __enter__(self):

@@ -4,10 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness import workload
+from harness.launch import Rank
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -61,6 +64,7 @@ def test_every_stage_prints_the_losses_of_ddp(stage, losses):
         (["--sequence-length", "100000"], "--sequence-length"),
         (["--save-every", "5"], "--checkpoint"),
         (["--checkpoint", ""], "--checkpoint"),
+        ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory"),
     ],
     ids=str,
 )
@@ -80,6 +84,19 @@ def test_what_a_resumed_run_says_of_itself_is_what_it_does(tmp_path):
     second = run_alone(*command, "--steps", "2", "--lr", "0.5", "--weight-decay", "0")
     assert (first.code, second.code) == (0, 0)
     assert "lr 0.002, weight decay 0.3" in first.stdout and "lr 0.002, weight decay 0.3" in second.stdout
+    third = run_alone(*command, "--steps", "1")
+    assert third.code == 0 and "nothing is left to do: --steps 1\n" in third.stdout
+    assert "nothing is left" not in first.stdout + second.stdout
+
+
+@pytest.mark.parametrize("term, is_bar", [("xterm", True), ("dumb", False)])
+def test_a_terminal_that_can_draw_no_bar_gets_lines(term, is_bar, monkeypatch):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich: this is a terminal
+    args = SimpleNamespace(model="nano", dtype="float32", lr=1, weight_decay=0, clip=0, seed=0, steps=1, accumulate=1,
+                           batch_size=1, sequence_length=1, data=None)
+    report = workload.Report(args, Rank(0, 1, torch.device("cpu"), "gloo"), torch.nn.Linear(1, 1))
+    assert report.bar.disable != is_bar
 
 
 def test_bad_input_on_two_ranks_is_said_once():
