@@ -353,10 +353,9 @@ def parse():
     add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     harness.check_workload(args, ("ranks",), workload.MODELS, fail)
-    harness.check_writable("--out", args.out, fail)
+    harness.check_beside("--out", args.out, ".json", fail)
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
-    harness.check_writable("--out", args.out.with_suffix(".json"), fail)
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
     names = [name for name in every if args.rows in name or name == peers.REFERENCE]
     if args.rows == "all":
