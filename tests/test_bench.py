@@ -271,14 +271,6 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, 
     assert capsys.readouterr().out == f"written to {path}\n"
 
 
-class Failed(Exception):
-    """What `fail` raises here."""
-
-
-def fail(message):
-    raise Failed(message)
-
-
 @contextlib.contextmanager
 def full_disk():
     """While it is entered a file grows to 100 bytes, and no further."""
@@ -309,11 +301,11 @@ def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("before")
     link.symlink_to(target)
-    harness.write("--json", link, "é", fail)
+    harness.write("--json", link, "é", pytest.fail)
     assert link.is_symlink() and target.read_text(encoding="utf-8") == "é"
     read, write = os.pipe()
     with open(read, encoding="utf-8") as opened:
-        harness.write("--json", Path(f"/dev/fd/{write}"), "é", fail)
+        harness.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
         os.close(write)
         assert opened.read() == "é"
     assert sorted(tmp_path.iterdir()) == [link, target]
