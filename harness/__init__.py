@@ -1,6 +1,7 @@
 """What measuring and training need and no stage may know."""
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ def say_interrupted(kind, error, trace):
 
 
 sys.excepthook = say_interrupted
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
 
 
 def fail(program, message):

@@ -31,6 +31,7 @@ STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order
 DATA_BYTES = 256_000_000  # of --data: what is beyond is not read
 VALIDATION_PART = 0.1  # the end of the text
 VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over that part
+BAR_WIDTH = 72  # columns that a progress bar with its numbers takes, at least
 REPORT_EVERY = 10  # steps between two looks at the loss: each look waits for the device, and for all ranks
 
 
@@ -317,9 +318,9 @@ def parse_args(description):
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
     add("--weight-decay", type=_not_negative(float), default=0.1, help="of AdamW (default 0.1)")
-    add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
+    add("--batch-size", type=_positive(int, 10**6), default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=_positive(int), help="bytes per sequence (default 128, with nano 64)")
-    add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
+    add("--accumulate", type=_positive(int, 10**6), default=1, help="micro-batches per step (default 1)")
     add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
@@ -345,23 +346,23 @@ def parse_args(description):
     return on_all_ranks(parse)
 
 
-def _positive(kind):
-    return _number(kind, lambda value: value > 0, "positive")
+def _positive(kind, at_most=10**9):
+    return _number(kind, lambda value: 0 < value <= at_most, "positive", at_most)
 
 
-def _not_negative(kind):
-    return _number(kind, lambda value: value >= 0, "non-negative")
+def _not_negative(kind, at_most=10**9):
+    return _number(kind, lambda value: 0 <= value <= at_most, "non-negative", at_most)
 
 
-def _number(kind, is_allowed, description):
+def _number(kind, is_allowed, description, at_most):
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (is_allowed(value) and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
-                                             f"not {text!r}")
+        if not is_allowed(value):
+            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number of at "
+                                             f"most {at_most:,}, not {text!r}")
         return value
     return parse
 
@@ -452,7 +453,7 @@ class Checkpoints:
 
 
 class Report:
-    """What a run tells its reader, on rank 0: a progress bar, or, when the output is no terminal, a line now and then.
+    """What a run tells its reader, on rank 0: a progress bar, or a line now and then: no terminal, or a narrow one.
 
     Losses are means over the ranks, over the micro-batches, and over the steps since the last look at them.
     """
@@ -464,11 +465,11 @@ class Report:
         self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last look
         self.steps_done = self.steps_seen = first_step
         self.line_every = max(REPORT_EVERY, args.steps // 20 // REPORT_EVERY * REPORT_EVERY)
+        takes_bar = self.console.is_terminal and not self.console.is_dumb_terminal and self.console.width >= BAR_WIDTH
         self.bar = rich.progress.Progress(
             rich.progress.TextColumn("step"), rich.progress.MofNCompleteColumn(), rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[speed]}"), rich.progress.TimeRemainingColumn(),
-            console=self.console, disable=not (self.is_printing and self.console.is_terminal
-                                               and not self.console.is_dumb_terminal))
+            console=self.console, disable=not (self.is_printing and takes_bar))
         self._print_conditions(model)
 
     def __enter__(self):

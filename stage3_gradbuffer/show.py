@@ -282,5 +282,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except (RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+    except (OSError, RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         sys.exit(f"show.py: {str(error).strip()}")

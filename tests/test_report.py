@@ -151,6 +151,15 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
 
 
+def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
+    show = "import json; from harness import report; report.show(json.load(open('results/bench.json')))"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run([sys.executable, "-c", show], cwd=report.ROOT, env=ascii_only, capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "stage 4 overlap" in run.stdout and "largest" in run.stdout and "|?|" in run.stdout
+
+
 NO_NUMBER = {"step": 1, "where": "here", "loss": "low", "undisturbed": "low"}
 
 

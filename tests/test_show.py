@@ -105,3 +105,10 @@ def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     assert exit.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_full_disk_is_one_line():
+    show = [sys.executable, "-m", "stage3_gradbuffer.show", "--svg", "/dev/full"]
+    run = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert run.stderr == "show.py: [Errno 28] No space left on device\n"

@@ -61,6 +61,12 @@ def test_every_stage_prints_the_losses_of_ddp(stage, losses):
         (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
         (["--data", "empty.txt"], "empty.txt"),
         (["--steps", "0"], "--steps"),
+        (["--steps", "9" * 30], "--steps: must be a positive whole number of at most 1,000,000,000"),
+        (["--seed", "9" * 30], "--seed"),
+        (["--batch-size", "1000001"], "--batch-size"),
+        (["--accumulate", "9" * 30], "--accumulate"),
+        (["--lr", "inf"], "--lr"),
+        (["--clip", "nan"], "--clip"),
         (["--sequence-length", "100000"], "--sequence-length"),
         (["--save-every", "5"], "--checkpoint"),
         (["--checkpoint", ""], "--checkpoint"),
@@ -89,9 +95,10 @@ def test_what_a_resumed_run_says_of_itself_is_what_it_does(tmp_path):
     assert "nothing is left" not in first.stdout + second.stdout
 
 
-@pytest.mark.parametrize("term, is_bar", [("xterm", True), ("dumb", False)])
-def test_a_terminal_that_can_draw_no_bar_gets_lines(term, is_bar, monkeypatch):
+@pytest.mark.parametrize("term, columns, is_bar", [("xterm", 80, True), ("dumb", 80, False), ("xterm", 40, False)])
+def test_a_terminal_that_can_draw_no_bar_gets_lines(term, columns, is_bar, monkeypatch):
     monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")  # to rich: this is a terminal
     args = SimpleNamespace(model="nano", dtype="float32", lr=1, weight_decay=0, clip=0, seed=0, steps=1, accumulate=1,
                            batch_size=1, sequence_length=1, data=None)
