@@ -318,9 +318,9 @@ def parse_args(description):
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
     add("--weight-decay", type=_not_negative(float), default=0.1, help="of AdamW (default 0.1)")
-    add("--batch-size", type=_positive(int, 10**6), default=8, help="sequences per rank and micro-batch (default 8)")
+    add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=_positive(int), help="bytes per sequence (default 128, with nano 64)")
-    add("--accumulate", type=_positive(int, 10**6), default=1, help="micro-batches per step (default 1)")
+    add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
     add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
@@ -331,6 +331,9 @@ def parse_args(description):
 
     def parse():
         args = parser.parse_args()
+        harness.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
+        if args.seed >= 2**63:
+            parser.error(f"argument --seed: {args.seed} is too large, torch takes at most 2**63 - 1")
         block_size = MODELS[args.model].block_size
         args.sequence_length = args.sequence_length or min(128, block_size)
         if args.sequence_length > block_size:
@@ -346,23 +349,23 @@ def parse_args(description):
     return on_all_ranks(parse)
 
 
-def _positive(kind, at_most=10**9):
-    return _number(kind, lambda value: 0 < value <= at_most, "positive", at_most)
+def _positive(kind):
+    return _number(kind, lambda value: value > 0, "positive")
 
 
-def _not_negative(kind, at_most=10**9):
-    return _number(kind, lambda value: 0 <= value <= at_most, "non-negative", at_most)
+def _not_negative(kind):
+    return _number(kind, lambda value: value >= 0, "non-negative")
 
 
-def _number(kind, is_allowed, description, at_most):
+def _number(kind, is_allowed, description):
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not is_allowed(value):
-            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number of at "
-                                             f"most {at_most:,}, not {text!r}")
+        if not (is_allowed(value) and value < math.inf):
+            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
+                                             f"not {text!r}")
         return value
     return parse
 
@@ -453,7 +456,7 @@ class Checkpoints:
 
 
 class Report:
-    """What a run tells its reader, on rank 0: a progress bar, or a line now and then: no terminal, or a narrow one.
+    """What a run tells its reader, on rank 0: a progress bar, or, where no terminal has room for that, lines.
 
     Losses are means over the ranks, over the micro-batches, and over the steps since the last look at them.
     """
