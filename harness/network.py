@@ -28,8 +28,9 @@ fail = functools.partial(harness.fail, "network")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = ["compute only", "compute + bytes", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast",
         "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
-ADDRESSES = ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
+NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
 PORT = 29500
+TCP = "cubic"  # Linux's default, whatever this machine has set: how senders find the rate is part of a figure
 INSIDE = "DISTRIBUTED_OPTIMIZER_HOST"  # set there, and not RANK, which another launcher may have set outside
 
 
@@ -86,6 +87,7 @@ class Hosts:
                 run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
                 run("ip", "-n", name, "link", "set", "lo", "up")
                 run("ip", "-n", name, "link", "set", link, "up")
+                run("ip", "-n", name, "route", "change", NETWORK, "dev", link, "congctl", TCP)
                 run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate,
                     "burst", "1mb", "latency", "50ms")
         except BaseException:
@@ -227,7 +229,7 @@ def measure_here(args):
             "conditions": result["conditions"], "rows": measure.accumulation(together, settings, progress)}))
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
-        result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2,
+        result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
                                     cores_per_host=len(os.sched_getaffinity(0)))
         args.json.write_text(json.dumps(result))
     launch.disconnect()

@@ -109,6 +109,16 @@ def test_the_line_is_held_to_its_rate():
 
 
 @needs_hosts
+def test_the_hosts_send_as_the_conditions_say(result):
+    """By cubic, and not by what this machine has set."""
+    assert result["conditions"]["tcp"] == "cubic"
+    with Hosts("12mbit") as made:
+        for name, address in zip(made.names, reversed(program.ADDRESSES)):
+            shown = subprocess.run(["ip", "-n", name, "route", "get", address], capture_output=True, text=True)
+            assert "congctl cubic" in shown.stdout
+
+
+@needs_hosts
 @pytest.mark.parametrize("number, n_signals", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
     """Nor where somebody has no patience: a second signal comes while it cleans up, to all of its process group."""
