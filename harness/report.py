@@ -130,6 +130,23 @@ def _line_sheet(result):
             "the step ends."] if "compute + bytes" in times else []), *failures(result["rows"])])
 
 
+def _machines_sheet(results):
+    """Of results of harness.network on several machines, what `_line_sheet` says of stage 4: a row each."""
+    rows = []
+    for result in results:
+        cells = {row[0]: row for row in _line_sheet(result).rows}
+        compute, ddp, zero, fsdp2, stage4 = (
+            cells.get(name, [NONE] * 8)
+            for name in ("compute only", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 4 overlap"))
+        rows.append([result["conditions"]["rate"], result["conditions"]["machine"], compute[1], stage4[4],
+                     ddp[7], zero[7], fsdp2[7], stage4[6]])
+    return Sheet(
+        "Stage 4 on several machines",
+        [("", ""), ("", ""), ("compute\nonly ms", "measured"), ("the line\nms", "formula"), ("x ddp", "measured"),
+         ("x torch\nZeRO", "measured"), ("x fsdp2", "measured"), ("x floor", "measured")], rows,
+        ["x: the time of stage 4 over that of this row, as in each machine's own table."])
+
+
 def _state_sheet(states):
     ranks = list(states[0]["bytes_per_param"])
     notes = ["Rank 0 of d, played by one process."]
@@ -306,10 +323,10 @@ def _conditions(result):
     return textwrap.fill(conditions_line(result["conditions"]), 100)
 
 
-def _by_rate():
-    """The results of all rates, the slowest line first."""
-    latest = _load("network.json")
-    results = [latest, *latest["other_rates"]]
+def _by_rate(*names):
+    """The results of all rates, in these files, the slowest line first."""
+    found = [_load(name) for name in names]
+    results = [result for latest in found for result in (latest, *latest["other_rates"])]
     return sorted(results, key=lambda result: result["conditions"]["bits_per_second"])
 
 
@@ -340,12 +357,17 @@ def _state_sheets(stage):
 
 
 def _network_sheets():
-    return [text for result in _by_rate() for text in (sheet_text(_line_sheet(result)), _conditions(result))]
+    return [text for result in _by_rate("network.json") for text in (sheet_text(_line_sheet(result)), _conditions(result))]
+
+
+def _machines_sheets():
+    results = _by_rate("network.json", "network_xeon.json")
+    return [sheet_text(_machines_sheet(results)), *dict.fromkeys(map(_conditions, results))]
 
 
 def _accumulation_sheets():
     found = []
-    for result in _by_rate():
+    for result in _by_rate("network.json"):
         if "accumulation" in result:
             sheet = _accumulation_sheet(result["accumulation"]["rows"])
             found.append(sheet_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
@@ -409,6 +431,7 @@ BLOCKS = {
     "state3": lambda: _state_sheets("stage 3"),
     "state4": lambda: _state_sheets("stage 4"),
     "network": _network_sheets,
+    "machines": _machines_sheets,
     "accumulation": _accumulation_sheets,
 }
 

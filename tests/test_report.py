@@ -116,6 +116,20 @@ def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
     assert "0.50 " in found([50, 50, 50], [97, 97, 97]) and "0.97~" in found([50, 50, 50], [97, 97, 97])
 
 
+def test_machines_have_the_figures_of_their_own_tables():
+    """A row a machine and rate; what it hasn't measured has a dash."""
+    one = json.loads((report.ROOT / "results" / "network.json").read_text())
+    part = {**one, "conditions": {**one["conditions"], "machine": "another", "rate": "9gbit", "bits_per_second": 9e9},
+            "rows": [row for row in one["rows"] if row["name"] in ("compute only", "ddp", "stage 4 overlap")]}
+    first, second = report._machines_sheet([one, part]).rows
+    cells = {row[0]: row for row in report._line_sheet(one).rows}
+    assert first == [one["conditions"]["rate"], one["conditions"]["machine"], cells["compute only"][1],
+                     cells["stage 4 overlap"][4], cells["ddp"][7], cells["ddp + torch ZeRO"][7], cells["fsdp2"][7],
+                     cells["stage 4 overlap"][6]]
+    assert second[:2] == ["9gbit", "another"] and second[5:7] == [report.NONE] * 2 and report.NONE not in second[:5]
+    assert float(second[3]) < float(first[3])  # of a faster line
+
+
 def test_a_table_of_times_is_no_wider_than_100_columns(result):
     for sheet in report.sheets(result):
         assert max(map(len, report.sheet_text(sheet).splitlines())) <= 100 and "…" not in report.sheet_text(sheet)
