@@ -323,9 +323,9 @@ def _conditions(result):
     return textwrap.fill(conditions_line(result["conditions"]), 100)
 
 
-def _by_rate(*names):
-    """The results of all rates, in these files, the slowest line first."""
-    found = [_load(name) for name in names]
+def _by_rate(*others):
+    """The results of all rates, and those in other files, the slowest line first."""
+    found = [_load(name) for name in ("network.json", *others)]
     results = [result for latest in found for result in (latest, *latest["other_rates"])]
     return sorted(results, key=lambda result: result["conditions"]["bits_per_second"])
 
@@ -357,17 +357,17 @@ def _state_sheets(stage):
 
 
 def _network_sheets():
-    return [text for result in _by_rate("network.json") for text in (sheet_text(_line_sheet(result)), _conditions(result))]
+    return [text for result in _by_rate() for text in (sheet_text(_line_sheet(result)), _conditions(result))]
 
 
 def _machines_sheets():
-    results = _by_rate("network.json", "network_xeon.json")
+    results = _by_rate("network_xeon.json")
     return [sheet_text(_machines_sheet(results)), *dict.fromkeys(map(_conditions, results))]
 
 
 def _accumulation_sheets():
     found = []
-    for result in _by_rate("network.json"):
+    for result in _by_rate():
         if "accumulation" in result:
             sheet = _accumulation_sheet(result["accumulation"]["rows"])
             found.append(sheet_text(sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}")))
