@@ -1,1 +1,1 @@
-from .optimizer import DistributedOptimizer as DistributedOptimizer
+from .guard import DistributedOptimizer as DistributedOptimizer

@@ -1,4 +1,8 @@
-"""What is refused, on every rank, before anything is changed. The same file stands in every stage."""
+"""For whoever passes parameters that can't work: refused on every rank, before anything is changed, by name.
+
+Duplicates, other devices, ranks with unlike models, groups edited behind the optimizer's back. The same file stands in
+every stage. Shown by tests/test_contract.py, `test_refuses_before_anything_changes`.
+"""
 
 import hashlib
 import warnings
@@ -12,21 +16,16 @@ PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alik
 # torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
 for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
-# GradScaler must be told of an inf that another rank has found; that it passes itself to `step` is the only way so far.
-warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
-def checked_groups(
-    params, process_group, existing=(), *, one_dtype=False, contiguous=False, dtensors=False, error=None, settings=None
-):
+def checked_groups(params, process_group, existing=(), *, refuse, error=None, settings=None):
     """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
 
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
         existing: the groups that the optimizer has already.
-        one_dtype: whether the stage needs all parameters in one dtype.
-        contiguous: whether the stage views parameters as flat.
-        dtensors: whether the stage shards what a DTensor has on this rank.
+        refuse: function of [(name, parameter), …] that raises what this stage can't take, TypeError or ValueError.
+            -> [(name, tensor), …]: what of each parameter is on this rank.
         error: an exception with which the stage itself refuses, on this rank at least.
         settings: the stage's arguments by name, which must be the same on every rank.
 
@@ -34,9 +33,8 @@ def checked_groups(
         RuntimeError: there is no process group, or this rank is not in it.
         TypeError: something is not a tensor, parameters are in a set, or `process_group` is something else.
         ValueError: no parameters, or one that can't be sharded or stepped: a duplicate, or in the memory of another;
-            sparse, integer or of 8 bits, no leaf, of inference_mode(), not contiguous or with gaps; of another dtype
-            where one is needed, or device, or one that `process_group` has no backend for; a DTensor in stages 1 to 3,
-            or spread over `process_group`. Or only some have names, or the ranks disagree.
+            sparse, integer or of 8 bits, no leaf, of inference_mode(), with gaps in memory; on another device, or one
+            that `process_group` has no backend for. Or only some have names, or the ranks disagree.
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
@@ -51,36 +49,38 @@ def checked_groups(
         if len({"param_names" in group for group in [*existing, *groups]}) > 1:
             raise ValueError("some parameter groups have names for their parameters: name all of them or none")
         named = named_params([*existing, *groups])
-        _check_params(named, one_dtype, contiguous, backends)
+        _check_params(named, backends)
         if named[0][1].device.type == device:
             device = named[0][1].device  # of several GPUs the one that is trained on
-        _check_dtensors(named, dtensors, process_group)
+        here = refuse(named)
+        _check_memory(here)
         lines = [f"{key}={value}" for key, value in (settings or {}).items() if _is_plain(value)]
-        lines += [_describe(name, param) for name, param in named]
+        lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if param.requires_grad else ' frozen'}"
+                  for (name, tensor), (_, param) in zip(here, named)]
     except (TypeError, ValueError) as refusal:
         error = error or refusal
     _agree(error, lines, process_group, device)
     return groups
 
 
-def refuse_no_group(process_group) -> None:
+def refuse_no_group(process_group):
     others = None, dist.GroupMember.NON_GROUP_MEMBER
     if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
         kind = type(process_group).__name__
         raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
 
 
-def backends_of(process_group) -> dict[str, str]:
+def backends_of(process_group):
     """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
 
 
-def all_params(optimizer) -> list[torch.Tensor]:
+def all_params(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def named_params(groups) -> list[tuple[str, torch.Tensor]]:
+def named_params(groups):
     """Every parameter with a name for messages: its own where the groups have names, else its place."""
     return [
         (group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
@@ -89,11 +89,11 @@ def named_params(groups) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def param_ids(groups) -> list[list[int]]:
+def param_ids(groups):
     return [[id(param) for param in group["params"]] for group in groups]
 
 
-def refuse_edited(groups, known) -> None:
+def refuse_edited(groups, known):
     """Who steps which parameter was decided when it was added; `known`: param_ids() at that time."""
     if param_ids(groups) != known:
         raise RuntimeError(
@@ -101,18 +101,7 @@ def refuse_edited(groups, known) -> None:
         )
 
 
-def local(tensor):
-    """Of a DTensor, as a tensor-parallel model has them, what lies on this rank; of any other tensor, itself."""
-    return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, whose data can't be replaced
-
-
-def spread_over(param) -> tuple:
-    """The process groups over which the elements of a DTensor are spread; of any other tensor, none."""
-    placements = enumerate(getattr(param, "placements", ()))
-    return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
-
-
-def _as_groups(params) -> list[dict]:
+def _as_groups(params):
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of tensors or dicts, such as model.parameters(), not one tensor")
     _refuse_set(params)
@@ -126,7 +115,7 @@ def _as_groups(params) -> list[dict]:
     return [_as_group(group, g) for g, group in enumerate(groups)]
 
 
-def _as_group(group, g) -> dict:
+def _as_group(group, g):
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
     _refuse_set(group["params"])
@@ -141,12 +130,12 @@ def _as_group(group, g) -> dict:
     return {**group, "params": [param for _, param in items], "param_names": [name for name, _ in items]}
 
 
-def _refuse_set(params) -> None:
+def _refuse_set(params):
     if isinstance(params, (set, frozenset)):
         raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
 
 
-def _check_params(named, one_dtype, contiguous, backends) -> None:
+def _check_params(named, backends):
     first_name, first = named[0]
     name_of = {}
     for name, param in named:
@@ -168,47 +157,29 @@ def _check_params(named, one_dtype, contiguous, backends) -> None:
         if param.device.type not in backends:
             only = ", ".join(f"{backend} for {device}" for device, backend in backends.items())
             raise ValueError(f"parameter {name} is on {param.device}, process_group has {only}: move the model before")
-        if one_dtype and param.dtype != first.dtype:
-            raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
-        param = local(param)
-        has_gaps = param.stride() != torch.empty_like(param, device="meta").stride()
-        if has_gaps or contiguous and not param.is_contiguous():
-            raise ValueError(f"parameter {name} is not contiguous (strides {param.stride()}): use the default layout")
-    _check_memory(named)
 
 
-def _check_memory(named) -> None:
+def _check_memory(named):
     """Two parameters in the same memory would be averaged and stepped as two, and written back as one."""
-    spans = [(local(param).data_ptr(), local(param).nbytes, name) for name, param in named]
+    for name, tensor in named:
+        if tensor.stride() != torch.empty_like(tensor, device="meta").stride():
+            raise not_contiguous(name, tensor)
+    spans = [(tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named]
     spans = sorted(span for span in spans if span[0])  # without empty ones, and those of the meta device
     for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
         if other_start < start + nbytes:
             raise ValueError(f"parameters {name} and {other} share memory: tie them as one torch.nn.Parameter")
 
 
-def _check_dtensors(named, allowed, process_group) -> None:
-    ours = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-    for name, param in named:
-        if hasattr(param, "device_mesh") and not allowed:
-            raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
-        for group in spread_over(param):
-            if len(ours.intersection(dist.get_process_group_ranks(group))) > 1:
-                raise ValueError(
-                    f"parameter {name} is spread over ranks of process_group already: pass the data-parallel dimension "
-                    'of the mesh, as process_group=mesh["dp"].get_group()'
-                )
+def not_contiguous(name, tensor):
+    return ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
 
 
-def _is_plain(value) -> bool:
+def _is_plain(value):
     return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
 
 
-def _describe(name, param) -> str:
-    placements = getattr(param, "placements", "")
-    return f"{name} {tuple(param.shape)} {param.dtype}{placements}{'' if param.requires_grad else ' frozen'}"
-
-
-def _agree(error, lines, process_group, device) -> None:
+def _agree(error, lines, process_group, device):
     """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min

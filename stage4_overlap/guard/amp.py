@@ -1,0 +1,40 @@
+"""For whoever trains in fp16 with torch.amp.GradScaler: an inf on any rank makes all of them skip the step.
+
+The same file stands in every stage. Shown by tests/test_models.py and tests/test_dtypes.py.
+"""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from .refuse import all_params
+
+# GradScaler must be told of an inf that another rank has found; that it passes itself to `step` is the only way so far.
+warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
+
+
+class Scaled:
+    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+
+    def found_inf(self, grad_scaler):
+        """Unscale the gradients that this rank steps. -> whether any rank found an inf or nan in its own."""
+        if grad_scaler is None:
+            return False
+        state, scale = grad_scaler._per_optimizer_states[id(self)], grad_scaler._get_scale_async()
+        unscaled = state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
+        found_inf = torch.zeros_like(scale)
+        for found in state["found_inf_per_device"].values():  # by unscale_(): gradients may have been mended since
+            found_inf += found.to(found_inf.device)
+        if grads:
+            factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        for group in self.groups_of_ranks():
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        state["found_inf_per_device"] = {found_inf.device: found_inf}  # where GradScaler.update() looks
+        return found_inf.item() > 0
+
+    def groups_of_ranks(self):
+        """-> the process groups over which the gradients of the model are spread."""
+        return [self.process_group]

@@ -1,0 +1,152 @@
+"""For whoever reads a parameter past its module right after step(): an evaluation, a save, a second forward, a hook.
+
+While its bucket is under way a parameter has a class of its own. torch hands every function that is called with such a
+tensor to that class first, and that waits for the bucket. The module hook of the core waits before a module is called,
+so that torch.compile finds parameters as they always are. Shown by tests/test_overlap.py,
+`test_whoever_reads_past_the_hooks_sees_finished_parameters`.
+"""
+
+import torch
+
+from .refuse import named_params
+
+ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
+READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
+    *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
+    torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
+}
+
+
+class AwaitsReaders:
+    def prefetch_params(self, model):
+        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
+
+        Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
+        other streams read parameters, call `finish_param_sync()` right after `step`.
+
+        Returns the handles of the hooks that it has made, for whoever must take them off again, before
+        torch.jit.script() say: without them it is only the reading of a parameter that waits.
+
+        Raises:
+            TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
+        self.module_hooks = []
+        super().prefetch_params(model)
+        return self.module_hooks
+
+    def hook_module(self, module):
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
+        for hook in hooks:  # made for another optimizer, or earlier for this one
+            hook.params = list(module.parameters())  # a layer may have been replaced since
+        if not hooks:
+            self.module_hooks.append(module.register_forward_pre_hook(ModuleHook(module), prepend=True))
+
+    def on_grad_ready(self, param):
+        if isinstance(param, Awaited):
+            name = next(name for name, named in named_params(self.param_groups) if named is param)
+            raise RuntimeError(
+                f"a gradient has come for parameter {name}, which is still under way: it was read before the last "
+                "step, or past torch's functions, by a TorchScript model say: call optimizer.finish_param_sync() after "
+                "step()"
+            )
+        super().on_grad_ready(param)
+
+
+class AwaitedBucket:
+    def partition(self):
+        super().partition()
+        self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
+
+    def start_param_sync(self):
+        super().start_param_sync()
+        for kind in self.kinds.values():
+            kind.bucket = self
+        for param in self.params:
+            param.__class__ = self.kinds[type(param)]
+
+    def finish_param_sync(self):
+        if self.param_sync is not None:
+            with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter here would wait for itself
+                super().finish_param_sync()
+            for param in self.params:
+                if isinstance(param, Awaited):
+                    param.__class__ = type(param).kind
+            for kind in self.kinds.values():
+                kind.bucket = None
+
+
+class Awaited:
+    """Mixed into the class of a parameter that is under way: whoever reads it waits until its bucket has arrived.
+
+    The tensor stays the same and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
+
+    Attributes:
+        bucket: the one that is under way; gives the parameter its `kind` back when it has arrived. None then: a class
+            refers to itself, and would keep the bucket, and so the model, until Python collects garbage.
+        kind: the class before and after.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in READ_NO_ELEMENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        wait_for(types)
+        return function(*args, **kwargs)
+
+
+def _waits(name):
+    def method(self, *args, **kwargs):
+        wait_for([type(self)])
+        return getattr(self, name)(*args, **kwargs)  # that of its kind
+    return method
+
+
+def awaited(kind):
+    """-> the class of a parameter of class `kind` while its bucket is under way; each bucket needs one of its own."""
+    names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # of parameters and DTensors; no torch functions
+    members = {name: _waits(name) for name in names if hasattr(kind, name)}
+    members.update(__slots__=(), bucket=None, kind=kind)
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
+
+
+@torch.compiler.disable  # it would guard a class that changes
+def wait_for(kinds):
+    """Wait for what is under way of these classes."""
+    for kind in kinds:
+        if issubclass(kind, Awaited) and kind.bucket is not None:
+            kind.bucket.finish_param_sync()
+
+
+def own_params(module):
+    """Those of a module, and of the containers in it: nobody calls a ParameterList."""
+    yield from module._parameters.values()
+    for child in module.children():
+        if type(child).forward is torch.nn.Module.forward:
+            yield from own_params(child)
+
+
+class ModuleHook:
+    """Waits for a module's own parameters before it is called.
+
+    torch's MultiheadAttention reads those of a module in it, which it doesn't call, and TransformerEncoder asks those
+    of its first layer, if that is in eval, for their class. Inside torch.func.grad there are other tensors, made past
+    torch's functions. In these cases it waits for all that the module had.
+    """
+
+    def __init__(self, module):
+        self.params = list(module.parameters())
+
+    @torch.compiler.disable
+    def __call__(self, module, _):
+        reads_all = isinstance(module, torch.nn.MultiheadAttention) or (
+            isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
+        in_transform = torch._C._functorch.maybe_current_level() is not None
+        wait_for(map(type, self.params if reads_all or in_transform else own_params(module)))
