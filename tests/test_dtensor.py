@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import stage4_overlap
 from stage4_overlap import checkpoint
-from stage4_overlap.checks import local
-from stage4_overlap.hooks import Awaited
+from stage4_overlap.guard.awaited import Awaited
+from stage4_overlap.guard.dtensor import local
 from tests.common import STAGES, leave_late, optimizer_of
 
 pytestmark = pytest.mark.parametrize("world_size", [4])

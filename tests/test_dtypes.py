@@ -1,18 +1,15 @@
 """16-bit parameters in stage 3: three dtype rows, each compared with replicated fp32 main parameters that are rounded
 in the same places. And what a step allocates, and what the state weighs, at any number of ranks."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
-from tests.common import STAGES, Net, batch, loss_of, on_its_device, optimizer_of, padding, trainable
+from tests.common import STAGES, Net, batch, loss_of, on_its_device, one_rank_of, optimizer_of, padding, trainable
 from tests.test_contract import ADAMW, SCHEDULERS
 
 ROWS = {
@@ -335,7 +332,7 @@ def allocations(row, clip, device="cpu", rank=0):
     """-> bytes that the third step makes, and those of the largest buffer."""
     dtype, grad_dtype = ROWS[row]
     model = Mixed(seed=0, dtype=dtype).to(device)
-    optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1)
+    optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1, fused=True)
     with Memory(device) as memory:
         for step in range(3):
             loss_of(model, *batch(step, rank, device=device)).backward()
@@ -353,16 +350,6 @@ def on_ranks(rank, row, clip):
     """-> bytes that a step makes, and how many gloo's reduce-scatter has to."""
     made, largest = allocations(row, clip, rank.device, rank.rank)
     return made, largest if rank.backend == "gloo" else 0
-
-
-@contextlib.contextmanager
-def one_rank_of(d):
-    """This process plays rank 0 of d: the fake process group lets the real code run, and sends nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -385,7 +372,7 @@ def model_state_bytes(d, row):
     dtype, grad_dtype = ROWS[row]
     with one_rank_of(d), Memory("cpu") as memory:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, dtype=dtype) for _ in range(6)))
-        optimizer = DistributedOptimizer(model.parameters(), grad_dtype=grad_dtype, lr=0.1)
+        optimizer = DistributedOptimizer(model.parameters(), grad_dtype=grad_dtype, lr=0.1, fused=True)
         for _ in range(2):
             model(torch.ones(1, 1024, dtype=dtype)).sum().backward()
             optimizer.step()
@@ -398,7 +385,7 @@ def test_a_step_sends_g_plus_p_bytes_a_parameter(row):
     dtype, grad_dtype = ROWS[row]
     with one_rank_of(4):
         model = Mixed(seed=0, dtype=dtype)
-        optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1)
+        optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1, fused=True)
         loss_of(model, *batch(0, 0)).backward()
         with Ledger() as ledger:
             optimizer.step()

@@ -5,7 +5,6 @@ import gc
 import io
 import threading
 import weakref
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -20,11 +19,11 @@ from harness.ledger import Ledger
 from harness.memory import Memory
 from harness.timeline import PARAMETERS, Recorder, overlap
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.buffer import Bucket
-from stage4_overlap.hooks import Awaited
+from stage4_overlap.guard.awaited import Awaited
+from stage4_overlap.transport import GlooTransport, Transport
 from tests.common import STAGES, add, batch, leave_late, loss_of, of_cpus, on_its_device
 
-ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +59,7 @@ class Reference:
     def __init__(self, model, world_size):
         self.model, self.world_size = copy.deepcopy(model), world_size
         self.main_params = [param.detach().float() for param in self.model.parameters()]
-        self.optimizer = torch.optim.AdamW(self.main_params, fused=True, **ADAMW)
+        self.optimizer = torch.optim.AdamW(self.main_params, **ADAMW)
 
     def step(self, rank, step, forward=lambda model, x, r: model(x)):
         params = list(self.model.parameters())
@@ -150,7 +149,7 @@ def natively(rank):
     """gloo's own reduce-scatter and all-gather stand for those of NCCL, which may add in any order."""
     for cap_mb in (ONE_PARAM, 0.0002, None):
         exchanged = trained(rank, "fp32", cap_mb, reduce_dtype=torch.float32)
-        with mock.patch("stage4_overlap.buffer.is_on_gloo", return_value=False), Ledger() as ledger:
+        with mock.patch("stage4_overlap.optimizer.transport_for", lambda group, *_: Transport(group)), Ledger() as ledger:
             native = trained(rank, "fp32", cap_mb)
         assert ledger.collectives["reduce_scatter"] == ledger.collectives["all_gather"]
         torch.testing.assert_close(native, exchanged, rtol=0, atol=0 if rank.world_size <= 2 else 1e-5)
@@ -398,36 +397,15 @@ def versions(rank):
     """They move on before the class is given back, or another thread reads in between, for a graph that is refused."""
     model, seen = Branches(seed=0).to(rank.device), []
     optimizer, _ = starts(rank, model)
-    note = optimizer.buckets[0].note_new_params
-    optimizer.buckets[0].note_new_params = lambda params: (seen.extend(map(type, params)), note(params))
+    bucket = optimizer.buckets[0]
+    note = bucket.note_new_params
+    bucket.note_new_params = lambda: (seen.extend(map(type, bucket.stepped)), note())
     optimizer.finish_param_sync()
     return all(issubclass(kind, Awaited) for kind in seen) and len(seen) > 0
 
 
 def test_parameters_are_new_before_anybody_may_read_them(run):
     assert all(run(versions))
-
-
-def threads_read(rank):
-    model = Branches(seed=0).to(rank.device)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    optimizer.prefetch_params(model)
-    if rank.rank == 0:
-        leave_late(optimizer)
-    model(inputs(0, rank)[0]).sum().backward()
-    optimizer.step()
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(params_of(model))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    optimizer.finish_param_sync()
-    return len(results) == 4 and all(equal(result, params_of(model)) for result in results)
-
-
-def test_several_threads_read_parameters_under_way(run):
-    assert all(run(threads_read))
 
 
 class Odd(torch.nn.Module):
@@ -492,7 +470,7 @@ def beside_messages(rank):
     model = Branches(seed=0).to(rank.device)
     reference = Reference(model, rank.world_size)
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    tags, numel = range(990, 1400), optimizer.buckets[0].shard_numel
+    tags, numel = range(990, 1400), optimizer.buckets[0].shards.shape[1]
     theirs = [torch.zeros(numel, device=rank.device) for _ in tags]
     for step in range(3):
         sent = [torch.full((numel,), 7.0, device=rank.device) for _ in tags]
@@ -739,7 +717,7 @@ def unused_like_ddp(rank, uses):
     torch.manual_seed(0)
     model, other = Branches(seed=0).to(rank.device), Branches(seed=0).to(rank.device)
     ddp = DistributedDataParallel(other, find_unused_parameters=True)
-    plain = torch.optim.AdamW(other.parameters(), fused=True, **ADAMW)
+    plain = torch.optim.AdamW(other.parameters(), **ADAMW)
     optimizer = DistributedOptimizer(
         model.parameters(), bucket_cap_mb=ONE_PARAM, find_unused_parameters=True, **ADAMW
     )
@@ -967,35 +945,9 @@ def steps_between_arrivals(rank, clip):
     return log
 
 
-def test_arrived_buckets_are_stepped_while_others_travel(run):
-    for log in run(steps_between_arrivals, clip=False):
-        assert log == ["step", "arrival", "step", "arrival", "step"]
-
-
-def last_leaves_after_a_step(rank):
-    """The last rank sends its last bucket when rank 0 has stepped others, which must not need that bucket."""
-    model = Branches(seed=0).to(rank.device)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    store = dist.distributed_c10d._get_default_store()
-    if rank.rank == 0:
-        optimizer.optimizer.register_step_post_hook(lambda *_: store.set("stepped", "yes"))
-    if rank.rank == rank.world_size - 1:
-        for buffer in optimizer.idle:
-            start = buffer.start_grad_sync
-            buffer.start_grad_sync = lambda buffer=buffer, start=start: (
-                buffer.bucket is optimizer.buckets[-1] and store.wait(["stepped"], timedelta(seconds=20)), start()
-            )
-    model(inputs(0, rank)[0]).sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buckets_are_stepped_while_the_last_one_has_not_even_left(run, world_size):
-    run(last_leaves_after_a_step)
-
-
-def test_clipping_waits_for_the_norm_of_all(run):
-    for log in run(steps_between_arrivals, clip=True):
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_inner_optimizer_steps_once_when_all_have_arrived(run, clip):
+    for log in run(steps_between_arrivals, clip):
         assert log == ["arrival", "arrival", "step"]
 
 
@@ -1012,9 +964,9 @@ def test_the_native_reduce_scatter_where_it_is_one():
             model(torch.ones(2, 7)).sum().backward()
             optimizer.step()
         assert ledger.collectives == {"reduce_scatter": 12, "all_reduce": 1, "all_gather": 12}
-        for place in optimizer.idle[0].places.values():  # in place, where NCCL wants it to be: at this rank's part
-            (own,) = place.parts
-            assert own.data_ptr() == place.flat.data_ptr() + own.nbytes
+        for _, sent, received in optimizer.idle[0].places.values():
+            (own,) = optimizer.idle[0].transport.parts(sent, received)
+            assert own.data_ptr() == sent.data_ptr() + own.nbytes  # in place, where NCCL wants it: at this rank's part
     finally:
         dist.destroy_process_group()
 
@@ -1038,13 +990,13 @@ def living_works(rank):
     """-> how many works of all-gathers somebody holds after each of two steps."""
     model = Branches(seed=0).to(rank.device)
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    start, works, n_living = Bucket._start_all_gather, [], []
+    start, works, n_living = GlooTransport.all_gather, [], []
 
-    def watched(bucket):
-        started = start(bucket)
+    def watched(transport, shards):
+        started = start(transport, shards)
         works.extend(map(weakref.ref, started))
         return started
-    with mock.patch.object(Bucket, "_start_all_gather", watched):
+    with mock.patch.object(GlooTransport, "all_gather", watched):
         for step in range(2):
             model(inputs(step, rank)[0]).sum().backward()
             optimizer.step()

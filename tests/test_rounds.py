@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.buffer import BucketBuffer
+from stage4_overlap.buffer import Bucket
 from tests.common import assert_same
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
@@ -298,15 +298,15 @@ def interrupted(rank):
         for step in range(4):
             x = torch.full((2, 5), float(rank.rank + step))
             if interrupt and step == 2:
-                take_grads = BucketBuffer.take_grads
+                take_grad = Bucket.take_grad
 
-                def watched(buffer, bucket):
+                def watched(bucket, param, slot):
                     if next(calls) == 3:
                         raise KeyboardInterrupt
-                    take_grads(buffer, bucket)
+                    take_grad(bucket, param, slot)
 
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(BucketBuffer, "take_grads", watched)
+                    patch.setattr(Bucket, "take_grad", watched)
                     with pytest.raises(KeyboardInterrupt):
                         model(x).square().sum().backward()
                 optimizer.zero_grad()
