@@ -34,6 +34,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def state(self, state):
         self.optimizer.state = state
 
+    def pieces(self):
+        """-> [(param, start, stop, main), ...]: what this rank steps, as checkpoint/ asks for it."""
+        return [(param, 0, param.numel(), param) for param in all_params(self.optimizer)]
+
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
@@ -58,7 +62,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def _inner_state_dict(self):
         """That of the inner optimizer, with the hyperparameters that our groups have."""
-        self._pass_on_hyperparameters()
+        self.pass_on_hyperparameters()
         stepped = {id(param) for param in all_params(self.optimizer)}
         for param, state in list(self.optimizer.state.items()):
             if not isinstance(param, torch.Tensor):
@@ -70,7 +74,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
         return self.optimizer.state_dict()
 
-    def _pass_on_hyperparameters(self):
+    def pass_on_hyperparameters(self):
         """Learning-rate schedulers write into our groups: the inner optimizer must see it."""
         for group, inner in zip(self.param_groups, self.optimizer.param_groups):
             inner.update(hyperparameters(group))

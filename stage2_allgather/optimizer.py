@@ -43,7 +43,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self.average_gradients = average_gradients
         self.grads_synced = False
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
-        self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         self.optimizer.param_groups.clear()
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
@@ -84,7 +83,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._found_inf(grad_scaler):
             self.grads_synced = False
             return loss
-        self._pass_on_hyperparameters()
+        self.pass_on_hyperparameters()
         self.optimizer.step()
         self._take_back_hyperparameters()
         self._all_gather_params()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from .buffer import GradBuffer, Holds
 from .checks import all_params, checked_groups, named_params, param_ids, refuse_edited
-from .full_state import ShardedOptimizer, reshard
 from .inner import check_divisible, optimizer_factory
+from .pieces import ShardedOptimizer
 
 
 class DistributedOptimizer(ShardedOptimizer):
@@ -47,7 +47,6 @@ class DistributedOptimizer(ShardedOptimizer):
         self.process_group = process_group
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters, and more after add_param_group
-        self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
         self.move_to(process_group)
@@ -80,7 +79,7 @@ class DistributedOptimizer(ShardedOptimizer):
         if self._found_inf(grad_scaler, elsewhere=any(buffer.in_main_grad for buffer in self.buffers)):
             self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
             return loss
-        self._pass_on_hyperparameters()
+        self.pass_on_hyperparameters()
         for buffer in self.buffers:
             buffer.take_model_changes()
         self.optimizer.step()
@@ -135,17 +134,10 @@ class DistributedOptimizer(ShardedOptimizer):
         """Accumulate gradients without communication: here nothing travels before `step` anyway."""
         return contextlib.nullcontext()
 
-    def reshard(self, process_group):
-        """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
-
-        A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it
-        again. What this optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
-
-        Raises:
-            RuntimeError: between backward() and step(); or the ranks are in several process groups so far, or now; or
-                some have a state for their part of a parameter, and others don't. On every rank.
-        """
-        reshard(self, process_group, any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers))
+    @property
+    def has_grads(self):
+        """Whether this rank is between backward() and step()."""
+        return any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers)
 
     def move_to(self, process_group):
         """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
@@ -163,7 +155,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
     @property
     def sharded_params(self):
-        """Where this rank's part of the parameters is: objects like GradBuffer, for `full_state.py`."""
+        """Where this rank's part of the parameters is: objects like GradBuffer, for `pieces`."""
         return self.buffers
 
     @torch.no_grad()

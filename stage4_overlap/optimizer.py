@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
 from .checks import all_params, checked_groups, local, named_params, param_ids, refuse_edited, spread_over
-from .full_state import ShardedOptimizer, reshard
 from .hooks import Awaited, BackwardPass, ModuleHook
 from .inner import check_divisible, has_later_hooks, hook_gradient, optimizer_factory
+from .pieces import ShardedOptimizer
 
 # What can be wrong with a gradient, for `_agree_on_used`; 0: nothing. The ranks agree on the largest.
 MISSING = 1
@@ -79,7 +79,6 @@ class DistributedOptimizer(ShardedOptimizer):
         self.accumulating = False  # inside no_sync
         self.prefetching = False
         self._start_accumulation()
-        self.chose_fused = "fused" not in optimizer_kwargs  # not by the user: checkpoints say None then
         self.optimizer = self.make_optimizer([{"params": []}])  # steps what this rank owns
         super().__init__(groups, self.optimizer.defaults)  # calls add_param_group for each group
         self.move_to(process_group)
@@ -122,7 +121,7 @@ class DistributedOptimizer(ShardedOptimizer):
         if self._found_inf(grad_scaler, elsewhere=self.went_backward):
             self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shards
             return loss
-        self._pass_on_hyperparameters()
+        self.pass_on_hyperparameters()
         self.finish_param_sync()  # of buckets that no forward pass has asked for
         for bucket in self.buckets:
             bucket.take_model_changes()
@@ -213,19 +212,10 @@ class DistributedOptimizer(ShardedOptimizer):
         finally:
             self.accumulating = outside
 
-    def reshard(self, process_group):
-        """Move to other ranks, with parameters and state, and without a file. Collective over all ranks there are.
-
-        A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it
-        again. What this optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
-
-        Raises:
-            RuntimeError: between backward() and step(); or the ranks are in several process groups so far, or now; or
-                some have a state for their part of a parameter, and others don't; or there are DTensors. On every rank.
-        """
-        if any(hasattr(param, "device_mesh") for param in all_params(self)):
-            raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
-        reshard(self, process_group, bool(self.waiting or self.n_rounds or self.in_round))
+    @property
+    def has_grads(self):
+        """Whether this rank is between backward() and step()."""
+        return bool(self.waiting or self.n_rounds or self.in_round)
 
     def move_to(self, process_group):
         """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
@@ -243,7 +233,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
     @property
     def sharded_params(self):
-        """Where this rank's part of the parameters is: objects like Bucket, for `full_state.py`."""
+        """Where this rank's part of the parameters is: objects like Bucket, for `pieces`."""
         self.finish_param_sync()
         return self.buckets
 

@@ -1,15 +1,12 @@
 """Checkpoints as files: each rank writes what it owns, and any number of ranks reads what it needs.
 
-    save(path, model, optimizer)    load(path, model, optimizer)    latest(folder)
-
-The same file stands in stages 3 and 4. What is written knows neither ranks nor buckets nor padding: it loads in any
+What is written knows neither ranks nor buckets nor padding: it loads in any
 stage and in a plain torch optimizer, and torch.distributed.checkpoint's own tools read it.
 Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM's distributed optimizer.
 """
 
 import io
 import json
-import math
 import os
 import pickle
 import re
@@ -24,75 +21,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from .checks import all_params
-from .full_state import expected_of_saved, inner_of, install, packed_groups, pieces_of, states_of
+from .boxes import Shard
+from .face import all_params, expected_of_saved, group_of, inner_of, install, packed_groups, pieces_of, states_of
+from .face import steps_ranges
+from .ranks import CheckpointError, agree, all_gather, rank_and_size
 
 # Each rank reads for itself, which torch.distributed.checkpoint finds worth a warning.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksums of its files
 WRITERS = weakref.WeakKeyDictionary()  # process group, or optimizer if there is none -> see `writer_of`
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that can't be written, or not be loaded here: one line that says why, on every rank."""
-
-
-def boxes(shape, start, stop):
-    """Flat elements `start` to `stop` of a tensor of `shape`, as few boxes -> [(offsets, sizes), …], in order.
-
-    Of a matrix: the end of a row, whole rows, the start of one. torch.distributed.checkpoint stores nothing but boxes.
-    """
-    if start == stop:
-        return []
-    if not shape:
-        return [((), ())]
-    row = math.prod(shape[1:])  # elements of one step along the first dimension
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        return [((last, *o), (1, *s)) for o, s in boxes(shape[1:], start - last * row, stop - last * row)]
-    zeros = (0,) * (len(shape) - 1)
-    return [
-        *(((first - 1, *o), (1, *s)) for o, s in boxes(shape[1:], start % row, row) if start % row),
-        *([((first, *zeros), (last - first, *shape[1:]))] if first < last else []),
-        *(((last, *o), (1, *s)) for o, s in boxes(shape[1:], 0, stop % row)),
-    ]
-
-
-class Shard(torch.Tensor):
-    """A tensor of `shape` of which only the flat elements from `start` on, as many as `piece` has, are here.
-
-    __create_chunk_list__, __create_write_items__ and __get_tensor_shard__ are the protocol of
-    torch.distributed.checkpoint, which DTensor follows too.
-    """
-
-    def __new__(cls, piece, shape, start):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=piece.dtype, device=piece.device)
-
-    def __init__(self, piece, shape, start):
-        self.parts, done = {}, 0  # offsets -> view of piece
-        for offsets, sizes in boxes(shape, start, start + piece.numel()):
-            n = math.prod(sizes)
-            self.parts[torch.Size(offsets)] = piece.reshape(-1)[done : done + n].view(sizes)
-            done += n
-
-    def __create_chunk_list__(self):
-        return [dcp.metadata.ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.parts.items()]
-
-    def __create_write_items__(self, fqn, _):
-        items, properties = [], dcp.metadata.TensorProperties(dtype=self.dtype)
-        for chunk in self.__create_chunk_list__():
-            data = dcp.planner.TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
-            index, kind = dcp.metadata.MetadataIndex(fqn, chunk.offsets), dcp.planner.WriteItemType.SHARD
-            items.append(dcp.planner.WriteItem(index, kind, tensor_data=data))
-        return items
-
-    def __get_tensor_shard__(self, index):
-        return self.parts[index.offset]
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise TypeError(f"a Shard holds a part of a tensor, {function} can't be called on it")
 
 
 def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
@@ -119,9 +57,9 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors, or the
             model's state_dict() has copies of its tensors, or an extra state.
     """
-    path, group, model = Path(path), getattr(optimizer, "process_group", None), unwrapped(model)
+    path, group, model = Path(path), group_of(optimizer), unwrapped(model)
     names = names_of(model, optimizer)
-    rank, world_size = rank_and_size(group)
+    rank, world_size = rank_in(group)
     partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
     if earlier := getattr(optimizer, "last_save", lambda: None)():
         wait([earlier])  # it may be writing to `partial`
@@ -241,7 +179,7 @@ def names_of(model, optimizer) -> list[str]:
         if name is None:
             raise ValueError(f"parameter {index} of the optimizer is not one of the model's: pass the model it trains")
         if hasattr(param, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and optimizer.full_state_dict()")
+            raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and full_state_dict()")
     return [name_of[id(param)] for param in all_params(optimizer)]
 
 
@@ -295,8 +233,8 @@ def load(path, model, optimizer):
             file that can't be read to its end, though it could a moment before, leaves part of it in the model.
         ValueError: as `save`.
     """
-    path, group, model = Path(path), getattr(optimizer, "process_group", None), unwrapped(model)
-    rank, world_size = rank_and_size(group)
+    path, group, model = Path(path), group_of(optimizer), unwrapped(model)
+    rank, world_size = rank_in(group)
     what, error = f"checkpoint {path} can't be loaded", None
     pieces, params, names = pieces_of(optimizer), all_params(optimizer), names_of(model, optimizer)
     try:
@@ -317,8 +255,7 @@ def load(path, model, optimizer):
         paths = {key: found.planner_data[key] for key in shared}  # torch.distributed.checkpoint flattens dicts in them
         tree = dcp._nested_dict.unflatten_state_dict({key: values[key] for key in shared}, paths)
         groups = tree["optimizer"]["param_groups"]
-        is_sharded = hasattr(optimizer, "sharded_params")
-        expected = expected_of_saved(optimizer, names, stored, groups) if is_sharded else None
+        expected = expected_of_saved(optimizer, names, stored, groups) if steps_ranges(optimizer) else None
     except Exception as refusal:  # whatever an optimizer says of its hyperparameters
         error = first_line(refusal)
     agree(error, what, group)
@@ -473,27 +410,11 @@ def checksum(file) -> dict:
         return {"bytes": opened.tell(), "crc32": crc}
 
 
-def rank_and_size(group):
-    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+def rank_in(group):
+    rank, world_size = rank_and_size(group)
     if rank < 0:
         raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
     return rank, world_size
-
-
-def all_gather(what, group) -> list:
-    everyone = [what]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, what, group=group)
-    return everyone
-
-
-def agree(error, what, group):
-    """Raise on every rank if one of them has an error."""
-    errors = all_gather(error, group)
-    for rank, theirs in enumerate(errors):
-        if theirs:
-            raise CheckpointError(f"{what}: " + (theirs if len(set(errors)) == 1 else f"rank {rank}: {theirs}"))
 
 
 def raise_interrupt(failure, rank):
