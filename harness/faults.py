@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import harness
+from checkpoint import latest
 from harness import workload
-from stage4_overlap.checkpoint import latest
 
 fail = functools.partial(harness.fail, "faults")
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import checkpoint
 import harness
-import stage4_overlap.checkpoint as checkpoint
 from harness.launch import connect as connect
 from harness.launch import disconnect
 

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
 import harness.workload as workload
-from stage1_naive_broadcast.optimizer import DistributedOptimizer
+from stage1_naive_broadcast import DistributedOptimizer
 
 
 def main():
@@ -21,7 +21,9 @@ def main():
     batches, validation = workload.load_data(args, rank)
     model = workload.build_model(args, rank)
 
-    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = DistributedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay, fused=True
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
     checkpoints = workload.Checkpoints(args, rank, model, optimizer, scheduler)  # resumes from the newest
 

@@ -104,7 +104,7 @@ def _be_a_rank(command, environment, cwd, outputs):
     os.environ.update(environment)
     # What the script imports of this repository it must find by itself, and new, not as the tests have left it.
     sys.path[:] = [str(Path(command[0]).resolve().parent), *(path for path in sys.path if Path(path).resolve() != ROOT)]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("harness", "tests")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("checkpoint", "harness", "tests")]:
         del sys.modules[name]
     sys.argv[:] = command
     sys.modules["__main__"] = main = types.ModuleType("__main__")

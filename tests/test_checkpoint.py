@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import importlib
 import io
 import json
 import os
@@ -25,6 +24,9 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import checkpoint
+from checkpoint import files, full_state_dict, load_full_state_dict, reshard
+from checkpoint.boxes import boxes
 from harness.memory import Memory
 from tests.common import OPTIMIZERS, STAGES, Net, Replicated
 from tests.common import assert_same, batch, fused, loss_of, optimizer_of, trainable
@@ -32,11 +34,6 @@ from tests.common import assert_same, batch, fused, loss_of, optimizer_of, train
 SHARDED = STAGES[2:]
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 F, B = torch.float32, torch.bfloat16
-
-
-def checkpoint_of(stage):
-    """The checkpoint module that comes with `stage`; that of stage 4, where it has none."""
-    return importlib.import_module(f"{stage if stage in SHARDED else SHARDED[1]}.checkpoint")
 
 
 def train(rank, model, optimizer, steps, dtype=torch.float32):
@@ -86,12 +83,9 @@ def gather_and_compare(rank, stage, optimizer_cls, kwargs):
         reference.step(step)
     for group in [*optimizer.param_groups, *reference.optimizer.param_groups]:
         group["lr"] *= 0.5  # as schedulers do
-    on_one, on_all = optimizer.full_state_dict(), optimizer.full_state_dict(to_all=True)
+    on_one, on_all = full_state_dict(optimizer), full_state_dict(optimizer, to_all=True)
     assert equal(on_one, on_all) if rank.rank == 0 else on_one == {}
     plain = reference.optimizer.state_dict()
-    for group in plain["param_groups"]:
-        if "fused" in group:
-            group["fused"] = None  # this one was told, ours finds out by itself
     assert on_all["param_groups"] == plain["param_groups"]
     assert close(on_all["state"], {i: {k: v.cpu() for k, v in s.items()} for i, s in plain["state"].items()})
 
@@ -127,14 +121,14 @@ def counts_in_one_element(rank, stage, shape, path):
             its.zero_grad()
     expected = {0: {name: value.cpu() for name, value in plain.state[params[1]].items()}}
     for _ in range(2):
-        assert equal(optimizer.full_state_dict(to_all=True)["state"], expected)
-        optimizer.reshard(None)
-    optimizer.load_full_state_dict(plain.state_dict() if rank.rank == 0 else None)
-    assert equal(optimizer.full_state_dict(to_all=True)["state"], expected)
-    checkpoint_of(stage).save(path, params[:1], optimizer)
+        assert equal(full_state_dict(optimizer, to_all=True)["state"], expected)
+        reshard(optimizer, None)
+    load_full_state_dict(optimizer, plain.state_dict() if rank.rank == 0 else None)
+    assert equal(full_state_dict(optimizer, to_all=True)["state"], expected)
+    checkpoint.save(path, params[:1], optimizer)
     optimizer.state.clear()
-    checkpoint_of(stage).load(path, params[:1], optimizer)
-    assert equal(optimizer.full_state_dict(to_all=True)["state"], expected)
+    checkpoint.load(path, params[:1], optimizer)
+    assert equal(full_state_dict(optimizer, to_all=True)["state"], expected)
 
 
 @pytest.mark.parametrize("shape", [(17,), (1, 1)], ids=str)
@@ -153,7 +147,7 @@ def state_on_one_rank(rank, stage):
     if rank.rank:
         optimizer.state.clear()
     before = weight.detach().clone()
-    for call in (optimizer.full_state_dict, lambda: optimizer.reshard(None)):
+    for call in (lambda: full_state_dict(optimizer), lambda: reshard(optimizer, None)):
         with pytest.raises(RuntimeError, match="the state of parameter 0 has exp_avg.* for some of its elements only"):
             call()
     assert len(optimizer.state) == (rank.rank == 0) and torch.equal(weight, before)
@@ -166,7 +160,6 @@ def test_a_state_of_some_elements_is_refused(run, stage):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", SHARDED)
 def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(run, stage, name):
     run(gather_and_compare, stage, *OPTIMIZERS[name])
 
@@ -188,7 +181,7 @@ def to_plain_and_back(rank, stage):
     optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
     train(rank, model, optimizer, range(2))
     plain = Replicated(rank, **ADAMW)
-    plain.optimizer.load_state_dict(optimizer.full_state_dict(to_all=True))
+    plain.optimizer.load_state_dict(full_state_dict(optimizer, to_all=True))
     plain.model.load_state_dict(model.state_dict())
     plain.optimizer.param_groups[0].update(fused(torch.optim.AdamW, rank.device, {}))
     plain.step(2)
@@ -196,15 +189,66 @@ def to_plain_and_back(rank, stage):
     del optimizer
     model = copy.deepcopy(plain.model)
     optimizer = optimizer_of(stage)(trainable(model), lr=1.0)
-    optimizer.load_full_state_dict(state_dict)
+    load_full_state_dict(optimizer, state_dict)
     assert optimizer.param_groups[0]["lr"] == ADAMW["lr"]
     train(rank, model, optimizer, (3, 4))
     assert_same(model, reference.model, exact=rank.world_size <= 2)
 
 
-@pytest.mark.parametrize("stage", SHARDED)
 def test_a_run_goes_on_in_plain_torch_and_back(run, stage):
     run(to_plain_and_back, stage)
+
+
+def plain_torch(rank):
+    """Each rank of a plain optimizer has everything: that of rank 0 is what all get."""
+    model = Net(seed=0).to(rank.device)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    step_alike(rank, model, optimizer, range(2))
+    on_one, on_all = full_state_dict(optimizer), full_state_dict(optimizer, to_all=True)
+    assert equal(on_one, on_all) if rank.rank == 0 else on_one == {}
+    assert equal(on_all["state"], {i: {k: v.cpu() for k, v in s.items()}
+                                   for i, s in optimizer.state_dict()["state"].items()})
+    other = torch.optim.AdamW(model.parameters(), lr=9.0)
+    load_full_state_dict(other, on_one)
+    assert equal(full_state_dict(other, to_all=True), on_all)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plain_torch_optimizer_has_a_full_state_too(run, world_size):
+    run(plain_torch)
+
+
+def computed_otherwise(rank, stage, path):
+    """How a process computes is nothing that a checkpoint decides: it may have been saved where another way is fast."""
+    params = [torch.nn.ParameterList([torch.ones(64, device=rank.device)]) for _ in range(2)]
+    ways = {"fused": False, "foreach": True}, {"fused": True, "foreach": False}
+    one, other = (optimizer_of(stage)(its, **ADAMW, **way) for its, way in zip(params, ways))
+    params[0][0].sum().backward()
+    one.step()
+    checkpoint.save(path, params[0], one)
+    for load in (lambda: load_full_state_dict(other, full_state_dict(one)),
+                 lambda: checkpoint.load(path, params[1], other)):
+        load()
+        for group in (*other.param_groups, *other.optimizer.param_groups):
+            assert (group["fused"], group["foreach"], group["lr"]) == (True, False, ADAMW["lr"])
+    params[1][0].sum().backward()
+    other.step()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_how_a_process_computes_is_not_loaded(run, stage, tmp_path):
+    run(computed_otherwise, stage, tmp_path / "one")
+
+
+def reshard_the_first_stages(rank, stage):
+    with pytest.raises(TypeError, match="reshard.. moves optimizers of stages 3 and 4"):
+        reshard(a_run(rank, stage, None)[1], None)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES[:2]])
+@pytest.mark.parametrize("world_size", [2])
+def test_whole_parameters_stay_where_they_are(run, stage):
+    run(reshard_the_first_stages, stage)
 
 
 def sixteen_bits(rank, stage, dtype):
@@ -212,7 +256,7 @@ def sixteen_bits(rank, stage, dtype):
     model = Net(seed=0).to(rank.device, dtype)
     optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
     train(rank, model, optimizer, range(3), dtype=dtype)
-    state_dict = optimizer.full_state_dict(to_all=True)
+    state_dict = full_state_dict(optimizer, to_all=True)
     names = [name for name, _ in model.named_parameters()]
     weight = state_dict["state"][names.index("embed.weight")]
     assert weight["exp_avg"].dtype == weight["main_param"].dtype == torch.float32
@@ -220,15 +264,15 @@ def sixteen_bits(rank, stage, dtype):
     other = Net(seed=1).to(rank.device, dtype)
     second = optimizer_of(stage)(other.parameters(), **ADAMW)
     other.load_state_dict(model.state_dict())
-    second.load_full_state_dict(state_dict)
-    assert equal(second.full_state_dict(to_all=True), state_dict)
+    load_full_state_dict(second, state_dict)
+    assert equal(full_state_dict(second, to_all=True), state_dict)
     train(rank, model, optimizer, (3, 4), dtype=dtype)
     train(rank, other, second, (3, 4), dtype=dtype)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
-    assert equal(second.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+    assert equal(full_state_dict(second, to_all=True), full_state_dict(optimizer, to_all=True))
     wide = Net(seed=1).to(rank.device)
     third = optimizer_of(stage)(wide.parameters(), **ADAMW)
-    third.load_full_state_dict(state_dict)
+    load_full_state_dict(third, state_dict)
     for index, state in state_dict["state"].items():
         assert torch.equal(wide.get_parameter(names[index]).cpu(), state["main_param"])
 
@@ -248,9 +292,9 @@ def peak_of_gathering(rank, stage):
     model(torch.ones(2, 256, device=rank.device)).sum().backward()
     optimizer.step()
     with Memory(rank.device) as memory:
-        state_dict = optimizer.full_state_dict()
+        state_dict = full_state_dict(optimizer)
         gathered = memory.peak
-        optimizer.load_full_state_dict(state_dict)
+        load_full_state_dict(optimizer, state_dict)
         return gathered, memory.peak
 
 
@@ -290,11 +334,11 @@ def refuse_dict(rank, stage, what):
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
     train(rank, model, optimizer, range(2))
-    before = optimizer.full_state_dict(to_all=True)
+    before = full_state_dict(optimizer, to_all=True)
     wrong, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
-        optimizer.load_full_state_dict(wrong(before) if rank.rank == 0 else {})
-    assert equal(optimizer.full_state_dict(to_all=True), before)
+        load_full_state_dict(optimizer, wrong(before) if rank.rank == 0 else {})
+    assert equal(full_state_dict(optimizer, to_all=True), before)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -315,10 +359,10 @@ def refuse_dtensors(rank, stage):
     optimizer = optimizer_of(stage)([weight])
     weight.sum().backward()
     optimizer.step()
-    before = optimizer.full_state_dict(to_all=True)
+    before = full_state_dict(optimizer, to_all=True)
     with pytest.raises(ValueError, match="is a DTensor in this state_dict, the parameter is a Parameter"):
-        optimizer.load_full_state_dict(theirs.state_dict())
-    assert equal(optimizer.full_state_dict(to_all=True), before)
+        load_full_state_dict(optimizer, theirs.state_dict())
+    assert equal(full_state_dict(optimizer, to_all=True), before)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -348,7 +392,7 @@ def main_params_by_name(rank, stage):
         again.load_state_dict(optimizer.state_dict())
     except ValueError:
         return False
-    assert equal(again.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+    assert equal(full_state_dict(again, to_all=True), full_state_dict(optimizer, to_all=True))
     return True
 
 
@@ -365,17 +409,17 @@ def load_twice(rank, stage):
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
     train(rank, model, optimizer, range(2))
-    good, params = optimizer.full_state_dict(to_all=True), copy.deepcopy(model.state_dict())
+    good, params = full_state_dict(optimizer, to_all=True), copy.deepcopy(model.state_dict())
     before, ends = copy.deepcopy(good), []
     for _ in range(2):
         model.load_state_dict(params)
-        optimizer.load_full_state_dict(good)
+        load_full_state_dict(optimizer, good)
         train(rank, model, optimizer, (2, 3))
-        ends.append(optimizer.full_state_dict(to_all=True))
+        ends.append(full_state_dict(optimizer, to_all=True))
     assert equal(good, before) and equal(*ends)
 
 
-@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_state_can_be_loaded_twice(run, stage, world_size):
     run(load_twice, stage)
@@ -388,21 +432,20 @@ def sgd_in_16_bits(rank, stage, folder):
         return model, optimizer_of(stage)(model.parameters(), torch.optim.SGD, lr=1e-3)
     model, optimizer = a_model(seed=0)
     train(rank, model, optimizer, range(3), dtype=torch.bfloat16)
-    state_dict = optimizer.full_state_dict(to_all=True)
+    state_dict = full_state_dict(optimizer, to_all=True)
     names = [name for name, _ in model.named_parameters()]
     main_param = state_dict["state"][names.index("embed.weight")]["main_param"]
     assert not torch.equal(main_param, model.embed.weight.cpu().float())
     others = [a_model(seed=1), a_model(seed=2)]
     others[0][0].load_state_dict(model.state_dict())
-    others[0][1].load_full_state_dict(state_dict)
-    checkpoint = checkpoint_of(stage)
+    load_full_state_dict(others[0][1], state_dict)
     checkpoint.save(folder / "one", model, optimizer)
     checkpoint.load(folder / "one", *others[1])
-    optimizer.reshard(None)
+    reshard(optimizer, None)
     for one, its_optimizer in ((model, optimizer), *others):
-        assert equal(its_optimizer.full_state_dict(to_all=True), state_dict)
+        assert equal(full_state_dict(its_optimizer, to_all=True), state_dict)
         train(rank, one, its_optimizer, (3, 4), dtype=torch.bfloat16)
-        assert equal(its_optimizer.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+        assert equal(full_state_dict(its_optimizer, to_all=True), full_state_dict(optimizer, to_all=True))
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -496,7 +539,6 @@ def follow(rank, route, folder, name):
 
     def leg(number, stage, group):
         model, optimizer = a_run(rank, stage, group, seed=number, optimizer_cls=optimizer_cls, **kwargs)
-        checkpoint = checkpoint_of(stage)
         optimizer.process_group = group  # a plain torch optimizer has none
         if number:
             extra = checkpoint.load(checkpoint.latest(folder), model, optimizer)
@@ -533,7 +575,7 @@ def move(rank, stage, name):
     for turn, ranks in enumerate([[0, 1, 2, 3], [1, 3], [0, 1, 2], None]):
         if turn:
             group = None if ranks is None else dist.new_group(ranks)
-            optimizer.reshard(group)
+            reshard(optimizer, group)
         for one, scheduler, trained in zip((plain, model), schedulers, (plain_optimizer, optimizer)):
             if one is plain or ranks is None or rank.rank in ranks:
                 step_alike(rank, one, trained, (2 * turn, 2 * turn + 1))
@@ -563,15 +605,15 @@ def move_with_gradients(rank, stage):
     model, optimizer = a_run(rank, stage, None)
     loss_of(model, *batch(0, 0, device=rank.device)).backward()
     with pytest.raises(RuntimeError, match="between backward"):
-        optimizer.reshard(None)
+        reshard(optimizer, None)
     optimizer.step()
     optimizer.zero_grad()
     with optimizer.no_sync():
         loss_of(model, *batch(0, 0, device=rank.device)).backward()
     with pytest.raises(RuntimeError, match="between backward"):
-        optimizer.reshard(None)
+        reshard(optimizer, None)
     optimizer.zero_grad()
-    optimizer.reshard(None)
+    reshard(optimizer, None)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -586,7 +628,7 @@ def move_with_assigned_gradients(rank, stage):
     plain, plain_optimizer = a_run(rank, None, None, **ADAMW)
     for param in [*trainable(model), *trainable(plain)]:
         param.grad = torch.ones_like(param)
-    optimizer.reshard(None)
+    reshard(optimizer, None)
     optimizer.step()
     plain_optimizer.step()
     assert_same(model, plain, exact=False)
@@ -601,11 +643,11 @@ def test_assigned_gradients_are_not_lost_by_moving(run, stage):
 def move_with_gradients_on_some(rank, stage):
     """The last rank is outside, and has none."""
     model, optimizer = a_run(rank, stage, None)
-    optimizer.reshard(dist.new_group(range(rank.world_size - 1)))
+    reshard(optimizer, dist.new_group(range(rank.world_size - 1)))
     if optimizer.rank >= 0:
         loss_of(model, *batch(0, 0, device=rank.device)).backward()
     with pytest.raises(RuntimeError, match="between backward"):
-        optimizer.reshard(None)
+        reshard(optimizer, None)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -618,12 +660,12 @@ def move_with_gradients_from_outside(rank, stage):
     """A rank that was outside, and looked at gradients there, steps with those of the next pass only."""
     model, optimizer = a_run(rank, stage, None, **ADAMW)
     plain, plain_optimizer = a_run(rank, None, None, **ADAMW)
-    optimizer.reshard(dist.new_group([0]))
+    reshard(optimizer, dist.new_group([0]))
     if rank.rank:
         loss_of(model, *batch(7, 0, device=rank.device)).backward()
         optimizer.zero_grad()
         loss_of(model, *batch(8, 0, device=rank.device)).backward()
-    optimizer.reshard(None)
+    reshard(optimizer, None)
     step_alike(rank, model, optimizer, range(2))
     step_alike(rank, plain, plain_optimizer, range(2))
     assert_same(model, plain, exact=False)
@@ -639,7 +681,7 @@ def move_and_look_at_gradients(rank, stage, grad_dtype):
     """Views of the old buffer would keep all of it: there are those of the new one, and outside none."""
     kwargs = {"dtype": torch.bfloat16, "grad_dtype": torch.float32} if grad_dtype else {}
     model, optimizer = a_run(rank, stage, None, **kwargs)
-    optimizer.reshard(dist.new_group([0]))
+    reshard(optimizer, dist.new_group([0]))
     for param in model.parameters():
         assert bool(param._post_accumulate_grad_hooks) == (rank.rank == 0)
         assert hasattr(param, "main_grad") == (rank.rank == 0 and grad_dtype)
@@ -658,15 +700,15 @@ def test_who_moves_lets_go_of_gradients(run, stage, grad_dtype):
 
 def move_what_was_never_stepped(rank, stage, path):
     """Loaded in fp32, and moved before the first step."""
-    checkpoint_of(stage).save(path, *a_run(rank, stage, None))
+    checkpoint.save(path, *a_run(rank, stage, None))
     model, optimizer = a_run(rank, stage, None, seed=1, dtype=torch.bfloat16)
-    checkpoint_of(stage).load(path, model, optimizer)
-    optimizer.reshard(None)
+    checkpoint.load(path, model, optimizer)
+    reshard(optimizer, None)
     step_alike_16_bits(rank, model, optimizer)
     other, undisturbed = a_run(rank, stage, None, seed=1, dtype=torch.bfloat16)
-    checkpoint_of(stage).load(path, other, undisturbed)
+    checkpoint.load(path, other, undisturbed)
     step_alike_16_bits(rank, other, undisturbed)
-    assert equal(optimizer.full_state_dict(to_all=True), undisturbed.full_state_dict(to_all=True))
+    assert equal(full_state_dict(optimizer, to_all=True), full_state_dict(undisturbed, to_all=True))
 
 
 def step_alike_16_bits(rank, model, optimizer):
@@ -692,7 +734,7 @@ def test_boxes_are_the_flat_elements_in_order(stage, shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            found = checkpoint_of(stage).boxes(shape, start, stop)
+            found = boxes(shape, start, stop)
             parts = [whole[tuple(slice(o, o + s) for o, s in zip(*box))].flatten() for box in found]
             assert torch.equal(torch.cat([*parts, whole.new_empty(0)]), whole.view(-1)[start:stop])
             assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -719,12 +761,11 @@ def held_back(is_held_back):
 def save_and_load(rank, stage, folder, dtypes, asynchronous):
     """Saved with one dtype and bucket size, loaded with another -> whether the dtype was the same."""
     saved, loaded = dtypes
-    checkpoint = checkpoint_of(stage)
     model, optimizer = a_run(rank, stage, None, dtype=saved, **ADAMW)
     train(rank, model, optimizer, range(2), dtype=saved)
     with held_back(asynchronous) as let_go:
         done = checkpoint.save(folder / "one", model, optimizer, {"rank": rank.rank}, asynchronous=asynchronous)
-        before = optimizer.full_state_dict(to_all=True), [param.detach().clone() for param in model.parameters()]
+        before = full_state_dict(optimizer, to_all=True), [param.detach().clone() for param in model.parameters()]
         if asynchronous:
             train(rank, model, optimizer, (2, 3), dtype=saved)  # what is written is what was there before
         let_go.set()
@@ -734,7 +775,7 @@ def save_and_load(rank, stage, folder, dtypes, asynchronous):
     kwargs = {"bucket_cap_mb": 0.0006} if stage == STAGES[3] else {}
     second = optimizer_of(stage)(other.parameters(), lr=1.0, **kwargs)
     assert checkpoint.load(folder / "one", other, second) == {"rank": rank.rank}
-    state, params = second.full_state_dict(to_all=True), list(other.parameters())
+    state, params = full_state_dict(second, to_all=True), list(other.parameters())
     assert state["param_groups"][0]["lr"] == ADAMW["lr"]
     for index, entries in before[0]["state"].items():
         assert all(torch.equal(state["state"][index][key], entries[key]) for key in entries if key != "main_param")
@@ -763,7 +804,7 @@ def save_after_other_groups(rank, stage, path):
         name = "some" if group else "all"
         model, optimizer = a_run(rank, stage, group, **ADAMW)
         step_alike(rank, model, optimizer, range(1))
-        checkpoint_of(stage).save(path / name, model, optimizer, asynchronous=True).result(30)
+        checkpoint.save(path / name, model, optimizer, asynchronous=True).result(30)
 
     save(None)
     try:
@@ -788,7 +829,7 @@ def save_from_two_optimizers(rank, stage, path):
     n_groups = []
     for name in ("one", "other"):
         model, optimizer = a_run(rank, stage, None)
-        future = checkpoint_of(stage).save(path / name, model, optimizer, asynchronous=True)
+        future = checkpoint.save(path / name, model, optimizer, asynchronous=True)
         future.result(30)
         kept = weakref.ref(future)
         del future
@@ -812,7 +853,7 @@ def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             optimizer = optimizer or optimizer_of(stage)(model.parameters())
-            checkpoint_of(stage).save(tmp_path / name, model, optimizer, asynchronous=True).result(30)
+            checkpoint.save(tmp_path / name, model, optimizer, asynchronous=True).result(30)
         finally:
             dist.destroy_process_group()
         assert (tmp_path / name / "manifest.json").exists()
@@ -821,8 +862,8 @@ def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
 def save_once(rank, stage, path, seed=0, optimizer_cls=torch.optim.AdamW):
     model, optimizer = a_run(rank, stage, None, seed=seed, optimizer_cls=optimizer_cls)
     train(rank, model, optimizer, range(2))
-    checkpoint_of(stage).save(path, model, optimizer, {"anything": [1, 2.0, "three"]})
-    return [param.detach().cpu().clone() for param in model.parameters()], optimizer.full_state_dict()
+    checkpoint.save(path, model, optimizer, {"anything": [1, 2.0, "three"]})
+    return [param.detach().cpu().clone() for param in model.parameters()], full_state_dict(optimizer)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -864,7 +905,7 @@ def save_large(rank, stage, path):
     optimizer = optimizer_of(stage)(model.parameters())
     model(torch.ones(1, 1024, device=rank.device)).sum().backward()
     optimizer.step()
-    checkpoint_of(stage).save(path, model, optimizer)
+    checkpoint.save(path, model, optimizer)
 
 
 class Exploit:
@@ -910,7 +951,7 @@ def remove_everything(path):
 def code_in_the_metadata(path):
     (path / ".metadata").write_bytes(pickle.dumps(Exploit()))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][".metadata"] = checkpoint_of(SHARDED[0]).checksum(path / ".metadata")
+    manifest["files"][".metadata"] = files.checksum(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(manifest))
     return ".metadata refers to builtins.print, which no checkpoint needs"
 
@@ -928,12 +969,11 @@ DAMAGE = [truncate, flip_a_bit, remove_a_file, remove_the_manifest, cut_the_mani
 def refuse(rank, stage, path, message, make=None):
     """The message on every rank, and everything as it was."""
     model, optimizer = make(rank) if make else a_run(rank, stage, None, seed=7)
-    checkpoint = checkpoint_of(stage)
-    before = optimizer.full_state_dict(to_all=True), copy.deepcopy(model.state_dict())
+    before = full_state_dict(optimizer, to_all=True), copy.deepcopy(model.state_dict())
     with pytest.raises(checkpoint.CheckpointError, match=message) as refusal:
         checkpoint.load(path, model, optimizer)
     assert len(str(refusal.value).splitlines()) == 1 and str(path) in str(refusal.value)
-    assert equal(optimizer.full_state_dict(to_all=True), before[0])
+    assert equal(full_state_dict(optimizer, to_all=True), before[0])
     assert equal(dict(model.state_dict()), dict(before[1]))
 
 
@@ -966,14 +1006,14 @@ WRITTEN = {
 @pytest.mark.parametrize("stage", SHARDED)
 def test_a_checkpoint_loads_whichever_python_wrote_it(stage, case):
     content, value = WRITTEN[case]
-    assert checkpoint_of(stage).MetadataUnpickler(io.BytesIO(content)).load() == value
+    assert files.MetadataUnpickler(io.BytesIO(content)).load() == value
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_getattr_in_the_metadata_reaches_nothing_but_the_enum(stage):
     content = pickled_call("builtins getattr", b"ctorch\nSize\n", b"V__init__\n")
     with pytest.raises((KeyError, pickle.UnpicklingError)):
-        checkpoint_of(stage).MetadataUnpickler(io.BytesIO(content)).load()
+        files.MetadataUnpickler(io.BytesIO(content)).load()
 
 
 def other_model(rank):
@@ -1041,7 +1081,6 @@ def channels_last(rank, stage, path):
             optimizer.zero_grad()
     runs = [Convolutions(seed).to(rank.device) for seed in range(2)]
     (model, optimizer), (other, second) = [(one, optimizer_of(stage)(one.parameters(), **ADAMW)) for one in runs]
-    checkpoint = checkpoint_of(stage)
     train_on(model, optimizer, range(2))
     checkpoint.save(path, model, optimizer)
     checkpoint.load(path, other, second)
@@ -1076,11 +1115,11 @@ def would_not_be_loaded(rank, stage, path, kind, message):
     model = torch.nn.Sequential(kind(3, 3)).to(rank.device)
     optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
     with pytest.raises(ValueError, match=message):
-        checkpoint_of(stage).save(path, model, optimizer)
+        checkpoint.save(path, model, optimizer)
     twin = torch.nn.Sequential(torch.nn.Linear(3, 3)).to(rank.device)
-    checkpoint_of(stage).save(path, twin, optimizer_of(stage)(twin.parameters(), **ADAMW))
+    checkpoint.save(path, twin, optimizer_of(stage)(twin.parameters(), **ADAMW))
     with pytest.raises(ValueError, match=message):
-        checkpoint_of(stage).load(path, model, optimizer)
+        checkpoint.load(path, model, optimizer)
 
 
 UNLOADABLE = [(Scaled, "0._extra_state, .*pass it as `extra`"), (Cloned, "a copy of 0.bias, .*could not be loaded")]
@@ -1102,7 +1141,6 @@ def wrap_and_unwrap(rank, stage, folder):
         return torch.compile(torch.nn.parallel.DistributedDataParallel(model))
     model, optimizer = a_run(rank, stage, None)
     train(rank, model, optimizer, range(2))
-    checkpoint = checkpoint_of(stage)
     checkpoint.save(folder / "bare", model, optimizer)
     before = [param.detach().clone() for param in model.parameters()]
     saves = [wrapped(model)]
@@ -1131,7 +1169,7 @@ def save_where_it_cannot(rank, stage, path, limit, message):
     """`limit`: bytes that a file of this rank may have: then writing fails as it does on a full disk."""
     model, optimizer = a_run(rank, stage, None)
     train(rank, model, optimizer, range(2))
-    checkpoint, before = checkpoint_of(stage), optimizer.full_state_dict(to_all=True)
+    before = full_state_dict(optimizer, to_all=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit and rank.rank == rank.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -1141,7 +1179,7 @@ def save_where_it_cannot(rank, stage, path, limit, message):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(str(refusal.value).splitlines()) == 1
-    assert equal(optimizer.full_state_dict(to_all=True), before)
+    assert equal(full_state_dict(optimizer, to_all=True), before)
     train(rank, model, optimizer, (2,))
 
 
@@ -1152,7 +1190,7 @@ def test_a_full_disk_leaves_nothing_behind(run, stage, world_size, tmp_path):
     run(save_where_it_cannot, stage, tmp_path / "one", 10_000, message)
     assert list(tmp_path.iterdir()) == []
     run(save_once, stage, tmp_path / "one")
-    assert checkpoint_of(stage).latest(tmp_path) == tmp_path / "one"
+    assert checkpoint.latest(tmp_path) == tmp_path / "one"
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -1166,7 +1204,7 @@ def test_a_place_that_cannot_be_written_is_one_line(run, stage, tmp_path):
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path):
-    latest = checkpoint_of(STAGES[3]).latest
+    latest = checkpoint.latest
     assert latest(tmp_path / "nowhere") is None and latest(tmp_path) is None
     for name in ("step-2", "step-1", "step-4.partial"):
         (tmp_path / name).mkdir()
@@ -1190,7 +1228,6 @@ def small(rank, stage, *layers, **kwargs):
 
 def wrapped(rank, stage, path):
     """checkpoint_wrapper takes its prefix out of the names in state_dict(), and not out of those of parameters."""
-    checkpoint = checkpoint_of(stage)
     model, optimizer = small(rank, stage, checkpoint_wrapper(torch.nn.Linear(7, 7)), torch.nn.Linear(7, 3))
     checkpoint.save(path, model, optimizer)
     other, other_optimizer = small(rank, stage, checkpoint_wrapper(torch.nn.Linear(7, 7)), torch.nn.Linear(7, 3))
@@ -1209,12 +1246,12 @@ def written_later(rank, stage, path):
     model, optimizer = small(rank, stage, lr=torch.tensor(0.5))
     extra = {"step": 1, "average": torch.zeros(5)}
     with held_back(True) as let_go:
-        done = checkpoint_of(stage).save(path, model, optimizer, extra, asynchronous=True)
+        done = checkpoint.save(path, model, optimizer, extra, asynchronous=True)
         extra["step"], _ = 2, extra["average"].fill_(7)
         optimizer.param_groups[0]["lr"].fill_(9)
         let_go.set()
         done.result(30)
-    found = checkpoint_of(stage).load(path, model, optimizer)
+    found = checkpoint.load(path, model, optimizer)
     assert found["step"] == 1 and found["average"].eq(0).all() and optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -1233,8 +1270,8 @@ def whole_on_every_rank(rank, stage, path):
     with torch.no_grad():
         for tensor in own:
             tensor.fill_(rank.rank + 1)
-    checkpoint_of(stage).save(path, model, optimizer)
-    checkpoint_of(stage).load(path, model, optimizer)
+    checkpoint.save(path, model, optimizer)
+    checkpoint.load(path, model, optimizer)
     assert all(tensor.eq(1).all() for tensor in own)
 
 
@@ -1246,7 +1283,6 @@ def test_what_all_ranks_have_is_saved_by_rank_0(run, stage, tmp_path):
 
 def unreadable(rank, stage, path):
     model, optimizer = small(rank, stage)
-    checkpoint = checkpoint_of(stage)
     message = "rank 1: .* can't read `extra` or a parameter group again: it holds numpy"
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.save(path, model, optimizer, np.zeros(2) if rank.rank == 1 else {"step": 1})
@@ -1261,7 +1297,6 @@ def test_an_extra_that_no_load_will_read_is_refused_when_it_is_saved(run, stage,
 
 def saved_twice(rank, stage, path):
     """While the first one is being written there is no folder of that name yet."""
-    checkpoint = checkpoint_of(stage)
     model, optimizer = small(rank, stage, torch.nn.Linear(7, 999))
     done = checkpoint.save(path, model, optimizer, 1, asynchronous=True)
     with pytest.raises(checkpoint.CheckpointError, match="exists already"):
@@ -1279,7 +1314,7 @@ def test_a_second_save_waits_for_the_first(run, stage, tmp_path):
 def a_lr_of_ones_own(rank, stage):
     model, optimizer = small(rank, stage, lr=torch.tensor(0.5))
     plain = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
-    optimizer.load_full_state_dict(plain.state_dict())
+    load_full_state_dict(optimizer, plain.state_dict())
     optimizer.param_groups[0]["lr"].fill_(9)
     return plain.param_groups[0]["lr"].item()
 
@@ -1293,17 +1328,17 @@ def test_a_loaded_learning_rate_is_not_the_callers(run, stage):
 def group_added_by_some(rank, stage, path):
     model, optimizer = small(rank, stage)
     members = dist.new_group([0, 2])
-    optimizer.reshard(members)
+    reshard(optimizer, members)
     if rank.rank == 1:
-        with pytest.raises(checkpoint_of(stage).CheckpointError, match="in no process group since reshard"):
-            checkpoint_of(stage).save(path, model, optimizer)
-        for call in (lambda: optimizer.full_state_dict(to_all=True), lambda: optimizer.load_full_state_dict({})):
+        with pytest.raises(checkpoint.CheckpointError, match="in no process group since reshard"):
+            checkpoint.save(path, model, optimizer)
+        for call in (lambda: full_state_dict(optimizer, to_all=True), lambda: load_full_state_dict(optimizer, {})):
             with pytest.raises(RuntimeError, match="in no process group since reshard"):
                 call()
     else:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5, device=rank.device))]})
     with pytest.raises(RuntimeError, match="different parameter groups"):
-        optimizer.reshard(None)
+        reshard(optimizer, None)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -1338,8 +1373,8 @@ def other_hyperparameters(rank, stage, path, optimizer_cls, made, changed, remad
     step(model, optimizer)
     optimizer.param_groups[0].update(changed)
     step(model, optimizer)
-    full = optimizer.full_state_dict(to_all=True)
-    checkpoint_of(stage).save(path, model, optimizer)
+    full = full_state_dict(optimizer, to_all=True)
+    checkpoint.save(path, model, optimizer)
 
     plain_model, model_of_dict, model_of_files = (copy.deepcopy(model) for _ in range(3))
     how = fused(optimizer_cls, rank.device, {})
@@ -1348,8 +1383,8 @@ def other_hyperparameters(rank, stage, path, optimizer_cls, made, changed, remad
     of_plain["param_groups"][0].update(how)  # before it is loaded: that decides on which device the steps are counted
     plain.load_state_dict(of_plain)
     of_dict, of_files = made_with(model_of_dict, **remade), made_with(model_of_files, **remade)
-    of_dict.load_full_state_dict(full if rank.rank == 0 else {})
-    checkpoint_of(stage).load(path, model_of_files, of_files)
+    load_full_state_dict(of_dict, full if rank.rank == 0 else {})
+    checkpoint.load(path, model_of_files, of_files)
     for one, its_optimizer in ((plain_model, plain), (model_of_dict, of_dict), (model_of_files, of_files)):
         step(one, its_optimizer)
     assert equal(dict(model_of_dict.state_dict()), dict(plain_model.state_dict()))
@@ -1370,13 +1405,13 @@ def numbers_of_numpy(rank, stage, path):
     scheduler.step()
     lr = optimizer.param_groups[0]["lr"]
     assert type(lr) is np.float64
-    checkpoint_of(stage).save(path, model, optimizer)
+    checkpoint.save(path, model, optimizer)
     optimizer.param_groups[0]["lr"] = 1.0
-    checkpoint_of(stage).load(path, model, optimizer)
+    checkpoint.load(path, model, optimizer)
     assert optimizer.param_groups[0]["lr"] == lr
     optimizer.param_groups[0]["mine"] = path  # what no load would read
-    with pytest.raises(checkpoint_of(stage).CheckpointError, match="or a parameter group again: it holds pathlib"):
-        checkpoint_of(stage).save(path.with_name("two"), model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="or a parameter group again: it holds pathlib"):
+        checkpoint.save(path.with_name("two"), model, optimizer)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -1391,9 +1426,9 @@ ENTRIES = [{"a": 1, "b": {"c": 2.0}}, (0.9, 0.99), [1, 2], [torch.ones(2), 2], [
 def entries_of_groups(rank, stage, path):
     model, optimizer = small(rank, stage)
     optimizer.param_groups[0].update({f"mine {i}": entry for i, entry in enumerate(ENTRIES)})
-    checkpoint_of(stage).save(path, model, optimizer)
+    checkpoint.save(path, model, optimizer)
     other, again = small(rank, stage)
-    checkpoint_of(stage).load(path, other, again)
+    checkpoint.load(path, other, again)
     assert all(equal(again.param_groups[0][f"mine {i}"], entry) for i, entry in enumerate(ENTRIES))
     assert len(again.param_groups[0]) == len(optimizer.param_groups[0])
 
@@ -1410,10 +1445,10 @@ def from_16_bits_to_16_others(rank, stage, path, dtype, other):
     x, y = (part.to(dtype) for part in batch(0, rank.rank, device=rank.device))
     loss_of(model, x, y).backward()
     optimizer.step()
-    checkpoint_of(stage).save(path, model, optimizer)
+    checkpoint.save(path, model, optimizer)
     model, again = a_run(rank, stage, None, seed=1, dtype=other)
-    checkpoint_of(stage).load(path, model, again)
-    assert equal(again.full_state_dict(to_all=True), optimizer.full_state_dict(to_all=True))
+    checkpoint.load(path, model, again)
+    assert equal(full_state_dict(again, to_all=True), full_state_dict(optimizer, to_all=True))
 
 
 @pytest.mark.parametrize("dtype, other", [(B, torch.float16), (torch.float16, B)], ids=str)
@@ -1437,7 +1472,7 @@ class WithNothing(torch.nn.Module):
 def empty_parameters(rank, stages, folder):
     """A step in each of `stages`, with a checkpoint in between. None is plain torch."""
     for number, stage in enumerate(stages):
-        model, checkpoint = WithNothing().to(rank.device), checkpoint_of(stage)
+        model = WithNothing().to(rank.device)
         optimizer = (optimizer_of(stage) if stage else torch.optim.AdamW)(model.parameters())
         if number:
             checkpoint.load(folder / str(number - 1), model, optimizer)
@@ -1469,9 +1504,9 @@ def from_folders_of_its_own(rank, stage, folder):
     own.mkdir()
     os.chdir(own)
     try:
-        with pytest.raises(checkpoint_of(stage).CheckpointError, match="isn't here: all need the same folder"):
-            checkpoint_of(stage).save("one", model, optimizer)
-        assert checkpoint_of(stage).latest(".") is None
+        with pytest.raises(checkpoint.CheckpointError, match="isn't here: all need the same folder"):
+            checkpoint.save("one", model, optimizer)
+        assert checkpoint.latest(".") is None
     finally:
         os.chdir(here)
 
@@ -1487,7 +1522,7 @@ def to_where_it_was(rank, stage, folder):
     here = Path.cwd()
     os.chdir(folder)
     try:
-        future = checkpoint_of(stage).save("one", model, optimizer, asynchronous=True)
+        future = checkpoint.save("one", model, optimizer, asynchronous=True)
         os.chdir(folder / "other")
         future.result()
     finally:
@@ -1507,9 +1542,9 @@ def test_an_asynchronous_checkpoint_stays_where_it_was_begun(run, stage, tmp_pat
 def test_a_checkpoint_whose_group_is_gone_is_none(stage, tmp_path):
     """As the thread of an asynchronous save finds it: here there is no group, and there were two ranks."""
     (tmp_path / "one.partial").mkdir()
-    checkpoint, path, partial = checkpoint_of(stage), tmp_path / "one", tmp_path / "one.partial"
+    path, partial = tmp_path / "one", tmp_path / "one.partial"
     with pytest.raises(checkpoint.CheckpointError, match="the process group was destroyed meanwhile"):
-        checkpoint.write(path, partial, {"a": torch.ones(2)}, {"ranks": 2}, None)
+        files.write(path, partial, {"a": torch.ones(2)}, {"ranks": 2}, None)
     assert checkpoint.latest(tmp_path) is None
 
 
@@ -1517,10 +1552,10 @@ def beside_messages(rank, stage):
     """A message of the user's, of the size of a piece and with torch's own tag, is under way meanwhile."""
     model, optimizer = a_run(rank, stage, None)
     step_alike(rank, model, optimizer, range(1))
-    expected = optimizer.full_state_dict(to_all=True)
+    expected = full_state_dict(optimizer, to_all=True)
     theirs = torch.zeros(1000, device=rank.device)
     receiving = dist.irecv(theirs, 1) if rank.rank == 0 else None
-    found = optimizer.full_state_dict()
+    found = full_state_dict(optimizer)
     if rank.rank == 1:
         dist.send(torch.full((1000,), 7.0, device=rank.device), 0)
     if rank.rank == 0:
@@ -1538,7 +1573,7 @@ def move_to_different_groups(rank, stage, what):
     """Nobody waits for a rank that is elsewhere, and nothing is lost."""
     model, optimizer = a_run(rank, stage, None, **ADAMW)
     step_alike(rank, model, optimizer, range(1))
-    before = optimizer.full_state_dict(to_all=True)
+    before = full_state_dict(optimizer, to_all=True)
     some, last, outside = dist.new_group([0, 1]), dist.new_group([2]), dist.GroupMember.NON_GROUP_MEMBER
     if what == "destroyed" and rank.rank < 2:
         dist.destroy_process_group(some)
@@ -1546,8 +1581,8 @@ def move_to_different_groups(rank, stage, what):
               "destroyed": [some, some, some], "no group on one": [None, None, 7], "none": [outside] * 3,
               "several": [some, some, last]}
     with pytest.raises((RuntimeError, TypeError, ValueError), match="on each of its ranks|not registered|must be a "):
-        optimizer.reshard(groups[what][rank.rank])
-    assert equal(optimizer.full_state_dict(to_all=True), before)
+        reshard(optimizer, groups[what][rank.rank])
+    assert equal(full_state_dict(optimizer, to_all=True), before)
 
 
 @pytest.mark.parametrize("what", ["not on a member", "another on a member", "destroyed", "no group on one", "none",
@@ -1565,9 +1600,9 @@ def move_experts(rank, stage):
     step_alike(rank, model, optimizer, range(1))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="of several process groups"):
-        optimizer.reshard(None)
+        reshard(optimizer, None)
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup"):
-        optimizer.reshard([0, 1])
+        reshard(optimizer, [0, 1])
     assert equal(model.state_dict(), before)
     step_alike(rank, model, optimizer, range(1))
 
@@ -1582,10 +1617,10 @@ def load_different_ones(rank, stage, path):
     model, optimizer = a_run(rank, stage, None)
     for step in range(2):
         step_alike(rank, model, optimizer, [step])
-        checkpoint_of(stage).save(path / str(step), model, optimizer, {"step": step})
+        checkpoint.save(path / str(step), model, optimizer, {"step": step})
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(checkpoint_of(stage).CheckpointError, match="the ranks read different checkpoints"):
-        checkpoint_of(stage).load(path / str(rank.rank), model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="the ranks read different checkpoints"):
+        checkpoint.load(path / str(rank.rank), model, optimizer)
     assert equal(dict(model.state_dict()), dict(before))
 
 
@@ -1598,17 +1633,16 @@ def test_ranks_that_load_different_checkpoints_are_refused(run, stage, tmp_path)
 def interrupt_a_save(rank, stage, path):
     """Ctrl-C comes to rank 0; the others say so; nothing is left; the next save works."""
     model, optimizer = a_run(rank, stage, None)
-    module = checkpoint_of(stage)
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 0:
             patch.setattr(dcp.FileSystemWriter, "write_data", interrupt)
-        with pytest.raises(KeyboardInterrupt if rank.rank == 0 else module.CheckpointError) as caught:
-            module.save(path / "one", model, optimizer)
+        with pytest.raises(KeyboardInterrupt if rank.rank == 0 else checkpoint.CheckpointError) as caught:
+            checkpoint.save(path / "one", model, optimizer)
     assert rank.rank == 0 or "rank 0: KeyboardInterrupt" in str(caught.value)
     dist.barrier()
     assert not list(path.iterdir())
-    module.save(path / "one", model, optimizer)
-    assert module.latest(path) == path / "one"
+    checkpoint.save(path / "one", model, optimizer)
+    assert checkpoint.latest(path) == path / "one"
 
 
 def interrupt(*_):
@@ -1623,8 +1657,8 @@ def test_an_interrupt_in_a_save_stays_one(run, stage, tmp_path):
 
 def look_at_the_time_out(rank, stage, path):
     model, optimizer = a_run(rank, stage, None)
-    checkpoint_of(stage).save(path / "one", model, optimizer, asynchronous=True).result()
-    _, group = checkpoint_of(stage).WRITERS[dist.group.WORLD]
+    checkpoint.save(path / "one", model, optimizer, asynchronous=True).result()
+    _, group = files.WRITERS[dist.group.WORLD]
     ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
     assert ours == writers != dist.distributed_c10d.default_pg_timeout
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+import checkpoint
 import stage4_overlap
-from stage4_overlap import checkpoint
+from checkpoint import full_state_dict, load_full_state_dict, reshard
 from stage4_overlap.guard.awaited import Awaited
 from stage4_overlap.guard.dtensor import local
 from tests.common import STAGES, leave_late, optimizer_of
@@ -223,7 +224,7 @@ def travels(rank):
             param.grad = grad / 2
         optimizer.step()
         plain.step()
-    full, expected = optimizer.full_state_dict(to_all=True), plain.state_dict()
+    full, expected = full_state_dict(optimizer, to_all=True), plain.state_dict()
     assert full["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
     for index, state in expected["state"].items():
         assert state.keys() == full["state"][index].keys()
@@ -232,7 +233,7 @@ def travels(rank):
             assert torch.allclose(whole(value), whole(full["state"][index][key]), rtol=1e-5, atol=1e-8), (index, key)
     again_model, again = build(rank, bucket_cap_mb=1)
     again_model.load_state_dict(model.state_dict())
-    again.load_full_state_dict(expected)
+    load_full_state_dict(again, expected)
     for trained, by in ((model, optimizer), (again_model, again)):
         backward(rank, trained, 5)
         by.step()
@@ -274,7 +275,7 @@ def refused(rank):
             optimizer_of(stage)(named, process_group=dp)
     optimizer = stage4_overlap.DistributedOptimizer(named, process_group=dp)
     with pytest.raises(RuntimeError, match="reshard.. can't move DTensors"):
-        optimizer.reshard(dp)
+        reshard(optimizer, dp)
     with pytest.raises(ValueError, match="parameter first.weight is a DTensor: save"):
         checkpoint.save("never", model, optimizer)
     strided = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Shard(0)])  # as by FSDP2

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from checkpoint import latest
 from harness import faults as program
 from harness import workload
 from harness.faults import Run, faults, final_state
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.checkpoint import latest
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
 

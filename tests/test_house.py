@@ -12,6 +12,7 @@ from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
 
 PROGRAMS = ("train.py", "show.py")  # to be run, not to be imported
+CHECKPOINT = sorted((ROOT / "checkpoint").glob("*.py"))
 LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).glob("*.py") if path.name not in PROGRAMS)
 
 
@@ -70,6 +71,52 @@ dist.destroy_process_group()
     assert run.stdout.strip() == "[0.5, 0.5, 0.5]"
 
 
+def tops_of(path):
+    return {module.split(".")[0] for module in imported(path)}
+
+
+@pytest.mark.parametrize("path", CHECKPOINT, ids=lambda path: path.name)
+def test_checkpoint_imports_torch_the_standard_library_and_its_siblings(path):
+    for module in imported(path):
+        sibling = module.startswith(".") and (path.parent / f"{module[1:]}.py").exists()
+        assert module.split(".")[0] in {"torch", *sys.stdlib_module_names} or sibling, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_imports_checkpoint(stage):
+    files = [path for path in (ROOT / stage).rglob("*.py")]
+    assert files and not [path for path in files if "checkpoint" in tops_of(path)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_taken_home_with_checkpoint_beside_it_saves_and_loads(stage, tmp_path):
+    for package, name in ((stage, "mine"), ("checkpoint", "checkpoint")):
+        shutil.copytree(ROOT / package, tmp_path / name, ignore=shutil.ignore_patterns(*PROGRAMS, "__pycache__"))
+    (tmp_path / "program.py").write_text("""
+import torch, torch.distributed as dist
+import checkpoint
+from mine import DistributedOptimizer
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def a_model(value):
+    model = torch.nn.ParameterList([torch.full((3,), value)])
+    return model, DistributedOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.5)
+model, optimizer = a_model(1.0)
+model[0].sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+checkpoint.save("runs/step-1", model, optimizer, {"step": 1})
+model, optimizer = a_model(7.0)
+print(checkpoint.load(checkpoint.latest("runs"), model, optimizer))
+model[0].sum().backward()
+optimizer.step()
+print(model[0].tolist(), checkpoint.__file__)
+dist.destroy_process_group()
+""")
+    run = run_alone(tmp_path / "program.py", cwd=tmp_path)
+    assert run.code == 0, run.stderr
+    assert run.stdout.splitlines() == ["{'step': 1}", f"[-0.25, -0.25, -0.25] {tmp_path}/checkpoint/__init__.py"]
+
+
 def test_show_imports_torch_rich_the_standard_library_and_its_siblings():
     tops = {module.split(".")[0] for module in imported(ROOT / STAGES[2] / "show.py")}
     assert tops - sys.stdlib_module_names - {"torch", "rich", "", STAGES[2]} == set()
@@ -89,7 +136,7 @@ IDEAS = {
     (1, 2): {"step"},
     (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "clip_grad_norm_"},
     (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
-    | {"reshard", "move_to", "sharded_params"}
+    | {"has_grads", "move_to", "sharded_params"}
     | {"_shard", "_total_norm"},
 }
 
@@ -107,9 +154,8 @@ def test_files_that_all_stages_share_are_equal(name):
     assert len({(ROOT / stage / name).read_text() for stage in STAGES}) == 1
 
 
-@pytest.mark.parametrize("name", ["full_state.py", "checkpoint.py"])
-def test_files_that_stages_3_and_4_share_are_equal(name):
-    assert (ROOT / STAGES[2] / name).read_text() == (ROOT / STAGES[3] / name).read_text()
+def test_files_that_stages_3_and_4_share_are_equal():
+    assert (ROOT / STAGES[2] / "pieces.py").read_text() == (ROOT / STAGES[3] / "pieces.py").read_text()
 
 
 def test_shared_functions_of_the_buffers_are_equal():
@@ -138,7 +184,7 @@ def test_clean_removes_nothing_else(tmp_path):
     assert not (tmp_path / "runs 2" / "__pycache__").exists()
 
 
-@pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").glob("*.py")), *LIBRARY],
+@pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").glob("*.py")), *CHECKPOINT, *LIBRARY],
                          ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_check_is_left_out_by_python_o(path):
     assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text())))

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from checkpoint import full_state_dict
 from harness.ledger import Ledger
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES, batch, leave_late, optimizer_of
@@ -369,7 +370,7 @@ def loaded(rank, stage, dtype):
     with torch.no_grad():
         model[4].bias.copy_(model[4].bias.clone())  # written, and not changed
     if dtype != torch.float32:  # before the next step, too
-        saved = optimizer.full_state_dict(to_all=True)["state"]
+        saved = full_state_dict(optimizer, to_all=True)["state"]
         assert all(torch.equal(saved[i]["main_param"], p.float().cpu()) for i, p in enumerate(model[0].parameters()))
     optimizer.param_groups[0]["lr"] = 0.0
     for param in model.parameters():
@@ -381,8 +382,7 @@ def loaded(rank, stage, dtype):
 
 def main_of(optimizer, param):
     """This rank's part of a parameter in fp32 -> list."""
-    return [main.tolist() for one in optimizer.sharded_params for r, main in zip(one.ranges, one.main_params)
-            if one.params[r.index] is param]
+    return [main.tolist() for one, _, _, main in optimizer.pieces() if one is param]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
