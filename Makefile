@@ -26,7 +26,7 @@ help:
 	@echo 'make faults                 kill ranks of a training run at random, 50 times: is anything lost?'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make report                 tables and pictures of README.md and the chapters anew, from results/*.json'
-	@echo 'make diff A=2 B=3           what one stage changes in the one before, the code first'
+	@echo 'make diff A=2 B=3           what one stage changes in the one before: the cores; with FULL=1 everything'
 	@echo 'make clean                  remove the environment and caches'
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
@@ -63,8 +63,14 @@ report: $(ENV)
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
-	@printf '%s\n' '*/optimizer.py' '*/buffer.py' '*/hooks.py' '*.py' '*.md' | \
-	git diff --no-index --color=auto -O/dev/stdin -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true
+	@old=$(wildcard stage$(A)_*) new=$(wildcard stage$(B)_*); \
+	diff="git diff --no-index --color=auto"; \
+	if [ -n "$(FULL)" ]; then $$diff -- $$old $$new; else \
+	for file in optimizer.py buffer.py transport.py; do \
+		from=$$old/$$file to=$$new/$$file; \
+		[ -e $$from ] || from=/dev/null; [ -e $$to ] || to=/dev/null; \
+		[ $$from = $$to ] || $$diff -- $$from $$to; \
+	done; fi || true
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

@@ -2,9 +2,12 @@
 
 import ast
 import difflib
+import io
+import re
 import shutil
 import subprocess
 import sys
+import tokenize
 
 import pytest
 
@@ -12,8 +15,15 @@ from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
 
 PROGRAMS = ("train.py", "show.py")  # to be run, not to be imported
+CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
+CORES = [[ROOT / stage / name for name in CORE_FILES if (ROOT / stage / name).exists()] for stage in STAGES]
+GUARDS = [sorted((ROOT / stage / "guard").glob("*.py")) for stage in STAGES]
 CHECKPOINT = sorted((ROOT / "checkpoint").glob("*.py"))
-LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).glob("*.py") if path.name not in PROGRAMS)
+LIBRARY = sorted(path for stage in STAGES for path in (ROOT / stage).rglob("*.py") if path.name not in PROGRAMS)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
 
 
 def imported(path):
@@ -26,15 +36,141 @@ def imported(path):
             yield from (f"{module}.{alias.name}" for alias in node.names) if module == "harness" else [module]
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_stage_imports_torch_the_standard_library_and_its_siblings(path):
+def code_lines(path):
+    """The lines of a file that are code, by number: no blanks, comments or docstrings."""
+    source, docstrings, found = path.read_text(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in nothing:
+            found.update(range(token.start[0], token.end[0] + 1))
+    lines = source.splitlines()
+    return {number: lines[number - 1].split("  #")[0] for number in sorted(found - docstrings)}
+
+
+# ------------------------------------------------------------------------------------------------- cores and guards
+
+
+@pytest.mark.parametrize("core, budget", list(zip(CORES, (60, 70, 150, 270))), ids=STAGES)
+def test_a_core_fits_on_its_pages(core, budget):
+    assert sum(len(code_lines(path)) for path in core) <= budget
+
+
+@pytest.mark.parametrize("path", sum(CORES, []), ids=name_of)
+def test_no_function_of_a_core_is_longer_than_25_lines(path):
+    code = code_lines(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert len(code.keys() & range(node.lineno, node.end_lineno + 1)) <= 25, node.name
+
+
+@pytest.mark.parametrize("path", sum(CORES, []), ids=name_of)
+def test_a_core_knows_nothing_of_what_its_guard_is_for(path):
+    words = "GradScaler|closure|DTensor|weakref|_version|__class__|compile|lock|thread"
+    assert not re.search(words, path.read_text(), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("before, budget", list(enumerate((40, 200, 370))), ids=["1 to 2", "2 to 3", "3 to 4"])
+def test_the_difference_between_two_cores_is_one_idea(before, budget):
+    old, new = ([line for path in core for line in code_lines(path).values()] for core in CORES[before : before + 2])
+    assert sum(line[:2] in ("- ", "+ ") for line in difflib.ndiff(old, new)) <= budget
+
+
+@pytest.mark.parametrize("path", sum(CORES, []), ids=name_of)
+def test_a_core_imports_torch_and_its_siblings(path):
     for module in imported(path):
-        top = module.split(".")[0]
-        sibling = module.startswith(".") and not module.startswith("..") and (path.parent / f"{module[1:]}.py").exists()
+        is_core = module in (".buffer", ".transport")
+        assert module.split(".")[0] in {"torch", "collections", "enum", "itertools", "typing"} or is_core, module
+
+
+@pytest.mark.parametrize("path", sum(GUARDS, []), ids=name_of)
+def test_a_guard_imports_torch_the_standard_library_and_its_stage(path):
+    for module in imported(path):
+        top, name = module.split(".")[0], module.lstrip(".")
+        sibling = module.startswith(".") and (path.parents[module.count(".") - 1] / f"{name}.py").exists()
         assert top == "torch" or top in sys.stdlib_module_names or sibling, f"{path.name} imports {module}"
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: f"{path.parent.name}/{path.name}")
+def opening(path):
+    return ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", [path for path in sum(GUARDS, []) if path.stem != "__init__"], ids=name_of)
+def test_a_guard_file_opens_with_whose_situation_it_is_for_and_the_test_that_shows_it(path):
+    assert opening(path).startswith("For whoever ")
+    named = re.findall(r"tests/test_\w+\.py|`(test_\w+)`", opening(path))
+    files = re.findall(r"tests/test_\w+\.py", opening(path))
+    assert files and all((ROOT / file).exists() for file in files)
+    text = "".join((ROOT / file).read_text() for file in files)
+    assert all(f"def {test}(" in text for test in named if test), named
+
+
+# Stages in which a guard file stands, equal to the letter.
+SHARED = {
+    "__init__.py": [(0, 1)], "amp.py": [(0, 1, 2, 3)], "clip.py": [(2, 3)], "dtensor.py": [(0, 1, 2)],
+    "grads.py": [(0, 1)], "hooks.py": [(0, 1, 2, 3)], "pieces.py": [(0, 1), (2, 3)], "probe.py": [(0, 1), (2, 3)],
+    "refuse.py": [(0, 1, 2, 3)], "unscale.py": [(2, 3)], "wrap.py": [(0, 1, 2, 3)],
+}
+
+
+def test_guard_files_that_stages_share_are_equal():
+    for name, groups in SHARED.items():
+        for stages in groups:
+            assert len({(ROOT / STAGES[i] / "guard" / name).read_text() for i in stages}) == 1, (name, stages)
+    texts = [(path.name, path.read_text()) for guard in GUARDS for path in guard]
+    twice = {name for name, text in texts if texts.count((name, text)) > 1}
+    assert twice == SHARED.keys()
+
+
+def definitions(path):
+    """Source of each function, method and class without methods of a file, by name."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        has_methods = any(isinstance(child, ast.FunctionDef) for child in ast.walk(node))
+        if isinstance(node, ast.FunctionDef) or isinstance(node, ast.ClassDef) and not has_methods:
+            yield node.name, ast.get_source_segment(source, node)
+
+
+METHODS = ["__init__", "shard", "sync_grads", "step_own", "sync_params", "step"]
+
+
+@pytest.mark.parametrize("core", CORES, ids=STAGES)
+def test_the_methods_of_a_core_come_in_the_same_order(core):
+    classes = [node for node in ast.parse(core[0].read_text()).body if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes] == ["ShardedOptimizer"]
+    assert [node.name for node in classes[0].body if isinstance(node, ast.FunctionDef)][: len(METHODS)] == METHODS
+
+
+# What differs from the core before is its idea. Everything else that has the same name must be the same to the letter.
+IDEAS = {
+    (1, 2): {"sync_params"},
+    (2, 3): {"__init__", "shard", "sync_grads", "step_own", "sync_params", "step", "copy_all"},
+    (3, 4): {"__init__", "shard", "sync_grads", "step_own", "sync_params", "step", "zero_grad"}
+    # methods of a buffer, and of a bucket
+    | {"watch", "take_grad"},
+}
+
+
+@pytest.mark.parametrize("before, after", IDEAS)
+def test_code_that_two_cores_share_is_equal_to_the_letter(before, after):
+    old, new = ({name: code for path in CORES[stage - 1] for name, code in definitions(path)}
+                for stage in (before, after))
+    differing = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+    assert differing == IDEAS[before, after]
+
+
+def test_make_diff_shows_the_cores_and_nothing_else():
+    shown = subprocess.run(["make", "diff", "A=3", "B=4"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = re.findall(r"^diff --git a/(\S+) b/(\S+)", shown, re.MULTILINE)
+    assert [new.split("/")[-1] for _, new in files] == list(CORE_FILES)
+
+
+# --------------------------------------------------------------------------------------------------------- imports
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
 def test_a_stage_calls_collectives_through_the_module(path):
     assert not any(
         isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed")
@@ -44,9 +180,9 @@ def test_a_stage_calls_collectives_through_the_module(path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_train_imports_its_stage_and_the_workload(stage):
-    allowed = {"torch", "harness.workload", f"{stage}.optimizer"}
+    allowed = {"torch", "harness.workload", stage}
     modules = set(imported(ROOT / stage / "train.py"))
-    assert {"harness.workload", f"{stage}.optimizer"} <= modules
+    assert {"harness.workload", stage} <= modules
     others = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names and not m.startswith("torch.")}
     assert others <= allowed
 
@@ -122,54 +258,12 @@ def test_show_imports_torch_rich_the_standard_library_and_its_siblings():
     assert tops - sys.stdlib_module_names - {"torch", "rich", "", STAGES[2]} == set()
 
 
-def definitions(path):
-    """Source of each function, method and class without methods of a file, by name."""
-    source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
-        has_methods = any(isinstance(child, ast.FunctionDef) for child in ast.walk(node))
-        if isinstance(node, ast.FunctionDef) or isinstance(node, ast.ClassDef) and not has_methods:
-            yield node.name, ast.get_source_segment(source, node)
-
-
-# What differs from the stage before is its idea. Everything else that has the same name must be the same to the letter.
-IDEAS = {
-    (1, 2): {"step"},
-    (2, 3): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "clip_grad_norm_"},
-    (3, 4): {"__init__", "add_param_group", "step", "finish_grad_sync", "zero_grad", "no_sync"}
-    | {"has_grads", "move_to", "sharded_params"}
-    | {"_shard", "_total_norm"},
-}
-
-
-@pytest.mark.parametrize("before, after", IDEAS)
-def test_code_that_two_stages_share_is_equal_to_the_letter(before, after):
-    old = dict(definitions(ROOT / STAGES[before - 1] / "optimizer.py"))
-    new = dict(definitions(ROOT / STAGES[after - 1] / "optimizer.py"))
-    differing = {name for name in old.keys() & new.keys() if old[name] != new[name]}
-    assert differing == IDEAS[before, after]
-
-
-@pytest.mark.parametrize("name", ["checks.py", "inner.py", "__init__.py"])
-def test_files_that_all_stages_share_are_equal(name):
-    assert len({(ROOT / stage / name).read_text() for stage in STAGES}) == 1
-
-
-def test_files_that_stages_3_and_4_share_are_equal():
-    assert (ROOT / STAGES[2] / "pieces.py").read_text() == (ROOT / STAGES[3] / "pieces.py").read_text()
-
-
-def test_shared_functions_of_the_buffers_are_equal():
-    three, four = (dict(definitions(ROOT / stage / "buffer.py")) for stage in STAGES[2:])
-    for name in ("Range", "padded_numel", "param_starts", "ranges_in_shard", "views_of", "cut_ranges"):
-        assert three[name] == four[name]
-
-
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_train_differs_in_the_import_and_the_prefetch_only(stage):
     first, other = ((ROOT / s / "train.py").read_text().splitlines() for s in (STAGES[0], stage))
     changed = [line for line in difflib.ndiff(first, other) if line[0] in "+-"]
-    assert changed.pop(0) == f"- from {STAGES[0]}.optimizer import DistributedOptimizer"
-    assert changed.pop(0) == f"+ from {stage}.optimizer import DistributedOptimizer"
+    assert changed.pop(0) == f"- from {STAGES[0]} import DistributedOptimizer"
+    assert changed.pop(0) == f"+ from {stage} import DistributedOptimizer"
     prefetch = ["+     optimizer.prefetch_params(model)  "] if stage == STAGES[3] else []
     assert [line.split("#")[0] for line in changed] == prefetch
 
@@ -185,6 +279,6 @@ def test_clean_removes_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").glob("*.py")), *CHECKPOINT, *LIBRARY],
-                         ids=lambda path: f"{path.parent.name}/{path.name}")
+                         ids=name_of)
 def test_no_check_is_left_out_by_python_o(path):
     assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text())))
