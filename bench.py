@@ -12,15 +12,15 @@ import json
 import sys
 from pathlib import Path
 
-import harness  # first: from here on Ctrl-C is one word
+from harness import cli  # first: from here on Ctrl-C is one word
 
 import rich.console
 import rich.progress
 
-from harness import measure, peers, report, timeline, workload
+from harness import measure, peers, tables, timeline, workload
 from harness.launch import WorkerError, Workers
 
-fail = functools.partial(harness.fail, "bench.py")
+fail = functools.partial(cli.fail, "bench.py")
 
 
 def parse(rows, models):
@@ -40,7 +40,7 @@ def parse(rows, models):
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
-    harness.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
+    cli.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
     names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype
              or row.kind in ("reference", "noise")]
     if args.rows and not any(args.rows in name for name in names):
@@ -58,7 +58,7 @@ def main():
     except (ValueError, OSError) as error:
         fail(error)
     if args.json:
-        harness.check_writable("--json", args.json, fail)
+        cli.check_writable("--json", args.json, fail)
     try:
         with Workers(args.ranks, args.timeout) as workers, rich.progress.Progress(
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
@@ -80,9 +80,9 @@ def main():
         sys.exit(f"bench.py: {error}")
     try:
         if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
-            harness.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+            cli.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
     finally:  # the disk may be full
-        report.show(result)
+        tables.show(result)
     if args.json:
         print(f"written to {args.json}")  # not by rich, for which [a] in a path is markup
     sys.exit(measure.is_wrong(result))

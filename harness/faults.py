@@ -29,11 +29,10 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-import harness
 from checkpoint import latest
-from harness import workload
+from harness import cli, workload
 
-fail = functools.partial(harness.fail, "faults")
+fail = functools.partial(cli.fail, "faults")
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVE_EVERY = 20
@@ -52,7 +51,7 @@ class Run:
                    f"--save-every={save_every}"]
         self.command = " ".join(["torchrun", *command[3:]])
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        preexec_fn=harness.end_with_parent)
+                                        preexec_fn=cli.end_with_parent)
         self.lines, self.unread = [], queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -217,17 +216,17 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of the training (default 0)")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    harness.check_at_least_1(args, ("kills", "ranks"), fail)
+    cli.check_at_least_1(args, ("kills", "ranks"), fail)
     if args.json:
-        harness.check_writable("--json", args.json, fail)
-    harness.exit_on_signals()
+        cli.check_writable("--json", args.json, fail)
+    cli.exit_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         result = faults(args.stage, args.ranks, args.kills, args.seed, Path(folder))
         result["journey"] = journey(Path(folder))
     print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
           f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
     if args.json:
-        harness.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+        cli.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
 
 
 if __name__ == "__main__":

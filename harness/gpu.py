@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-import harness
-from harness import memory, report, workload
+from harness import cli, memory, tables, workload
 from harness.measure import rank_0_of
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
@@ -83,8 +82,8 @@ def facts(stage, model_name, d, device, n_steps=10):
             with device:  # made there: a CPU takes longer to make up a billion weights than all that is measured
                 model = workload.GPT(workload.MODELS[model_name])
             numel = sum(param.numel() for param in model.parameters())
-            optimizer = (importlib.import_module(stage).DistributedOptimizer(model.parameters(), lr=1e-4) if stage else
-                         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+            optimizer_cls = importlib.import_module(stage).DistributedOptimizer if stage else torch.optim.AdamW
+            optimizer = optimizer_cls(model.parameters(), lr=1e-4, fused=True)
             seconds, made = time_steps(model, optimizer, device, n_steps)
             row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made)
             if device.type == "cuda":
@@ -113,16 +112,16 @@ def sheet(result):
     for row in result["rows"]:
         name = [f"{row['model']}: {row['stage']}", str(row["d"])]
         if "error" in row:
-            rows.append([*name, "out of memory", *[report.NONE] * 6])
+            rows.append([*name, "out of memory", *[tables.NONE] * 6])
             continue
         base = plain[row["model"]]
-        beside = f"{row['step_ms'] / base:.2f}" if base and row["d"] == 1 else report.NONE
+        beside = f"{row['step_ms'] / base:.2f}" if base and row["d"] == 1 else tables.NONE
         rows.append([*name, f"{row['step_ms']:.2f}", beside, f"{row['bytes_per_s'] / 1e9:.0f}",
                      f"{row['bytes_per_s'] / rate:.2f}", str(row["allocations"]),
-                     *(report.NONE if row[key] is None else f"{row[key] / 1e6:.0f}"
+                     *(tables.NONE if row[key] is None else f"{row[key] / 1e6:.0f}"
                        for key in ("peak_bytes", "reserved_bytes"))])
     c = result["conditions"]
-    return report.Sheet(
+    return tables.Sheet(
         "The sharded update on a GPU",
         [("", ""), ("d", ""), ("step\nms", "measured"), ("x AdamW", "measured"), ("GB/s", "measured"),
          ("x copy", "measured"), ("new", "counted"), ("peak", "counted"), ("reserved", "counted")], rows,
@@ -135,17 +134,17 @@ def sheet(result):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail = functools.partial(harness.fail, "cuda")
+    parser.error = fail = functools.partial(cli.fail, "cuda")
     parser.add_argument("--json", type=Path, default=Path("results/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
-    harness.check_writable("--json", args.json, fail)
+    cli.check_writable("--json", args.json, fail)
     result = measure(torch.device("cuda", 0))
     try:
-        harness.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+        cli.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
     finally:  # see bench.py
-        print(report.sheet_text(sheet(result)))
+        print(tables.sheet_text(sheet(result)))
     print(f"written to {args.json}")
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
-import harness
+from harness import cli
 
 
 class Rank(NamedTuple):
@@ -141,7 +141,7 @@ def _report_lost_rank(kind, error, trace):
     """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
-        return harness.say_interrupted(kind, error, trace)
+        return cli.say_interrupted(kind, error, trace)
     sys.stdout.flush()
     print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} lost another rank: {first_line}",
           file=sys.stderr, flush=True)

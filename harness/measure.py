@@ -44,8 +44,8 @@ class Settings(NamedTuple):
 
 
 def adamw(settings):
-    """The optimizer's settings in every row. Why not torch's eps of 1e-8: see `tolerance`."""
-    return dict(lr=workload.MODELS[settings.model].lr, weight_decay=0.1, eps=1e-6)
+    """AdamW's settings, the same in every row: torch's fused kernels too. Why not its eps of 1e-8: see `tolerance`."""
+    return dict(lr=workload.MODELS[settings.model].lr, weight_decay=0.1, eps=1e-6, fused=True)
 
 
 def tolerance(world_size):
@@ -261,7 +261,8 @@ def _state_bytes(settings, d, package, dtype, grad_dtype):
     choice = "reduce_dtype" if package is stage4_overlap else "grad_dtype"
     with rank_0_of(d), Memory("cpu") as memory:
         model = workload.GPT(workload.MODELS[settings.model]).to(getattr(torch, dtype))
-        optimizer = package.DistributedOptimizer(model.parameters(), **{choice: getattr(torch, grad_dtype)})
+        optimizer = package.DistributedOptimizer(model.parameters(), **adamw(settings),
+                                                 **{choice: getattr(torch, grad_dtype)})
         tokens = torch.zeros(1, 1, dtype=torch.int64)
         model(tokens, tokens).backward()
         optimizer.step()

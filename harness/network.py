@@ -21,9 +21,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import harness
+from harness import cli
 
-fail = functools.partial(harness.fail, "network")
+fail = functools.partial(cli.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = ["compute only", "compute + bytes", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast",
@@ -120,7 +120,7 @@ class Hosts:
         cores = sorted(os.sched_getaffinity(0))[host::2]
 
         def prepare():
-            harness.end_with_parent()
+            cli.end_with_parent()
             if cores:
                 os.sched_setaffinity(0, cores)
 
@@ -241,7 +241,7 @@ def earlier(args):
     That one is kept, with the conditions that it was measured under, where it isn't measured again. Fails where tables
     and picture can't be made of what the file holds.
     """
-    from harness import report, timeline  # here: see main
+    from harness import tables, timeline  # here: see main
     if args.json is None or not args.json.exists():
         return [], {}
     if not args.json.is_file():
@@ -254,7 +254,7 @@ def earlier(args):
                 others.append(result)
             elif "accumulation" in result and not args.accumulation:
                 kept = {"accumulation": result["accumulation"]}
-            report.sheets(result)
+            tables.sheets(result)
         timeline.picture(others)
         return others, kept
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
@@ -270,26 +270,26 @@ def write(args, result):
     for other in results:
         if other is not to_draw:
             timeline.keep_exposed_only(other["rows"])
-    harness.write("--json", args.json, json.dumps({**results[0], "other_rates": others}, indent=1) + "\n", fail)
+    cli.write("--json", args.json, json.dumps({**results[0], "other_rates": others}, indent=1) + "\n", fail)
     picture = timeline.picture(results)
     if picture:
-        harness.write("--json", args.json.with_suffix(".svg"), picture, fail)
+        cli.write("--json", args.json.with_suffix(".svg"), picture, fail)
 
 
 def main():
     args = parse()
     if INSIDE in os.environ:
         return measure_here(args)
-    from harness import measure, report, timeline, workload  # here: bad input is answered before torch is loaded
+    from harness import measure, tables, timeline, workload  # here: bad input is answered before torch is loaded
 
-    harness.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
+    cli.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
     if args.json:
-        harness.check_beside("--json", args.json, ".svg", fail)
+        cli.check_beside("--json", args.json, ".svg", fail)
     earlier(args)  # fails now if the file holds something else
     reason = missing()
     if reason:
         sys.exit(f"network: {reason}")
-    harness.exit_on_signals()
+    cli.exit_on_signals()
     try:
         result = measure_on_two_hosts(args)
     except OSError as error:
@@ -302,7 +302,7 @@ def main():
         if args.json:
             write(args, result)
     finally:  # see bench.py
-        report.show(result)
+        tables.show(result)
     if args.json:
         print(f"{steps}written to {args.json} and {args.json.with_suffix('.svg')}")
     sys.exit(measure.is_wrong(result))

@@ -55,7 +55,7 @@ class Training:
 
 
 def compute_only(model, adamw):
-    return Training(model, model, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+    return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
 
 
 class ComputeAndBytes(Training):
@@ -65,7 +65,7 @@ class ComputeAndBytes(Training):
     """
 
     def __init__(self, model, adamw):
-        super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+        super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
         numel, d = sum(param.numel() for param in model.parameters()), dist.get_world_size()
         n = round(travels(2)(numel, d) / BYTES)
         self.sizes = [min(PIECE, n - start) for start in range(0, n, PIECE)]
@@ -88,7 +88,7 @@ class ComputeAndBytes(Training):
 
 def ddp(model, adamw):
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Training(model, wrapped, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+    return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
 
 
 def replicated_16bit(model, adamw):
@@ -101,7 +101,7 @@ class MainParamsTraining(Training):
 
     def __init__(self, model, adamw, world_size):
         self.main_params = [param.detach().float() for param in model.parameters()]
-        super().__init__(model, model, torch.optim.AdamW(self.main_params, fused=True, **adamw))
+        super().__init__(model, model, torch.optim.AdamW(self.main_params, **adamw))
         self.world_size = world_size
 
     def update(self):
@@ -126,7 +126,7 @@ def compute_only_16bit(model, adamw):
 def ddp_and_zero(model, adamw):
     """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **adamw)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
     return Training(model, wrapped, optimizer)
 
 
@@ -136,7 +136,7 @@ def fsdp2(reshard_after_forward):
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for module in [*model.blocks, model]:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        return ShardedTraining(model, model, torch.optim.AdamW(model.parameters(), fused=True, **adamw))
+        return ShardedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
     return build
 
 
@@ -172,7 +172,7 @@ def stage_with_prefetch(package, **settings):
 
 
 def _optimizer_class(package):
-    return importlib.import_module(f"{package}.optimizer").DistributedOptimizer
+    return importlib.import_module(package).DistributedOptimizer
 
 
 class Row(NamedTuple):

@@ -23,14 +23,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import harness
-from harness import peers, workload
+from harness import cli, peers, workload
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
 from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
 from harness.memory import Memory
 
-fail = functools.partial(harness.fail, "timeline")
+fail = functools.partial(cli.fail, "timeline")
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
 RECORDED_STEPS = 6  # the first is there for what it leaves under way
@@ -352,8 +351,8 @@ def parse():
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
     add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
-    harness.check_workload(args, ("ranks",), workload.MODELS, fail)
-    harness.check_beside("--out", args.out, ".json", fail)
+    cli.check_workload(args, ("ranks",), workload.MODELS, fail)
+    cli.check_beside("--out", args.out, ".json", fail)
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in peers.ROWS if row.dtype == "float32"]
@@ -374,8 +373,8 @@ def main():
                 for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     try:
-        harness.write("--out", args.out, svg(rows, title), fail)
-        harness.write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
+        cli.write("--out", args.out, svg(rows, title), fail)
+        cli.write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
     finally:  # see bench.py
         print(text(rows))
     print(f"written to {args.out} and {args.out.with_suffix('.json')}")

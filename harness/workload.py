@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-import harness
+from harness import cli
 from harness.launch import connect as connect
 from harness.launch import disconnect
 
@@ -331,7 +331,7 @@ def parse_args(description):
 
     def parse():
         args = parser.parse_args()
-        harness.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
+        cli.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
         if args.seed >= 2**63:
             parser.error(f"argument --seed: {args.seed} is too large, torch takes at most 2**63 - 1")
         block_size = MODELS[args.model].block_size
@@ -430,7 +430,7 @@ class Checkpoints:
         """Now, and not at the first save."""
         def fail(message):
             raise ValueError(message)
-        harness.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
+        cli.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
 
     def _resume(self):
         newest = [checkpoint.latest(self.args.checkpoint)]

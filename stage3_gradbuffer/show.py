@@ -2,7 +2,7 @@
 
     python -m stage3_gradbuffer.show [--ranks 4] [--params 5,2,9] [--dtype bfloat16] [--grad-dtype float32] [--svg FILE]
 
-The ranks are processes, the collectives are those of gloo (NCCL with a GPU for each rank), and the optimizer is the one
+The ranks are processes, the collectives are those of gloo (NCCL with a GPU for each rank), and the optimizer is the core
 of this stage, untouched: a `WatchedBuffer` takes the place of its `GradBuffer`.
 """
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .buffer import GradBuffer
-from .optimizer import DistributedOptimizer
+from .optimizer import ShardedOptimizer
 
 START, LR = 10, 0.1  # every parameter starts at 10, and element e of rank r has the gradient e + 10 r
 TIMEOUT = timedelta(seconds=60)
@@ -42,7 +42,8 @@ class WatchedBuffer(GradBuffer):
     def __init__(self, params, grad_dtype, process_group):
         self.record = {}  # method -> (what the buffer holds, values; None where this rank has no such value)
         one_element = min(params[0].dtype.itemsize, grad_dtype.itemsize)  # bytes: no padding that isn't needed
-        super().__init__(params, grad_dtype, process_group, alignment=one_element)
+        with mock.patch(f"{__package__}.buffer.ALIGNMENT", one_element):
+            super().__init__(params, grad_dtype, process_group)
 
     def note(self, method, tensor):
         self.record[method] = self.holds.name, tensor.tolist()
@@ -55,17 +56,11 @@ class WatchedBuffer(GradBuffer):
             values[start : start + len(tensor)] = tensor.tolist()
         self.record[method] = self.holds.name, values
 
-    def collect_grads(self):
-        super().collect_grads()
-        self.note("collect_grads", self.flat)
-
     def reduce_scatter_grads(self):
+        self.note("backward", self.flat)
         super().reduce_scatter_grads()
         self.note("reduce_scatter_grads", self.flat)
-
-    def hand_out_main_grads(self):
-        super().hand_out_main_grads()
-        self.note_main("hand_out_main_grads", [main_param.grad for main_param in self.main_params])
+        self.note_main("main_grads", self.main_grads)
 
     def take_main_params(self):
         self.note_main("optimizer.step", self.main_params)  # the inner one's, which has just returned
@@ -92,8 +87,8 @@ def run_rank(rank, port, args):
                             timeout=TIMEOUT, device_id=device if on_gpu else None)
 
     params = [torch.nn.Parameter(torch.full((n,), START, dtype=args.dtype, device=device)) for n in args.params]
-    with mock.patch(f"{__package__}.optimizer.GradBuffer", WatchedBuffer):
-        optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=LR, grad_dtype=args.grad_dtype)
+    with mock.patch.object(ShardedOptimizer, "buffer_class", WatchedBuffer):
+        optimizer = ShardedOptimizer(params, torch.optim.SGD, lr=LR, grad_dtype=args.grad_dtype)
     elements = torch.arange(1, sum(args.params) + 1, dtype=args.dtype, device=device)
     grads = (elements + 10 * rank).split(args.params)
     sum((param * grad).sum() for param, grad in zip(params, grads)).backward()
@@ -145,11 +140,11 @@ def key_steps(args):
     grads = [1 + 10 * rank for rank in range(d)]
     mean = sum(grads) / d
     return [
-        ("collect_grads", True, "All gradients",
+        ("backward", True, "All gradients",
          "Each rank's own, as backward left them: element e of rank r has the gradient e + 10 r."),
         ("reduce_scatter_grads", False, "Reduced shard",
          f"The average of what a rank owns: ({' + '.join(map(str, grads))}) / {d} = {mean:g}. Grey is garbage."),
-        ("hand_out_main_grads", False, "Main gradients", "What the inner optimizer reads: " +
+        ("main_grads", False, "Main gradients", "What the inner optimizer reads: " +
          ("the shard, copied to fp32 tensors of its size." if grads_in_16_bit else "views of the shard, no copy.")),
         ("optimizer.step", False, "Main parameters",
          f"What it stepped: {'fp32 tensors, kept for the shard only' if in_16_bit else 'views of the model, no copy'}. "

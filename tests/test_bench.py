@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 import bench
-import harness
 import stage2_allgather
-from harness import measure, peers, report, workload
+from harness import cli, measure, peers, tables, workload
 from harness.ledger import Ledger
 from harness.timeline import PARAMETERS
 from tests.common import optimizer_of
@@ -261,11 +260,11 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, 
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(measure, "measure", lambda *_: {"rows": []})
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(report, "show", broken_pipe)
+    monkeypatch.setattr(tables, "show", broken_pipe)
     with pytest.raises(BrokenPipeError):
         bench.main()
     assert json.loads(path.read_text()) == {"rows": []}
-    monkeypatch.setattr(report, "show", lambda _: None)
+    monkeypatch.setattr(tables, "show", lambda _: None)
     with pytest.raises(SystemExit):
         bench.main()
     assert capsys.readouterr().out == f"written to {path}\n"
@@ -288,7 +287,7 @@ def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_pat
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(measure, "measure", lambda *_: {"rows": [], "long": "x" * 1000})
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(report, "show", shown.append)
+    monkeypatch.setattr(tables, "show", shown.append)
     with pytest.raises(SystemExit) as end, full_disk():
         bench.main()
     error = capsys.readouterr().err.strip()  # the progress bar has left an empty line
@@ -301,11 +300,11 @@ def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("before")
     link.symlink_to(target)
-    harness.write("--json", link, "é", pytest.fail)
+    cli.write("--json", link, "é", pytest.fail)
     assert link.is_symlink() and target.read_text(encoding="utf-8") == "é"
     read, write = os.pipe()
     with open(read, encoding="utf-8") as opened:
-        harness.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
+        cli.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
         os.close(write)
         assert opened.read() == "é"
     assert sorted(tmp_path.iterdir()) == [link, target]

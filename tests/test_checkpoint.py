@@ -29,7 +29,7 @@ from checkpoint import files, full_state_dict, load_full_state_dict, reshard
 from checkpoint.boxes import boxes
 from harness.memory import Memory
 from tests.common import OPTIMIZERS, STAGES, Net, Replicated
-from tests.common import assert_same, batch, fused, loss_of, optimizer_of, trainable
+from tests.common import assert_same, batch, loss_of, optimizer_of, trainable
 
 SHARDED = STAGES[2:]
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -183,7 +183,6 @@ def to_plain_and_back(rank, stage):
     plain = Replicated(rank, **ADAMW)
     plain.optimizer.load_state_dict(full_state_dict(optimizer, to_all=True))
     plain.model.load_state_dict(model.state_dict())
-    plain.optimizer.param_groups[0].update(fused(torch.optim.AdamW, rank.device, {}))
     plain.step(2)
     state_dict = plain.optimizer.state_dict() if rank.rank == 0 else {}
     del optimizer
@@ -511,7 +510,7 @@ def a_run(rank, stage, group, seed=0, dtype=torch.float32, optimizer_cls=torch.o
     """A model and its optimizer, on the ranks of `group`; without group: a plain torch optimizer."""
     model = Net(seed=seed, frozen_seed=seed).to(rank.device, dtype)
     if stage is None:
-        return model, optimizer_cls(model.parameters(), **fused(optimizer_cls, rank.device, {}), **kwargs)
+        return model, optimizer_cls(model.parameters(), **kwargs)
     kwargs.update({"bucket_cap_mb": 0.0003} if stage == STAGES[3] else {})
     return model, optimizer_of(stage)(model.parameters(), optimizer_cls, process_group=group, **kwargs)
 
@@ -1377,11 +1376,8 @@ def other_hyperparameters(rank, stage, path, optimizer_cls, made, changed, remad
     checkpoint.save(path, model, optimizer)
 
     plain_model, model_of_dict, model_of_files = (copy.deepcopy(model) for _ in range(3))
-    how = fused(optimizer_cls, rank.device, {})
-    plain = optimizer_cls(plain_model.parameters(), lr=0.01, **remade, **how)
-    of_plain = copy.deepcopy(full)
-    of_plain["param_groups"][0].update(how)  # before it is loaded: that decides on which device the steps are counted
-    plain.load_state_dict(of_plain)
+    plain = optimizer_cls(plain_model.parameters(), lr=0.01, **remade)
+    plain.load_state_dict(copy.deepcopy(full))
     of_dict, of_files = made_with(model_of_dict, **remade), made_with(model_of_files, **remade)
     load_full_state_dict(of_dict, full if rank.rank == 0 else {})
     checkpoint.load(path, model_of_files, of_files)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness import gpu, ledger, report
+from harness import gpu, ledger, tables
 from tests.common import STAGES
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def test_rows_and_bytes():
     for row in result["rows"]:
         assert row["bytes_per_s"] * row["step_ms"] / 1000 * row["d"] == pytest.approx(28 * numel)
         assert row["allocations"] == 0 and row["peak_bytes"] is None
-    text = report.sheet_text(gpu.sheet(result))
+    text = tables.sheet_text(gpu.sheet(result))
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 
 
@@ -36,7 +36,7 @@ def test_an_out_of_memory_is_a_result(monkeypatch):
     monkeypatch.setattr(gpu, "time_steps", fails)
     result = gpu.measure(CPU, models=["nano"], ranks=(1,), copied_bytes=1024)
     assert all("out of memory" in row["error"] for row in result["rows"])
-    assert "out of memory" in report.sheet_text(gpu.sheet(result))
+    assert "out of memory" in tables.sheet_text(gpu.sheet(result))
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
@@ -74,32 +74,14 @@ BACKENDS = [("nccl", "cuda:1"), ("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", 
 @pytest.mark.parametrize("config, expected", BACKENDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch, fake_group, stage, config, expected):
-    checks, found = importlib.import_module(f"{stage}.checks"), []
+    refuse, found = importlib.import_module(f"{stage}.guard.refuse"), []
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(checks, "_agree", lambda error, lines, group, device: found.append((error, str(device))))
-    monkeypatch.setattr(checks, "_check_memory", lambda named: None)  # fake tensors have none
+    monkeypatch.setattr(refuse, "_agree", lambda error, lines, group, device: found.append((error, str(device))))
+    monkeypatch.setattr(refuse, "_check_memory", lambda named: None)  # fake tensors have none
     with FakeTensorMode():
-        checks.checked_groups([torch.nn.Parameter(torch.zeros(3, device="cuda:1"))], None)
+        params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]
+        refuse.checked_groups(params, None, refuse=lambda named: named)
     assert found == [(None, expected)]
-
-
-class FailsLate(torch.optim.Adagrad):
-    """As Adagrad was before torch 2.13 on CUDA: only `step` finds that there is no fused kernel."""
-
-    def step(self, closure=None):
-        if self.param_groups[0]["fused"]:
-            raise RuntimeError("no fused kernel")
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_fused_kernel_that_is_missed_in_the_step_only(stage):
-    inner = importlib.import_module(f"{stage}.inner")
-    params = [torch.nn.Parameter(torch.ones(3))]
-    for optimizer_cls, fused in ((FailsLate, None), (torch.optim.AdamW, True)):
-        make_optimizer = inner.optimizer_factory(optimizer_cls, params[0], {"lr": 0.1})
-        inner.check_divisible(make_optimizer, [{"params": params}], elementwise=True)
-        assert make_optimizer(params).param_groups[0]["fused"] is fused
 
 
 def test_a_collective_that_returns_no_work_is_counted(monkeypatch):

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import graphlib
 import io
 import re
 import shutil
@@ -185,6 +186,23 @@ def test_train_imports_its_stage_and_the_workload(stage):
     assert {"harness.workload", stage} <= modules
     others = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names and not m.startswith("torch.")}
     assert others <= allowed
+
+
+def harness_imports(folder):
+    """-> {module: those of harness that it imports, also inside functions}."""
+    return {f"harness.{path.stem}": {".".join(module.split(".")[:2]) for module in imported(path)
+                                     if module.startswith("harness.")} for path in folder.glob("*.py")}
+
+
+def test_no_file_of_harness_imports_itself_by_way_of_others():
+    graphlib.TopologicalSorter(harness_imports(ROOT / "harness")).prepare()  # CycleError names the circle
+
+
+def test_a_circle_is_found_inside_a_function_too(tmp_path):
+    (tmp_path / "one.py").write_text("from harness import two")
+    (tmp_path / "two.py").write_text("def later():\n    from harness.one import something")
+    with pytest.raises(graphlib.CycleError, match="harness.one"):
+        graphlib.TopologicalSorter(harness_imports(tmp_path)).prepare()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from harness import measure, report
+from harness import measure, report, tables
 
 
 HERE = report.ROOT
@@ -47,13 +47,22 @@ def test_every_picture_agrees_with_its_json(path, monkeypatch):
         assert report.PICTURES[path]() == path.read_text(), "run make report"
 
 
-def test_there_are_blocks_in_the_readme_and_the_chapter_of_stage_4():
-    names = {name for path in report.files() for name in re.findall(r"<!-- report: (\w+) -->", path.read_text())}
-    assert names == set(report.BLOCKS)
+def test_every_block_is_in_the_readme_or_among_the_results_once():
+    names = [name for path in report.files() for name in re.findall(r"<!-- report: (\w+) -->", path.read_text())]
+    assert sorted(names) == sorted([*report.BLOCKS, *report.MARKDOWN])
+
+
+@pytest.mark.parametrize("path", report.files(), ids=lambda path: path.parent.name + "/" + path.name)
+def test_no_figure_is_typed_into_the_prose(path):
+    """What was measured stands between the marks, where `make report` changes it."""
+    versions = r"Python ≥ [\d.]+|torch [\d.]+ to [\d.]+"
+    text = re.sub(rf"<!-- report: .*?<!-- end -->|```.*?```|`[^`]*`|{versions}", "", path.read_text(), flags=re.DOTALL)
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    assert re.findall(r"\b\d+ ?(?:ms|MB|GB|%|s\b|seconds|minutes|hours)|\b\d+\.\d\d+\b", prose) == [], path.name
 
 
 def test_a_figure_that_somebody_typed_is_found():
-    text = report.rewritten((report.ROOT / "README.md").read_text())
+    text = report.rewritten((report.ROOT / "results" / "README.md").read_text())
     at = text.index("ddp + stage 1")
     assert report.rewritten(text[:at] + text[at:].replace("3 all-reduce", "2 all-reduce", 1)) == text
 
@@ -80,13 +89,13 @@ def cells(out, name):
 
 def test_what_lies_within_the_noise_is_marked(result, capsys):
     """5 % from ddp: as far as ddp is from itself in the second round. And 6 % is further than that."""
-    report.show(result)
+    tables.show(result)
     out = capsys.readouterr().out
     assert "1.05~" in cells(out, "stage 1 naive broadcast") and "1.00" in cells(out, "ddp  ")
     assert "took 0.95 to 1.04 times as long, 5% off at most" in " ".join(out.split())
     assert out.count("ddp again") == 1  # beside the times, and not beside the memory
     find(result, "stage 1 naive broadcast")["vs_reference"] = 1.06
-    report.show(result)
+    tables.show(result)
     assert "1.06" in cells(capsys.readouterr().out, "stage 1 naive broadcast")
 
 
@@ -96,7 +105,7 @@ def find(result, name):
 
 def test_exposed_communication_is_that_of_the_rank_with_more_of_it(result, capsys):
     find(result, "ddp")["timeline"] = [{"exposed_seconds": 0.012}, {"exposed_seconds": 0.034}]
-    report.show(result)
+    tables.show(result)
     assert "34" in cells(capsys.readouterr().out, "ddp  ")
 
 
@@ -107,7 +116,7 @@ def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
                 for k, times in zip((1, 2, 4), ([96, 100, 101], *each))]
 
     def found(*each):
-        return " ".join(report.sheet_text(report._accumulation_sheet(accumulation(*each))).split())
+        return " ".join(tables.sheet_text(tables.accumulation_sheet(accumulation(*each))).split())
     assert "Break-even: from 2 micro-batches a step on, an exchange" in found([106, 105, 103], [110, 109, 99])
     assert "Break-even: from 4 micro-batches a step on, an exchange" in found([103, 103, 120], [110, 109, 99])
     text = found([106, 105, 105], [103, 103, 103])
@@ -121,25 +130,57 @@ def test_machines_have_the_figures_of_their_own_tables():
     one = json.loads((report.ROOT / "results" / "network.json").read_text())
     part = {**one, "conditions": {**one["conditions"], "machine": "another", "rate": "9gbit", "bits_per_second": 9e9},
             "rows": [row for row in one["rows"] if row["name"] in ("compute only", "ddp", "stage 4 overlap")]}
-    first, second = report._machines_sheet([one, part]).rows
-    cells = {row[0]: row for row in report._line_sheet(one).rows}
+    first, second = tables.machines_sheet([one, part]).rows
+    cells = {row[0]: row for row in tables.line_sheet(one).rows}
     assert first == [one["conditions"]["rate"], one["conditions"]["machine"], cells["compute only"][1],
                      cells["stage 4 overlap"][4], cells["ddp"][7], cells["ddp + torch ZeRO"][7], cells["fsdp2"][7],
                      cells["stage 4 overlap"][6]]
-    assert second[:2] == ["9gbit", "another"] and second[5:7] == [report.NONE] * 2 and report.NONE not in second[:5]
+    assert second[:2] == ["9gbit", "another"] and second[5:7] == [tables.NONE] * 2 and tables.NONE not in second[:5]
     assert float(second[3]) < float(first[3])  # of a faster line
 
 
+def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkeypatch):
+    """On the slowest line: what DDP took is 1.00, and what gloo sends twice has a mark."""
+    def ladder():
+        lines = "\n".join(report.MARKDOWN["ladder"]()).splitlines()
+        return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines) if len(cells) == 6}
+    slowest = min(latest(), key=lambda one: one["conditions"]["bits_per_second"])
+    found = ladder()
+    assert len(found) == 6 and found["DDP, replicated AdamW"][1:] == ["16", "2·4Ψ: 43.4", "–", "1.00"]
+    for rung in report.LADDER:
+        row = find(slowest, rung.row)
+        assert found[rung.title][4] == f"{row['vs_reference']:.2f}"
+        assert f"{row['wire_bytes'] / 1e6:.1f}" in found[rung.title][2]
+        assert found[rung.title][2].endswith("\\*") == ("reduce_scatter" in row["collectives"])
+    for name in ("wire_bytes", "bytes_per_param", "vs_reference"):
+        find(slowest, "stage 3 grad buffer")[name] = None
+    monkeypatch.setattr(report, "_by_rate", lambda: [slowest])
+    assert ladder()["3 grad buffer"][1:3] == ["8 + 8/d", "2·4Ψ"] and ladder()["3 grad buffer"][4] == tables.NONE
+
+
+def latest():
+    found = json.loads((report.ROOT / "results" / "network.json").read_text())
+    return [found, *found["other_rates"]]
+
+
+def test_how_long_an_evening_is():
+    """200 words and 5 code lines a minute; the sum is that of the lines above it."""
+    *lines, total = "\n".join(report.MARKDOWN["reading"]()).splitlines()
+    minutes = [int(re.search(r"(\d+) minutes", line)[1]) for line in lines]
+    assert len(minutes) == 5 and float(re.search(r"[\d.]+", total)[0]) == pytest.approx(sum(minutes) / 60, abs=0.1)
+    assert sum(minutes) <= 180, "an evening has three hours"
+
+
 def test_a_table_of_times_is_no_wider_than_100_columns(result):
-    for sheet in report.sheets(result):
-        assert max(map(len, report.sheet_text(sheet).splitlines())) <= 100 and "…" not in report.sheet_text(sheet)
+    for sheet in tables.sheets(result):
+        assert max(map(len, tables.sheet_text(sheet).splitlines())) <= 100 and "…" not in tables.sheet_text(sheet)
 
 
 def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
     result["conditions"]["device"] = "cuda"
     for row in result["rows"]:
         row["memory_bytes"]["reserved"] = 314.2e6
-    report.show(result)
+    tables.show(result)
     out = capsys.readouterr().out
     memory = out[out.index("Memory of a rank"):]
     assert "reserved" in memory and "…" not in out
@@ -161,7 +202,7 @@ def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
     left = {**whole, "rows": whole["rows"][:2]} if part == "rows" else {k: v for k, v in whole.items() if k != part}
     (tmp_path / "results" / "bench.json").write_text(json.dumps(left))
     with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
-        report.rewritten("<!-- report: stage1 -->\n<!-- end -->")
+        report.rewritten("<!-- report: gathered -->\n<!-- end -->")
 
 
 def test_a_row_that_failed_has_no_line_and_says_why():
@@ -170,8 +211,8 @@ def test_a_row_that_failed_has_no_line_and_says_why():
     left = {key: row[key] for key in ("name", "kind", "dtype")}
     row.clear()
     row.update(left, step_ms=None, vs_reference=None, max_abs_diff=None, error="rank 1: it broke")
-    text = report.sheet_text(report._line_sheet(result))
-    assert cells(text, "fsdp2") == ["fsdp2", *[report.NONE] * 7] and "fsdp2: rank 1: it broke" in text
+    text = tables.sheet_text(tables.line_sheet(result))
+    assert cells(text, "fsdp2") == ["fsdp2", *[tables.NONE] * 7] and "fsdp2: rank 1: it broke" in text
 
 
 def copied(tmp_path):
@@ -189,7 +230,7 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
 
 
 def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
-    show = "import json; from harness import report; report.show(json.load(open('results/bench.json')))"
+    show = "import json; from harness import tables; tables.show(json.load(open('results/bench.json')))"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run([sys.executable, "-c", show], cwd=report.ROOT, env=ascii_only, capture_output=True, text=True,
                          timeout=120)
@@ -207,8 +248,9 @@ def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_
     copy = copied(tmp_path)
     monkeypatch.setattr(report, "ROOT", copy)
     monkeypatch.setattr(sys, "argv", ["report"])
-    readme = (copy / "README.md").read_text(encoding="utf-8").replace("3 all-reduce", "2 all-reduce")
-    (copy / "README.md").write_text(readme, encoding="utf-8")
+    page = copy / "results" / "README.md"
+    text = page.read_text(encoding="utf-8").replace("3 all-reduce", "2 all-reduce")
+    page.write_text(text, encoding="utf-8")
     (copy / "results" / name).unlink()
     if content is None:
         (copy / "results" / name).mkdir()
@@ -216,7 +258,7 @@ def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_
         (copy / "results" / name).write_text(content)
     with pytest.raises(SystemExit, match="^report: .*$"):
         report.main()
-    assert (copy / "README.md").read_text(encoding="utf-8") == readme
+    assert page.read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("device, name", [("cpu", "bench.json"), ("cuda", "bench_cuda.json")])

@@ -4,8 +4,8 @@ from stage2_allgather import DistributedOptimizer as Stage2
 
 
 class DistributedOptimizer(Stage2):
-    def _all_gather_params(self):
+    def sync_params(self):
         stale = [(shard[-1], shard[-1].clone()) for r, shard in enumerate(self.shards) if r != self.rank and shard]
-        super()._all_gather_params()
+        super().sync_params()
         for param, before in stale:
             param.copy_(before)

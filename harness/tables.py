@@ -1,0 +1,294 @@
+"""What was measured, as tables. Input: the result of measure.measure, as bench.py and harness.network write it.
+
+Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
+"""
+
+import io
+import statistics
+from typing import NamedTuple
+
+import rich.box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+NONE = "–"
+EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
+           "with more of it.")
+
+
+class Sheet(NamedTuple):
+    """One table, in words. `columns`: (name, where it comes from); `rows`: lists of cells; `notes`: lines below."""
+    title: str
+    columns: list
+    rows: list
+    notes: list
+
+
+def sheets(result):
+    """-> list of Sheets: time and traffic; floors, where there is a line; memory and correctness; model state."""
+    rows, conditions = result["rows"], result["conditions"]
+    wire_notes, memory_notes = Notes(), Notes()
+    has_16_bits = any(row["dtype"] != "float32" for row in rows)
+    of_16_bits = ", in 16 bits from replicated training with fp32 copies" * has_16_bits
+    time = Sheet(
+        "Time and traffic of a step",
+        [("", ""), ("ms/step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
+         ("exposed\nms", "measured"), ("collectives", "counted"), ("MB sent\na rank", "counted"), ("", "formula")],
+        [[row["name"], *_time(row, conditions), _exposed(row), collectives(row), *_wire(row, conditions, wire_notes)]
+         for row in rows],
+        ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
+         *[EXPOSED] * any("timeline" in row for row in rows), *_noise_note(conditions), *wire_notes, *failures(rows)])
+    memory = Sheet(
+        "Memory of a rank, and the difference from ddp",
+        [("", ""), ("model\ninit", "counted"), ("optimizer\ninit", "counted"), ("forward\nbackward", "counted"),
+         ("step", "counted"), *((key, "counted") for key in _peaks(conditions)), ("bytes a\nparam.", "counted"),
+         ("", "formula"), ("largest\n|Δ|", "measured")],
+        [[row["name"], *_memory(row, conditions), *_bytes_per_param(row, memory_notes), _difference(row)]
+         for row in rows if row["kind"] != "noise"],
+        ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
+         "optimizer state after a step, mean over the ranks.",
+         f"Largest |Δ|: of any parameter on any rank, from ddp{of_16_bits}, after 3 steps; "
+         f"allowed: {_number(conditions['tolerance'])}.",
+         *memory_notes])
+    line = [line_sheet(result)] if "bits_per_second" in conditions else []
+    state = [state_sheet(result["model_state"])] if "model_state" in result else []
+    gathered = [gathered_sheet(result["gathered"])] if "gathered" in result else []
+    accumulation = [accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
+    return [time, *line, *accumulation, memory, *state, *gathered]
+
+
+def failures(rows):
+    return [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
+
+
+def accumulation_sheet(accumulation):
+    def spread(times):
+        return f"{statistics.median(times):.0f} ({min(times):.0f}–{max(times):.0f})"
+    ratios = [[each / once for once, each in zip(one["no_sync_ms"], one["each_ms"])] for one in accumulation]
+    noise = max(abs(ratio - 1) for ratio in ratios[0])  # with one micro-batch both ways are the same
+    medians = [statistics.median(of_rounds) for of_rounds in ratios]
+    rows = [[str(one["micro_batches"]), spread(one["no_sync_ms"]), spread(one["each_ms"]),
+             f"{median:.2f}{'~' * (abs(median - 1) <= noise)}"] for one, median in zip(accumulation, medians)]
+    counts = [one["micro_batches"] for one in accumulation]
+    dearer = [count for i, count in enumerate(counts) if min(medians[i:]) > 1 + noise]
+    where = f"from {dearer[0]} micro-batches a step on," if dearer else f"no number up to {counts[-1]} from which on"
+    return Sheet(
+        "Accumulation in stage 4, ms a micro-batch",
+        [("micro-batches\na step", ""), ("in no_sync:\none exchange", "measured"),
+         ("without:\nan exchange each", "measured"), ("x no_sync", "measured")], rows,
+        ["Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
+         "are reduced into the shard.",
+         f"Break-even: {where} an exchange each costs more time than the noise of this run.",
+         f"~ within that noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round."])
+
+
+def line_sheet(result):
+    """What no row can be faster than, and stage 4 beside each row: ratios round by round."""
+    times = {row["name"]: row["step_ms"]["rounds"] for row in result["rows"] if row["step_ms"]}
+    rate = result["conditions"]["bits_per_second"]
+
+    def ratio(ones, others):
+        pairs = list(zip(ones or [], others or []))
+        return f"{statistics.median(one / other for one, other in pairs):.2f}" if pairs else NONE
+    rows = []
+    for row in result["rows"]:
+        bf16 = " bf16" if row["dtype"] == "bfloat16" else ""
+        others = "compute only" + bf16, "stage 4 overlap" + bf16
+        mine, compute, stage4 = (times.get(name) for name in (row["name"], *others))
+        if "wire_bytes_theory" not in row:  # it has failed
+            rows.append([row["name"], *[NONE] * 7])
+            continue
+        line_ms = row["wire_bytes_theory"] * 8 / rate * 1000
+        floors = [max(line_ms, one) for one in compute or []]
+        floor = f"{statistics.median(floors):.0f}" if floors else NONE
+        rows.append([row["name"], *_time(row, result["conditions"])[:2], _exposed(row), f"{line_ms:.0f}", floor,
+                     ratio(mine, floors), ratio(stage4, mine)])
+    return Sheet(
+        f"What the line of {result['conditions']['rate']} allows",
+        [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("exposed\nms", "measured"),
+         ("the line\nms", "formula"), ("the floor\nms", "measured"), ("x floor", "measured"),
+         ("stage 4\nx this row", "measured")], rows,
+        [EXPOSED,
+         "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
+         "dtype. Ratios: medians, round by round.",
+         *(["compute + bytes: while it computes as many bytes travel as in stage 4, and nothing waits for them before "
+            "the step ends."] if "compute + bytes" in times else []), *failures(result["rows"])])
+
+
+def machines_sheet(results):
+    """Of results of harness.network on several machines, what `line_sheet` says of stage 4: a row each."""
+    rows = []
+    for result in results:
+        cells = {row[0]: row for row in line_sheet(result).rows}
+        compute, ddp, zero, fsdp2, stage4 = (
+            cells.get(name, [NONE] * 8)
+            for name in ("compute only", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 4 overlap"))
+        rows.append([result["conditions"]["rate"], result["conditions"]["machine"], compute[1], stage4[4],
+                     ddp[7], zero[7], fsdp2[7], stage4[6]])
+    return Sheet(
+        "Stage 4 on several machines",
+        [("", ""), ("", ""), ("compute\nonly ms", "measured"), ("the line\nms", "formula"), ("x ddp", "measured"),
+         ("x torch\nZeRO", "measured"), ("x fsdp2", "measured"), ("x floor", "measured")], rows,
+        ["x: the time of stage 4 over that of this row, as in each machine's own table above."])
+
+
+def state_sheet(states):
+    ranks = list(states[0]["bytes_per_param"])
+    notes = ["Rank 0 of d, played by one process."]
+    if any("+ b" in row["formula"] for row in states):
+        notes[0] += (" b: the two bucket buffers of stage 4. Below the count in brackets: the formula, where they "
+                     "differ by more than 1 % (padding).")
+    return Sheet(
+        "Model state, bytes a parameter, by number of ranks",
+        [("parameters/gradients", ""), ("formula", ""), *((f"d = {d}", "counted") for d in ranks)],
+        [[row["name"], row["formula"], *(_state(row, d) for d in ranks)] for row in states], notes)
+
+
+def _state(row, d):
+    counted, theory = row["bytes_per_param"][d], row["bytes_per_param_theory"][d]
+    return f"{counted:.2f}" if abs(counted - theory) <= 0.01 * theory else f"{counted:.2f}\n({theory:.2f})"
+
+
+def gathered_sheet(rows):
+    ranks = list(rows[0]["over_numel"])
+    return Sheet(
+        "Elements that a step gathers, over those of the model, by number of ranks",
+        [("", ""), *((f"d = {d}", "counted") for d in ranks)],
+        [[row["name"], *(f"{row['over_numel'][d]:.2f}" for d in ranks)] for row in rows],
+        ["What is above 1.00 is padding."])
+
+
+class Notes(list):
+    """Footnotes: `mark(reason)` gives the sign to put beside a figure. The same reason has the same sign."""
+
+    def mark(self, reason):
+        lines = [line.split(" ", 1)[1] for line in self]
+        if reason not in lines:
+            self.append(f"{'*' * (len(self) + 1)} {reason}")
+            lines.append(reason)
+        return "*" * (lines.index(reason) + 1)
+
+
+def _time(row, conditions):
+    if row["step_ms"] is None:
+        return [NONE, NONE, NONE]
+    times, ratio = row["step_ms"], NONE
+    if row["vs_reference"] is not None:
+        is_noise = row["kind"] != "reference" and abs(row["vs_reference"] - 1) <= _noise(conditions)
+        ratio = f"{row['vs_reference']:.2f}{'~' * is_noise}"
+    return [f"{times['median']:.0f}", f"{times['min']:.0f}–{times['max']:.0f}", ratio]
+
+
+def _noise(conditions):
+    """How far two timings of the same thing were apart in any round: 0.05 is 5 %."""
+    return max((abs(ratio - 1) for ratio in conditions.get("noise", [])), default=0)
+
+
+def _noise_note(conditions):
+    """What `~` means, with the ratios that say it; nothing where nothing was timed twice."""
+    ratios = conditions.get("noise")
+    return [f"~ within the noise of this run: ddp, timed again in each round, took {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times as long, {_noise(conditions):.0%} off at most."] if ratios else []
+
+
+def _exposed(row):
+    exposed = [step["exposed_seconds"] * 1000 for step in row.get("timeline", [])]
+    return f"{max(exposed):.0f}" if exposed else NONE
+
+
+def collectives(row):
+    counts = row.get("collectives", {})
+    return "\n".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items()) or NONE
+
+
+def _wire(row, conditions, notes):
+    if "wire_bytes" not in row:
+        return [NONE, NONE]
+    counted, theory = row["wire_bytes"], row["wire_bytes_theory"]
+    mark = ""
+    if _differ(counted, theory):
+        is_gloo = conditions["backend"] == "gloo" and "reduce_scatter" in row["collectives"]
+        mark = notes.mark("gloo's reduce-scatter is an all-reduce underneath: it sends twice the bytes." if is_gloo else
+                          "more than the formula: padding, and flags on which the ranks agree.")
+    return [f"{counted / 1e6:.1f}{mark}", f"{theory / 1e6:.1f}"]
+
+
+def _peaks(conditions):
+    """What there is of the largest moment: bytes of tensors, and on CUDA what torch's allocator took for them."""
+    return ["peak", "reserved"] if conditions["device"] == "cuda" else ["peak"]
+
+
+def _memory(row, conditions):
+    phases = row.get("memory_bytes")
+    keys = ("model", "optimizer", "backward", "step", *_peaks(conditions))
+    return [f"{phases[key] / 1e6:.1f}" if phases else NONE for key in keys]
+
+
+def _bytes_per_param(row, notes):
+    if "bytes_per_param" not in row:
+        return [NONE, NONE]
+    counted, theory = row["bytes_per_param"], row["bytes_per_param_theory"]
+    reason = "not the formula's: padding, shards that are not equal, or tensors that live on after the step."
+    mark = notes.mark(reason) if _differ(counted, theory) else ""
+    return [f"{counted:.2f}{mark}", f"{theory:.2f}"]
+
+
+def _differ(counted, theory):
+    return abs(counted - theory) > 0.005 * theory
+
+
+def _difference(row):
+    return NONE if row["max_abs_diff"] is None else _number(row["max_abs_diff"])
+
+
+def _number(value):
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def conditions_line(conditions):
+    c = conditions
+    shared = f" that share {c['gpus']} GPU(s)" if 0 < c.get("gpus", 0) < c["ranks"] else ""
+    hosts = f" on {c['hosts']} hosts of {c['cores_per_host']} core(s)" if "cores_per_host" in c else ""
+    tcp = f", TCP {c['tcp']}" if "tcp" in c else ""
+    return " · ".join([
+        c["machine"], f"torch {c['torch']}",
+        f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s){shared}{hosts}{tcp}",
+        f"{c['model']}: {c['parameters']:,} parameters, {c['dtype']}, AdamW",
+        f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
+        f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
+
+
+def show(result):
+    """Prints all tables, made for 100 columns, 110 on CUDA."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 110 if result["conditions"]["device"] == "cuda" else 100)
+    for sheet in sheets(result):
+        console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), "", sep="\n")
+    console.print(_dim(conditions_line(result["conditions"])))
+
+
+def _rich_table(sheet):
+    table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
+                  show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for name, source in sheet.columns:
+        table.add_column(f"{name}\n[dim]{source}[/dim]", no_wrap=True,
+                         justify="left" if _is_text((name, source)) else "right")
+    for cells in sheet.rows:
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _is_text(column):
+    return column in (("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""))
+
+
+def _dim(text):
+    return f"[dim]{escape(text)}[/dim]"
+
+
+def sheet_text(sheet):
+    """A sheet as it looks in a terminal of 100 columns, without colours."""
+    console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
+    console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), sep="\n")
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -1,0 +1,190 @@
+"""Every page says what is there: what can be read off the files, and on small projects with a mistake each, the check."""
+
+import functools
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from harness import docs
+from tests.ranks import ROOT
+
+
+@functools.lru_cache(maxsize=1)
+def found():
+    return docs.problems()
+
+
+@pytest.mark.parametrize("page", [page.name for page in docs.pages()])
+def test_a_page_says_what_is_there(page):
+    """Links, names, commands, samples, tables that stand twice, and words: see harness/docs.py."""
+    mine = [line for line in found() if line.startswith(f"{page}:")]
+    assert not mine, "\n".join(mine)
+
+
+def test_every_page_with_a_bound_is_there():
+    assert docs.MOST_WORDS.keys() <= {page.name for page in docs.pages()}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """`project(page)` writes page.md of a small project, and returns what is wrong with it."""
+    (tmp_path / "Makefile").write_text(
+        'STAGE ?= 4\nARGS ?=\ntrain:\n\t$(if $(wildcard stage$(STAGE)_*),,$(error there is no stage $(STAGE)))\n'
+        "\techo $(STAGE) $(ARGS)\n")
+    (tmp_path / ".gitignore").write_text(".venv/\nruns/\n")
+    (tmp_path / "stage4_overlap").mkdir()
+    (tmp_path / "stage4_overlap" / "__init__.py").write_text(
+        "from .optimizer import DistributedOptimizer as DistributedOptimizer")
+    (tmp_path / "stage4_overlap" / "optimizer.py").write_text(
+        "def step(self):  # once\n    self.sync_grads()\n    self.step_own()\n    self.sync_params()\n")
+    (tmp_path / "stage4_overlap" / "train.py").write_text('add("--steps")')
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_contract.py").write_text("def test_clip(): pass")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "other.md").write_text("[dead](nowhere.md)")
+
+    def check(text, name="page.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return docs.problems(tmp_path)
+    check.root = tmp_path
+    return check
+
+
+RIGHT = """# A page
+
+See [below](#the-step-of-a-stage), [the code](stage4_overlap/optimizer.py#L2), `stage4_overlap/`, `optimizer.py`,
+`test_clip`, [`distrib_optimizer.py`](https://example.org/distrib_optimizer.py), `my_package/optimizer.py`, and `make
+train STAGE=4`.
+
+## The `step` of a stage
+
+    make train STAGE=4 ARGS="--steps 3"     # a comment
+    torchrun --standalone --nproc-per-node 2 stage4_overlap/train.py \\
+        --steps 3
+    rank 0  A  B  C
+
+```python
+from stage4_overlap import DistributedOptimizer
+optimizer = DistributedOptimizer(…)
+optimizer.sync_grads()
+```
+
+    python -m json.tool [--indent 2]
+"""
+
+
+def test_a_right_page_has_no_problem(project):
+    assert project(RIGHT) == []
+    commands = [command.text for command in docs.Page(project.root / "page.md", project.root).commands()]
+    assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 4
+
+
+@pytest.mark.parametrize("mistake, message", [
+    ("[text](nowhere.md)", "there is no nowhere.md"),
+    ("![picture](nowhere.svg)", "there is no nowhere.svg"),
+    ('<img src="nowhere.svg">', "there is no nowhere.svg"),
+    ("[text](#nothing)", "there is no such heading"),
+    ("[text](stage4_overlap/optimizer.py#L99)", "the file has fewer lines"),
+    ("`stage4_overlap/hooks.py`", "there is no such file"),
+    ("`guard/`", "there is no such file or folder"),
+    ("`hooks.py`", "there is no such file"),
+    ("`test_nothing`", "there is no such test"),
+    ("`make nothing`", "no target nothing"),
+    ("`make\nnothing`", "no target nothing"),
+    ("`make train STAGE=9`", "there is no stage 9"),
+    ("`make train STAEG=4`", "no variable STAEG"),
+    ('`make train ARGS="--stpes 3"`', "no program has the option --stpes"),
+    ('`make train ARGS="-k nothing"`', "no test is called nothing"),
+    ("`make train ARGS=\"--steps 3`", "no shell reads that"),
+    ("    torchrun stage4_overlap/nothing.py", "there is no stage4_overlap/nothing.py"),
+    ("    python -m stage4_overlap.nothing", "there is no module stage4_overlap.nothing"),
+    ("    python -m torch.nothing", "there is no module torch.nothing"),
+    ("    python nothing.py", "there is no nothing.py"),
+    ("    cp -r stage5_more elsewhere/", "there is no stage5_more"),
+    ("```sh\nfrobnicate\n```", "doesn't know 'frobnicate'"),
+    ("```python\nif:\n```", "no Python"),
+    ("```python\nfrom stage4_overlap import Nothing\n```", "import of Nothing from stage4_overlap"),
+    ("```python\nimport stage4_overlap.nothing\n```", "import of stage4_overlap.nothing"),
+    ("```python\noptimizer.nothing()\n```", "optimizer.nothing: no stage has that"),
+    ("<!-- report: bench -->", "a generated table"),
+    ("word " * (docs.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
+])
+def test_a_mistake_is_named_with_its_line(project, mistake, message):
+    wrong = project(f"Text.\n\n{mistake}\n")
+    assert len(wrong) == 1 and message in wrong[0]
+    assert wrong[0].startswith("page.md:1:" if "words" in message or "table" in message else ("page.md:3", "page.md:4")
+                               [mistake.startswith("```")])
+
+
+def test_a_row_of_a_table_stands_in_one_page_only(project):
+    table = "\n| | bytes |\n|---|---|\n| stage 4 | 4 + 12/d |\n"
+    assert project(table) == []
+    (wrong,) = [line for line in project(f"Text.\n{table}", "docs/more.md") if "12/d" in line]
+    assert wrong == "page.md:4: 'stage 4 | 4 + 12/d' stands in docs/more.md:5 already"
+
+
+def test_a_chapter_quotes_its_stage_to_the_letter(project):
+    """Comments aside. A sample of something else is none, and a bug is a diff."""
+    chapter = "stage4_overlap/README.md"
+    quotation = "```python\ndef step(self):\n    self.sync_grads()\n    …\n    self.{}()  # last\n```\n"
+    assert project(quotation.format("sync_params"), chapter) == []
+    (wrong,) = project(quotation.format("send_params"), chapter)
+    assert wrong.startswith(f"{chapter}:5: `self.send_params()` is not in stage4_overlap/")
+    assert project(quotation.format("send_params").replace("python", "diff"), chapter) == []
+    assert project("```python\nimport torch\nloss.backward()\n```\n", chapter) == []
+
+
+def test_words_are_those_of_wc():
+    text = (ROOT / "README.md").read_text()
+    if shutil.which("wc"):
+        counted = subprocess.run(["wc", "-w", ROOT / "README.md"], capture_output=True, text=True, timeout=60)
+        assert docs.words(text) == int(counted.stdout.split()[0])
+
+
+def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
+    (tmp_path / "optimizer.py").write_text('"""Docs,\n\nlong."""\n\nimport torch\n\n# comment\n\nclass A:\n    """Docs."""\n'
+                                           '\n    def f(self):\n        """Docs."""\n        return """a\n\nb"""  # one\n')
+    assert docs.code_lines(tmp_path / "optimizer.py") == 6
+    assert docs.core_lines(tmp_path) == 6
+    (tmp_path / "page.md").write_text("word " * 300 + "<!-- report: x -->\n" + "word " * 100 + "<!-- end -->")
+    assert docs.minutes(tmp_path / "page.md", tmp_path) == pytest.approx(300 / 200 + 6 / 5, abs=0.01)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("make show", ["make", "show", "PYTHON", "ARGS="]),
+    ('make train STAGE=3 ARGS="--steps 50"',
+     ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {docs.SMALL['train']}"]),
+    ("make bench PYTHON=python3", ["make", "bench", "PYTHON", f"ARGS= {docs.SMALL['bench']}"]),
+    ('make test ARGS="-k clip"', ["make", "test", "PYTHON", "ARGS=-k clip --collect-only --quiet"]),
+    ("torchrun --nproc-per-node 2 stage4_overlap/train.py",
+     ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
+      *docs.SMALL["train"].split()]),
+    ("python -m harness.timeline", ["python", "-m", "harness.timeline", *docs.NANO.split()]),
+    ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None), ("make faults", None),
+    ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None), ("pip install torch", None),
+    ("torchrun --nnodes 2 stage4_overlap/train.py", None),
+])
+def test_what_takes_minutes_is_run_in_a_small_mode_or_read_only(text, words):
+    as_written = {sys.executable: "python", f"PYTHON={sys.executable}": "PYTHON"}
+    quick = docs.quick(text)
+    assert words == (quick and [as_written.get(word, word) for word in quick])
+
+
+def test_what_a_page_shows_is_compared_figures_aside():
+    printed = "ranks 2\nstep 2/2  loss 1.25\nvalidation loss after: 2.50\n"
+    assert docs.not_printed(["step 200/200   loss 3.1234", "", "validation … after: 9"], printed) is None
+    assert docs.not_printed(["step 2/2  lost 1.25"], printed) == "step 2/2  lost 1.25"
+    assert docs.not_printed(["validation loss after: 1", "step 1/1 loss 1"], printed) == "step 1/1 loss 1"  # the order
+
+
+def test_a_command_that_fails_or_prints_something_else_is_found(project):
+    """`make train` of the small project prints stage and arguments."""
+    page = "    $ make train STAGE=4\n    4 …nano…\n\n```console\n$ make train STAGE=4\nsomething else\n```\n"
+    assert project(f"{page}\n`make train STAGE=9`\n`make network`") != []
+    first, second, third, fourth = docs.Page(project.root / "page.md", project.root).commands()
+    assert docs.run(first, project.root) == ""
+    assert docs.run(second, project.root) == "it doesn't print 'something else'"
+    assert "ended with 2" in docs.run(third, project.root) and docs.run(fourth, project.root) is None
