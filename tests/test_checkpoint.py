@@ -533,6 +533,8 @@ ROUTES = [  # (stage, ranks): a step in each, with a checkpoint in between
 
 def follow(rank, route, folder, name):
     optimizer_cls, kwargs = OPTIMIZERS[name]
+    if name != "SGD" and rank.device.type == "cpu":
+        kwargs = {**kwargs, "fused": True}
     plain, plain_optimizer = a_run(rank, None, None, optimizer_cls=optimizer_cls, **kwargs)
     step_alike(rank, plain, plain_optimizer, range(2 * len(route)))
 
