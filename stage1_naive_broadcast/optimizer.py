@@ -6,6 +6,8 @@ Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054), in the f
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as cut_like
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -60,9 +62,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One rank after the other broadcasts what it owns: flatten, broadcast, copy back."""
         for rank, shard in enumerate(self.shards):
             if shard:
-                flat = torch.cat([param.reshape(-1) for param in shard])  # (numel of the shard,), a copy
+                flat = flatten(shard)  # (numel of the shard,), a copy
                 dist.broadcast(flat, group=self.process_group, group_src=rank)
-                copy_all(shard, split_like(flat, shard))
+                copy_all(shard, cut_like(flat, shard))
 
     @torch.no_grad()
     def step(self):
@@ -73,16 +75,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def average(self, tensors):
         """Flatten, all-reduce, copy back. Each rank divides by d before the sum, which may be too large for 16 bits."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # (numel of all,), a copy
+        flat = flatten(tensors)  # (numel of all,)
         flat /= self.world_size
         dist.all_reduce(flat, group=self.process_group)
-        copy_all(tensors, split_like(flat, tensors))
-
-
-def split_like(flat, tensors):
-    """Cut `flat`, (numel of all,), into views shaped like `tensors`."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+        copy_all(tensors, cut_like(flat, tensors))
 
 
 def copy_all(targets, sources):

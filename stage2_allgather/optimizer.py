@@ -6,6 +6,8 @@ Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as cut_like
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -61,11 +63,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numels = [sum(param.numel() for param in shard) for shard in self.shards]
         mine = self.shards[self.rank]
         padded = self.shards[0][0].new_zeros(max(numels))  # (numel of the largest shard,)
-        copy_all(split_like(padded[: numels[self.rank]], mine), mine)
+        copy_all(cut_like(padded[: numels[self.rank]], mine), mine)
         gathered = padded.new_empty(self.world_size, max(numels))  # row r: what rank r owns
         dist.all_gather_into_tensor(gathered.view(-1), padded, group=self.process_group)
         for shard, numel, flat in zip(self.shards, numels, gathered):
-            copy_all(shard, split_like(flat[:numel], shard))
+            copy_all(shard, cut_like(flat[:numel], shard))
 
     @torch.no_grad()
     def step(self):
@@ -76,16 +78,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def average(self, tensors):
         """Flatten, all-reduce, copy back. Each rank divides by d before the sum, which may be too large for 16 bits."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # (numel of all,), a copy
+        flat = flatten(tensors)  # (numel of all,)
         flat /= self.world_size
         dist.all_reduce(flat, group=self.process_group)
-        copy_all(tensors, split_like(flat, tensors))
-
-
-def split_like(flat, tensors):
-    """Cut `flat`, (numel of all,), into views shaped like `tensors`."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+        copy_all(tensors, cut_like(flat, tensors))
 
 
 def copy_all(targets, sources):

@@ -60,7 +60,7 @@ class GradBuffer:
         holds: which of the five the buffer holds.
         flat, flat_params: (padded numel,): the buffer, and the same bytes read as parameters.
         grad_shard, param_shard: (padded numel / d,): this rank's part of either.
-        grads: for each parameter its view of `flat`, of its shape: `param.grad`, or `param.main_grad`.
+        grads, new_params: for each parameter its views, of its shape. The first is `param.grad`, or `param.main_grad`.
         ranges: which parts of which parameters lie in this rank's shard.
         main_params, main_grads: for each range what the inner optimizer steps, (range numel,), and with which gradient.
     """
@@ -70,10 +70,10 @@ class GradBuffer:
         rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         dtype, numels = params[0].dtype, [param.numel() for param in params]
         alignment = ALIGNMENT // min(dtype.itemsize, grad_dtype.itemsize)  # in elements
-        *self.starts, end = param_starts(numels, alignment)
+        *starts, end = param_starts(numels, alignment)
         numel = padded_numel(end, self.world_size, alignment)
         shard_numel = numel // self.world_size
-        self.ranges = ranges_in_shard(numels, self.starts, rank * shard_numel, (rank + 1) * shard_numel)
+        self.ranges = ranges_in_shard(numels, starts, rank * shard_numel, (rank + 1) * shard_numel)
 
         self.holds = Holds.ZEROS
         self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
@@ -81,7 +81,8 @@ class GradBuffer:
         self.grad_shard = self.flat.view(self.world_size, -1)[rank]
         self.param_shard = self.flat_params.view(self.world_size, -1)[rank]
 
-        self.grads = views_of(self.flat, params, self.starts)
+        self.grads = views_of(self.flat, params, starts)
+        self.new_params = views_of(self.flat_params, params, starts)
         self.make_main_tensors()
         for param, grad in zip(params, self.grads):
             self.watch(param)
@@ -135,7 +136,7 @@ class GradBuffer:
         self.holds = Holds.PARAMS
 
     def copy_params_to_model(self):
-        copy_all(self.params, views_of(self.flat_params, self.params, self.starts))
+        copy_all(self.params, self.new_params)
 
     def zero(self):
         """-> ZEROS, for the next backward pass to add to. What was padding is zero again, too."""

@@ -94,13 +94,8 @@ class Bucket:
     def is_full(self):
         return len(self.ready) == len(self.params)
 
-    def take_grad(self, param, slot):
-        """Move the gradient of `param` into `slot`, scaled by 1/d, and let go of it."""
-        torch.div(self.grad_of(param), self.transport.world_size, out=slot)
-        param.grad = None
-
-    def grad_of(self, param):
-        return param.grad
+    def grads(self):
+        return [param.grad for param in self.params]
 
     def start_param_sync(self):
         """Send the stepped parameters to all ranks, in place."""
@@ -184,12 +179,18 @@ class BucketBuffer:
             self.places[bucket] = slots, sent.view_as(bucket.shards), received.view_as(bucket.shards)
 
     def start_grad_sync(self, bucket):
-        """Take the gradients out of the parameters of `bucket`, and send them off."""
+        """Take the gradients of `bucket` out of its parameters, and send them off."""
+        self.bucket = bucket
         slots, sent, received = self.places[bucket]
-        for param, slot in zip(bucket.params, slots):
-            bucket.take_grad(param, slot)
+        self.copy_scaled(bucket.grads(), slots)
+        for param in bucket.params:
+            param.grad = None
         bucket.ready.clear()
-        self.bucket, self.works = bucket, self.transport.reduce_scatter(sent, received)
+        self.works = self.transport.reduce_scatter(sent, received)
+
+    def copy_scaled(self, grads, slots):
+        for grad, slot in zip(grads, slots):
+            torch.div(grad, self.transport.world_size, out=slot)
 
     def finish_grad_sync(self):
         """Wait, and add the sum to this rank's shard."""

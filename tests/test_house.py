@@ -149,8 +149,7 @@ IDEAS = {
     (1, 2): {"sync_params"},
     (2, 3): {"__init__", "shard", "sync_grads", "step_own", "sync_params", "step", "copy_all"},
     (3, 4): {"__init__", "shard", "sync_grads", "step_own", "sync_params", "step", "zero_grad"}
-    # methods of a buffer, and of a bucket
-    | {"watch", "take_grad"},
+    | {"watch"},
 }
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.buffer import Bucket
+from stage4_overlap.guard import GuardedBucket
 from tests.common import assert_same
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
@@ -299,15 +299,15 @@ def interrupted(rank):
         for step in range(4):
             x = torch.full((2, 5), float(rank.rank + step))
             if interrupt and step == 2:
-                take_grad = Bucket.take_grad
+                grads = GuardedBucket.grads
 
-                def watched(bucket, param, slot):
+                def watched(bucket):
                     if next(calls) == 3:
                         raise KeyboardInterrupt
-                    take_grad(bucket, param, slot)
+                    return grads(bucket)
 
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Bucket, "take_grad", watched)
+                    patch.setattr(GuardedBucket, "grads", watched)
                     with pytest.raises(KeyboardInterrupt):
                         model(x).square().sum().backward()
                 optimizer.zero_grad()

@@ -106,9 +106,11 @@ class GuardedBuffer(GradBuffer):
     def watch(self, param):
         self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
 
-    @torch.no_grad()  # backward(create_graph=True) calls it with grad
     def take_grad(self, param):
         """Bring a gradient into the buffer, wherever autograd or the user has put it."""
+        if torch.is_grad_enabled():  # in backward(create_graph=True)
+            with torch.no_grad():
+                return self.take_grad(param)
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(
@@ -134,10 +136,12 @@ class GuardedBuffer(GradBuffer):
             if param.grad is None and not self.in_main_grad:
                 self.grads[index].zero_()  # set to None by the user
                 self.received.discard(index)
-            elif param.grad is not None and (param.requires_grad or not is_same(param.grad, self.grads[index])):
+            elif param.grad is not None and not is_same(param.grad, self.grads[index]):
                 self.take_grad(param)
                 if not self.in_main_grad:
                     param.grad = self.grads[index].detach()  # its graph, if it has one, has been used
+            elif param.requires_grad:
+                self.received.add(index)
 
     def reduce_scatter_grads(self):
         """Once between two steps. Frozen parameters are not stepped, unless they had a gradient before."""
@@ -163,26 +167,23 @@ class GuardedBuffer(GradBuffer):
             raise RuntimeError(
                 "16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: too late"
             )
-        names = {id(param): name for name, param in named_params(groups)}
         for param, grad in zip(self.params, self.grads):
             if param.grad is not None and not is_same(param.grad, grad):
-                raise RuntimeError(
-                    f"the gradient of parameter {names[id(param)]} was assigned after finish_grad_sync(): too late"
-                )
+                name = name_of(param, groups)
+                raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
 
     def refuse_new_data(self, groups):
         """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
-        names = {id(param): name for name, param in named_params(groups)}
         for param, view, grad in zip(self.params, self.param_views, self.grads):
-            if not is_same(param, view):
+            if param.data_ptr() != view.data_ptr():
                 raise RuntimeError(
-                    f"the data of parameter {names[id(param)]} was replaced, by model.to() or vector_to_parameters(), "
+                    f"the data of parameter {name_of(param, groups)} was replaced, by model.to() or vector_to_parameters(), "
                     "and this optimizer steps the old one: write into it with copy_(), or build the optimizer "
                     "afterwards"
                 )
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
                 raise RuntimeError(
-                    f"main_grad of parameter {names[id(param)]} was replaced, or a later optimizer has the gradients: "
+                    f"main_grad of parameter {name_of(param, groups)} was replaced, or a later optimizer has the gradients: "
                     "write into it with copy_(), or build this one anew"
                 )
 
@@ -219,8 +220,11 @@ class GuardedBuffer(GradBuffer):
             vars(param).pop("main_grad", None)
 
 
+def name_of(param, groups):
+    return next(name for name, named in named_params(groups) if named is param)
+
+
 def is_same(tensor, view):
     """Whether it is the same view of the same memory; None is not."""
-    if tensor is None or (tensor.layout, tensor.device) != (view.layout, view.device):
-        return False
-    return tensor.is_set_to(view)
+    is_like = tensor is not None and tensor.layout == view.layout and tensor.device == view.device
+    return is_like and tensor.is_set_to(view)

@@ -41,9 +41,13 @@ class AwaitsReaders:
     def hook_module(self, module):
         hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
         for hook in hooks:  # made for another optimizer, or earlier for this one
-            hook.params = list(module.parameters())  # a layer may have been replaced since
+            hook.__init__(module)  # a layer may have been replaced since
         if not hooks:
             self.module_hooks.append(module.register_forward_pre_hook(ModuleHook(module), prepend=True))
+
+    def zero_grad(self, set_to_none=True):
+        with torch._C.DisableTorchFunctionSubclass():  # it looks at each param.grad, not at elements
+            super().zero_grad(set_to_none)
 
     def on_grad_ready(self, param):
         if isinstance(param, Awaited):
@@ -125,16 +129,8 @@ def wait_for(kinds):
             kind.bucket.finish_param_sync()
 
 
-def own_params(module):
-    """Those of a module, and of the containers in it: nobody calls a ParameterList."""
-    yield from module._parameters.values()
-    for child in module.children():
-        if type(child).forward is torch.nn.Module.forward:
-            yield from own_params(child)
-
-
 class ModuleHook:
-    """Waits for a module's own parameters before it is called.
+    """Waits for a module's own parameters before it is called, and for those of the containers in it, which nobody calls.
 
     torch's MultiheadAttention reads those of a module in it, which it doesn't call, and TransformerEncoder asks those
     of its first layer, if that is in eval, for their class. Inside torch.func.grad there are other tensors, made past
@@ -143,10 +139,24 @@ class ModuleHook:
 
     def __init__(self, module):
         self.params = list(module.parameters())
+        self.own = [module._parameters, *containers_in(module)]
+        self.is_attention = isinstance(module, torch.nn.MultiheadAttention)
+        self.is_encoder = isinstance(module, torch.nn.TransformerEncoder)
 
     @torch.compiler.disable
     def __call__(self, module, _):
-        reads_all = isinstance(module, torch.nn.MultiheadAttention) or (
-            isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
-        in_transform = torch._C._functorch.maybe_current_level() is not None
-        wait_for(map(type, self.params if reads_all or in_transform else own_params(module)))
+        reads_all = self.is_attention or self.is_encoder and not module.layers[0].training
+        if reads_all or torch._C._functorch.maybe_current_level() is not None:
+            wait_for(map(type, self.params))
+        for params in self.own:
+            for param in params.values():
+                if isinstance(param, Awaited):
+                    wait_for([type(param)])
+
+
+def containers_in(module):
+    """-> the parameters, by name, of each ParameterList, ParameterDict and the like in `module`."""
+    for child in module.children():
+        if type(child).forward is torch.nn.Module.forward:
+            yield child._parameters
+            yield from containers_in(child)

@@ -11,12 +11,14 @@ from collections import deque
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors as flatten
 
-from ..buffer import BucketBuffer
+from ..buffer import ALIGNMENT, BucketBuffer
 from .hooks import hook_gradient
 
 # Process group -> counter: the messages of each optimizer have a tag of their own, and not one that others might use
 TAGS = weakref.WeakKeyDictionary()
+SMALL = 1 << 13  # elements a parameter, on average
 UNDER_WAY = set()  # what travels: an optimizer that is gone must not take its messages with it, others expect them
 
 
@@ -32,7 +34,8 @@ class SafeBuckets:
         self.idle[0].transport.tag = next(tags)  # of both buffers
 
     def watch(self, param):
-        self.hooks.append(hook_gradient(param, self.on_grad_ready, takes=True))
+        handle = hook_gradient(param, self.on_grad_ready, takes=True)
+        self.hooks[param] = handle, param._post_accumulate_grad_hooks
 
     def step_own(self):
         self.take_model_changes()
@@ -50,9 +53,9 @@ class SafeBuckets:
                 yield param, r.start, r.stop, bucket.main_params[param]
 
     def let_go(self):
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks, self.buckets, self.bucket_of, self.idle = [], [], {}, deque()
+        for handle, _ in self.hooks.values():
+            handle.remove()
+        self.hooks, self.buckets, self.bucket_of, self.idle = {}, [], {}, deque()
 
     @property
     def bucket_buffer_bytes(self):
@@ -70,17 +73,17 @@ class SafeBucket:
     def partition(self):
         super().partition()
         self.main_grads = {param: main.grad for param, main in self.main_params.items()}
+        self.zero = self.flat_params.new_zeros(())
         self.stepped = self.params
         self.note_new_params()
 
-    def take_grad(self, param, slot):
-        if param.grad is None:
-            slot.zero_()
-        else:
-            super().take_grad(param, slot)
+    def grads(self):
+        """Of one that has none: zeros, without any memory."""
+        return [self.zero.expand_as(tensor) if param.grad is None else self.grad_of(param)
+                for param, tensor in zip(self.params, self.tensors)]
 
     def grad_of(self, param):
-        return super().grad_of(param).to_dense()  # itself unless it is sparse
+        return param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
 
     def start_param_sync(self):
         super().start_param_sync()
@@ -115,21 +118,36 @@ class SafeBucket:
 
 
 class SafeBucketBuffer(BucketBuffer):
+    """Attributes:
+        gaps: bucket -> for each parameter zeros, as many as there are elements between its gradient and the next.
+    """
+
     def __init__(self, buckets, transport):
         super().__init__(buckets, transport)
         self.nbytes = self.sent.nbytes + (self.received.nbytes if self.received is not self.sent else 0)
-        self.padding = {bucket: self.padding_of(bucket) for bucket in buckets}
+        self.gaps = {bucket: self.gaps_of(bucket) for bucket in buckets}
 
-    def padding_of(self, bucket):
-        """-> views of what lies between and after the gradients of `bucket`."""
-        _, sent, _ = self.places[bucket]
+    def gaps_of(self, bucket):
         ends = [start + tensor.numel() for start, tensor in zip(bucket.starts, bucket.tensors)]
-        return [sent.view(-1)[end:next_start] for end, next_start in zip(ends, [*bucket.starts[1:], bucket.numel])
-                if end < next_start]
+        zeros = bucket.flat_params.new_zeros(ALIGNMENT)
+        return [zeros[: next_start - end] for end, next_start in zip(ends, [*bucket.starts[1:], ends[-1]])]
+
+    def copy_scaled(self, grads, slots):
+        """Nobody reads what lies between gradients, but nothing of another bucket is to leave with this one."""
+        gaps, flat = self.gaps[self.bucket], self.places[self.bucket][1].view(-1)
+        end = self.bucket.starts[-1] + slots[-1].numel()
+        flat[end:].zero_()
+        if end <= SMALL * len(slots):  # one call for all: a call for each would take longer than the copy
+            pieces = [piece for pair in zip(grads, gaps) for piece in pair if piece.numel()]
+            if pieces:
+                torch.div(flatten(pieces), self.transport.world_size, out=flat[:end])
+        else:
+            super().copy_scaled(grads, slots)
+            for start, slot, gap in zip(self.bucket.starts, slots, gaps):
+                if gap.numel():
+                    flat[start + slot.numel() :][: gap.numel()].copy_(gap)
 
     def start_grad_sync(self, bucket):
-        for padding in self.padding[bucket]:
-            padding.zero_()  # nobody reads it, but nothing of another bucket is to leave with this one
         super().start_grad_sync(bucket)
         self.under_way = self.sent, self.received, *self.works
         UNDER_WAY.add(self.under_way)

@@ -12,7 +12,6 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from .hooks import takes_gradient
 from .refuse import all_params, named_params
 
 # What can be wrong with a gradient, for `agree`; 0: nothing. The ranks agree on the largest.
@@ -34,7 +33,7 @@ class Rounds:
     accumulating = False  # inside no_sync
 
     def __init__(self, *args, **kwargs):
-        self.hooks, self.unused, self.buckets = [], set(), []
+        self.hooks, self.unused, self.buckets = {}, set(), []
         self.start_accumulation()
         super().__init__(*args, **kwargs)
 
@@ -84,13 +83,18 @@ class Rounds:
             self.begin_round()
         if not self.in_round:
             return  # every bucket has left: what is used again, by a checkpoint, waits for the next round
-        if has_later_hooks(param):  # of the user's: they see this gradient now, and it leaves with the next one
+        if self.has_later_hooks(param):  # of the user's: they see this gradient now, and it leaves with the next one
             self.bucket_of[param].ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
             self.send_full_buckets()
             if self.in_round:
                 self.bucket_of[param].ready.add(param)
         else:
             super().on_grad_ready(param)
+
+    def has_later_hooks(self, param):
+        """Whether somebody's hooks, registered later, are called after the one that takes the gradient."""
+        handle, all_hooks = self.hooks[param]
+        return next(reversed(all_hooks)) != handle.id
 
     def begin_round(self):
         self.end_backward()  # of the pass before, if that has failed
@@ -144,8 +148,9 @@ class Rounds:
         """`step` has called finish_grad_sync before the core's own step comes here."""
 
     def sync_params(self):
-        if self.unused:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            bucket.stepped = bucket.params
+            if self.unused:
                 bucket.stepped = [param for param in bucket.params if param not in self.unused]
         super().sync_params()
         self.start_accumulation()
@@ -214,11 +219,6 @@ def message_of(worst, names):
     return (f"no gradient on some rank for parameter {', '.join(names[:9])}{' and others' * (len(names) > 9)}: "
             "call backward() before step(), use it in the loss, freeze it with requires_grad_(False), or pass "
             "find_unused_parameters=True")
-
-
-def has_later_hooks(param):
-    """Whether somebody's hooks, registered later, are called after the one that takes the gradient."""
-    return not takes_gradient(next(reversed(param._post_accumulate_grad_hooks.values())))
 
 
 class BackwardPass:
