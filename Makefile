@@ -1,4 +1,4 @@
-# make bench | test | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | report | diff | …
+# make bench | test | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | report | diff
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
@@ -13,7 +13,7 @@ ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test train network timeline show faults cuda report docs-check diff clean
+.PHONY: help bench test train network timeline show faults cuda report diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -61,6 +61,7 @@ cuda: $(ENV)
 report: $(ENV)
 	$(PYTHON) -m harness.report
 
+.PHONY: docs-check
 docs-check: $(ENV)
 	exec $(PYTHON) -m harness.docs $(ARGS)
 

@@ -9,8 +9,8 @@ of the project, and compares what it prints with what the page shows below a lin
 Those that need root, a GPU or minutes are read only. Exit code: 0; 1 when a page is wrong; 2 for bad input.
 
 What a page must know: a command stands in a block of its own or in a span of code; `my_…`, `…` and CAPITALS are the
-reader's to fill in; a file of another project is a link to it; a sample in a chapter that isn't its stage's code but
-for a line (a bug, say) is a ```diff.
+reader's to fill in; files that the reader saves are named in a sample's first line or by "save … as"; a file of another
+project is a link to it; a sample in a chapter that isn't its stage's code but for a line (a bug, say) is a ```diff.
 """
 
 import argparse
@@ -192,7 +192,7 @@ def _commands(block):
         elif line.startswith("$ ") if shows_output else _is_command(line, block.language):
             if number:
                 yield Command(number, text, shown)
-            number, text, shown = at, line.removeprefix("$ ").strip(), []
+            number, text, shown = at, re.sub(r"\s+#\s.*", "", line.removeprefix("$ ").strip()), []
         elif shows_output and number:
             shown.append(line)
     if number:
@@ -207,16 +207,29 @@ def _is_command(line, language):
 
 def pages(root=ROOT):
     """Every *.md that git doesn't ignore -> list of Pages."""
-    found = (path for path in sorted(root.rglob("*.md")) if not _is_ignored(path.relative_to(root), root))
-    return [Page(path, root) for path in found]
+    return [Page(root / name, root) for name in sorted(contents(root)[0]) if name.endswith(".md")]
 
 
-def _is_ignored(path, root):
-    """`path`: from `root` on. Whether .gitignore, or a name that begins with a dot, takes it out of the project."""
+def contents(root):
+    """-> (files, folders), paths from `root` on with / between the parts; without what is_ignored."""
+    files, folders, patterns = set(), set(), ignored_patterns(root)
+    for folder, inner, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        inner[:] = [name for name in inner if not is_ignored(here / name, patterns)]  # os.walk goes into no others
+        folders.update((here / name).as_posix() for name in inner)
+        files.update((here / name).as_posix() for name in names if not is_ignored(here / name, patterns))
+    return files, folders
+
+
+def ignored_patterns(root):
     ignore = root / ".gitignore"
-    patterns = ignore.read_text(encoding="utf-8").split() if ignore.exists() else []
-    return any(part.startswith(".") for part in path.parts) or any(
-        fnmatch.fnmatch(part, pattern.rstrip("/")) for pattern in patterns for part in (*path.parts, path.as_posix()))
+    return [line.rstrip("/") for line in ignore.read_text(encoding="utf-8").split()] if ignore.exists() else []
+
+
+def is_ignored(path, patterns):
+    """`path`: from the root on. Whether git takes it out of the project, or a name that begins with a dot."""
+    return any(part.startswith(".") and part != ".." for part in path.parts) or any(
+        fnmatch.fnmatch(name, pattern) for pattern in patterns for name in (*path.parts, path.as_posix()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +239,7 @@ def _is_ignored(path, root):
 def problems(root=ROOT, of=None):
     """-> lines "PAGE:LINE: what is wrong"; of all pages, or of those whose names are in `of`."""
     every = pages(root)
-    project = Project(root)
+    project = Project(root, every)
     found = []
     for page in every:
         if of is None or page.name in of:
@@ -240,17 +253,20 @@ class Project:
     """What pages may name.
 
     Attributes:
-        files: set of paths from the root on, with / between the parts.
+        files, folders: see `contents`.
         tests: names of test functions and of files of tests.
         options: --name, of every program and of conftest.py.
         targets, variables: of the Makefile.
+        of_readers: files that a page has its reader save: named in the first line of a sample, or in "save … as".
     """
 
-    def __init__(self, root):
+    def __init__(self, root, every):
         self.root = root
-        paths = [path for path in root.rglob("*") if not _is_ignored(path.relative_to(root), root)]
-        self.files = {path.relative_to(root).as_posix() for path in paths if path.is_file()}
-        self.folders = {path.relative_to(root).as_posix() for path in paths if path.is_dir()}
+        self.of_readers = {name for page in every for name in (
+            *re.findall(r"^```python\n# (\w+\.py)$", page.text, re.MULTILINE),
+            *re.findall(r"\b[Ss]ave [^.`]+ as `(\w+\.py)`", page.text))}
+        self.files, self.folders = contents(root)
+        self.ignored = ignored_patterns(root)
         sources = {name: (root / name).read_text(encoding="utf-8") for name in self.files if name.endswith(".py")}
         tests = [name for name in sources if name.startswith("tests/")]
         self.tests = {Path(name).stem for name in tests} | {
@@ -266,9 +282,9 @@ class Project:
     def has(self, name, beside):
         """Whether a file or folder is called `name`, from the root on or from the folder `beside` on, or ends so."""
         name = name.rstrip("/")
-        known = self.files | self.folders
+        known = self.files | self.folders | self.of_readers
         return (name in known or os.path.normpath(os.path.join(beside, name)).replace(os.sep, "/") in known
-                or any(one.endswith(f"/{name}") for one in known) or _is_ignored(Path(name), self.root))
+                or any(one.endswith(f"/{name}") for one in known) or is_ignored(Path(name), self.ignored))
 
 
 def is_placeholder(text):
@@ -341,6 +357,8 @@ def _imports(node):
 def _is_there(module, name, project):
     """Whether a module of the project exists, and has that name. Those of others are torch's or the reader's."""
     path = module.replace(".", "/")
+    if f"{path}.py" in project.of_readers:
+        return True
     if path.split("/")[0] not in project.folders | {file.removesuffix(".py") for file in project.files}:
         return importlib.util.find_spec(module.split(".")[0]) is not None or is_placeholder(module)
     file = next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in project.files), None)
@@ -461,7 +479,7 @@ def _option_mistakes(rest, project):
 
 def _script_mistakes(rest, project):
     scripts = [word for word in rest if word.endswith(".py")]
-    found = [f"there is no {name}" for name in scripts if not is_placeholder(name) and name not in project.files]
+    found = [f"there is no {name}" for name in scripts if not is_placeholder(name) and not project.has(name, ".")]
     if not scripts and "-m" in rest:
         found += _module_mistakes(rest[rest.index("-m") + 1 :], project)
     return found + _option_mistakes(rest, project) * (not any(is_placeholder(name) for name in scripts))
@@ -491,7 +509,7 @@ def _module_mistakes(rest, project):
 
 NANO = "--model nano --sequence-length 32"
 SMALL = {  # what makes a program quick: appended, and the last of two equal options counts
-    "bench": f"{NANO} --quick",
+    "bench": f"{NANO} --quick --json /dev/null",  # results/ stays whole, for `make report`
     "timeline": NANO,
     "train": f"{NANO} --batch-size 2 --steps 2",
     "test": "--collect-only --quiet",
@@ -515,7 +533,7 @@ def quick(text):
         return ["make", *kept, f"PYTHON={sys.executable}", *arguments] if target in SMALL else None
     if rest[:2] == ["-m", "torch.distributed.run"]:
         program, rest = "torchrun", rest[2:]
-    if program == "torchrun":
+    if program == "torchrun" and any(word.endswith(("/train.py", "/train_ddp.py")) for word in rest):
         return [sys.executable, "-m", "torch.distributed.run", *rest, *SMALL["train"].split()]
     module = rest[1] if rest[:1] == ["-m"] else rest[0] if rest else ""
     name = module.removesuffix(".py").split(".")[-1]
@@ -567,15 +585,18 @@ def main():
     cli.exit_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs"))
-        done = {}  # a command that two pages have is run once
+        left_out = shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs")
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
+        done = set()  # of two commands that are the same in small one is run
         for page in chosen:
             for command in page.commands():
-                if command.text in done and not command.shown:
+                small = " ".join(quick(command.text) or [command.text])
+                if small in done and not command.shown:
                     continue
-                done[command.text] = wrong = run(command, copy)
-                words_of_it = {None: "read only", "": "as shown" if command.shown else "runs"}.get(wrong, wrong)
-                print(f"{page.name}:{command.line}: {command.text}: {words_of_it}", flush=True)
+                done.add(small)
+                wrong = run(command, copy)
+                outcome = {None: "read only", "": "as shown" if command.shown else "runs"}.get(wrong, wrong)
+                print(f"{page.name}:{command.line}: {command.text}: {outcome}", flush=True)
                 found += [wrong] * bool(wrong)
     for page in chosen:
         print(f"{page.name}: {words(page.text)} words")

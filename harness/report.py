@@ -157,7 +157,7 @@ def _ladder():
     """Formulas, what was counted on two hosts with the slowest line, and one column of measured time."""
     result = _by_rate()[0]
     rows, c = {row["name"]: row for row in result["rows"]}, result["conditions"]
-    lines = ["stage | collectives | bytes a parameter | MB a rank sends | core, lines | time", "---|---|---|---|---|---"]
+    lines = ["stage | collectives | bytes a parameter | MB a rank sends | code lines | time", "---|---|---|---|---|---"]
     for rung in LADDER:
         row = rows.get(rung.row, {})
         sent, held = row.get("wire_bytes"), row.get("bytes_per_param")
@@ -170,9 +170,9 @@ def _ladder():
             str(docs.core_lines(ROOT / rung.folder)) if rung.folder else tables.NONE,
             f"{time:.2f}" if time else tables.NONE]))
     notes = (f"Counted: on {c['ranks']} ranks, {c['parameters']:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
-             "bytes (d-1)/d are sent. b: two bucket buffers. \\* gloo's reduce-scatter sends twice its bytes. "
-             f"Measured: time of a step over that of DDP with its default buckets, on two hosts with a line of {c['rate']}, "
-             f"median of {c['rounds']} rounds ({c['machine']}, {c['date']}).")
+             "bytes (d-1)/d are sent. \\* gloo's reduce-scatter sends twice its bytes. b: two bucket buffers. Code "
+             f"lines: of the core. Measured: time of a step over that of DDP with its default buckets, on two hosts "
+             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).")
     return ["\n".join(lines), textwrap.fill(notes, 118)]
 
 

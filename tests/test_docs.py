@@ -1,4 +1,4 @@
-"""Every page says what is there: what can be read off the files, and on small projects with a mistake each, the check."""
+"""Every page says what is there, as far as files tell; and the check finds each mistake in a small project."""
 
 import functools
 import shutil
@@ -73,13 +73,26 @@ optimizer.sync_grads()
 ```
 
     python -m json.tool [--indent 2]
+
+Save a sample as `program.py`, beside this file.
+
+```python
+# common.py
+def connect(): ...
+```
+
+```python
+from common import connect
+```
+
+    torchrun --nproc-per-node 2 program.py
 """
 
 
 def test_a_right_page_has_no_problem(project):
     assert project(RIGHT) == []
     commands = [command.text for command in docs.Page(project.root / "page.md", project.root).commands()]
-    assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 4
+    assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 5
 
 
 @pytest.mark.parametrize("mistake, message", [
@@ -91,6 +104,7 @@ def test_a_right_page_has_no_problem(project):
     ("`stage4_overlap/hooks.py`", "there is no such file"),
     ("`guard/`", "there is no such file or folder"),
     ("`hooks.py`", "there is no such file"),
+    ("`../hooks.py`", "there is no such file"),
     ("`test_nothing`", "there is no such test"),
     ("`make nothing`", "no target nothing"),
     ("`make\nnothing`", "no target nothing"),
@@ -163,9 +177,10 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
      ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
       *docs.SMALL["train"].split()]),
     ("python -m harness.timeline", ["python", "-m", "harness.timeline", *docs.NANO.split()]),
-    ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None), ("make faults", None),
-    ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None), ("pip install torch", None),
-    ("torchrun --nnodes 2 stage4_overlap/train.py", None),
+    ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None),
+    ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
+    ("pip install torch", None),
+    ("torchrun --nnodes 2 stage4_overlap/train.py", None), ("torchrun --nproc-per-node 2 program.py", None),
 ])
 def test_what_takes_minutes_is_run_in_a_small_mode_or_read_only(text, words):
     as_written = {sys.executable: "python", f"PYTHON={sys.executable}": "PYTHON"}
