@@ -37,12 +37,12 @@ class GradBuffer:
 
     With d = 2, on rank 0, three parameters of which the second lies in both shards (`_`: padding, always zero):
 
-                                 rank 0's shard | rank 1's
-        zero                    | 0 0 0 0 0 0 0 | 0 0 0 0 0 0 0 |  ZEROS
-        backward                | a a a _ b b b | b b _ _ c c _ |  GRADS        of this rank's batch
-        reduce_scatter_grads    | A A A _ B B B | . . . . . . . |  GRAD_SHARD   averages, and garbage
-        take_main_params        | p p p _ q q q | . . . . . . . |  PARAM_SHARD  stepped, and garbage
-        all_gather_params       | p p p _ q q q | q q _ _ r r _ |  PARAMS
+                                 rank 0's shard   | rank 1's
+        zero                    | 0 0 0 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |  ZEROS
+        backward                | a a a _ b b b b | b _ _ _ c c _ _ |  GRADS        of this rank's batch
+        reduce_scatter_grads    | A A A _ B B B B | . . . . . . . . |  GRAD_SHARD   averages, and garbage
+        take_main_params        | p p p _ q q q q | . . . . . . . . |  PARAM_SHARD  stepped, and garbage
+        all_gather_params       | p p p _ q q q q | q _ _ _ r r _ _ |  PARAMS
 
     The inner optimizer steps tensors of 32 bits. Three cases, one code:
 

@@ -1,7 +1,7 @@
 """Stage 3, grad buffer: gradients and parameters take turns in one flat buffer, of which every rank owns 1/d.
 
-Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and after the
-first a step allocates no buffer.
+Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and no step but
+the first allocates a buffer.
 Source of the idea: the distributed optimizer of Megatron-LM.
 """
 

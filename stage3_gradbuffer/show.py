@@ -2,8 +2,8 @@
 
     python -m stage3_gradbuffer.show [--ranks 4] [--params 5,2,9] [--dtype bfloat16] [--grad-dtype float32] [--svg FILE]
 
-The ranks are processes, the collectives are those of gloo (NCCL with a GPU for each rank), and the optimizer is the core
-of this stage, untouched: a `WatchedBuffer` takes the place of its `GradBuffer`.
+The ranks are processes, the collectives are those of gloo (NCCL with a GPU for each rank), and the optimizer is the
+core of this stage, untouched: a `WatchedBuffer` takes the place of its `GradBuffer`.
 """
 
 import argparse

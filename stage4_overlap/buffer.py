@@ -26,7 +26,7 @@ def bucket_layout(nbytes, dtypes, cap_bytes):
 
     Gradients become ready in about the reverse order of the parameters. A bucket holds whole parameters of one dtype
     and is closed when it has at least `cap_bytes`. The first one is closed at a quarter of that, so that communication
-    starts early; so is the last one, with what is left over: nothing is left to hide it behind.
+    starts early. The last one is kept as small, with what is left over: no computing is left to hide it.
     """
     small = cap_bytes / 4
     n_last = sum(total < small for total in itertools.accumulate(nbytes)) + 1  # of the model's first parameters
@@ -106,7 +106,7 @@ class Bucket:
         if self.param_sync is not None:
             for work in self.param_sync:
                 work.wait()
-            # Kept until the next: were gloo's own worker the last to hold it, Python's end would abort the process.
+            # Kept until the next all-gather: a work that nobody here holds may abort the process as Python ends.
             self.last_param_sync, self.param_sync = self.param_sync, None
 
 
@@ -152,14 +152,14 @@ class PartitionedGradient:
         self.shard, self.is_empty = torch.zeros_like(main_shard), True
 
     def add(self, parts):
-        """Add up `parts`, one of each rank or their sum: in order, and in fp32."""
+        """Add `parts`, one of each rank, in rank order and in fp32; or their sum, where a collective has made it."""
         for part in parts:
             self.shard.copy_(part) if self.is_empty else self.shard.add_(part)
             self.is_empty = False
 
 
 class BucketBuffer:
-    """Where the gradients of one bucket travel, whichever it is. There are two: a third bucket waits for the first.
+    """Where the gradients of a bucket travel; every bucket fits. There are two: a third bucket waits for the first.
 
     Attributes:
         places: bucket -> slots, views shaped like its parameters; and sent and received, (d, numel / d) each. Made

@@ -78,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_own(self):
         """Step the owned ranges, with the hyperparameters of this moment: schedulers write into our groups."""
-        self.finish_param_sync()  # of buckets that no forward pass has asked for
+        self.finish_param_sync()  # parameters that no forward pass has asked for: their memory is about to be stepped
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own.update(hyperparameters(group))
         self.optimizer.step()
@@ -93,7 +93,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Collective: every rank calls it. With `prefetch_params` it returns while parameters are still under way."""
+        """Collective: every rank calls it. Gradients are gone afterwards.
+
+        With `prefetch_params` it returns while parameters are still under way.
+        """
         self.sync_grads()
         self.step_own()
         self.sync_params()

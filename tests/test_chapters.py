@@ -139,7 +139,7 @@ def test_a_chapter_sends_its_reader_to_the_reference_once(chapter):
 # Left out is the bug that is a race (stage 4, the wrong bucket): it isn't seen in every run.
 DIFFERS = r"parameter \S+ differs by \S+ from replicated training"
 BUGS = {
-    ("replicated", STAGES[0]): ("                copy_all(shard, split_like(flat, shard))\n", "", DIFFERS),
+    ("replicated", STAGES[0]): ("                copy_all(shard, cut_like(flat, shard))\n", "", DIFFERS),
     ("replicated", STAGES[1]): (
         "mine = self.shards[self.rank]\n",
         'mine = [param for group in self.optimizer.param_groups for param in group["params"]]\n', DIFFERS),

@@ -96,6 +96,20 @@ def test_a_core_equals_replicated_training(run, stage, name, groups):
     run(equals_replicated, stage, name, groups, prefetch=False, micro_batches=1)
 
 
+def never_zeroed(rank, stage):
+    """Two steps of SGD without zero_grad(): gradients add up, as in torch, but in stages 3 and 4 a step uses them up."""
+    weight = nn.Parameter(torch.zeros(40))
+    optimizer = core_of(stage)([weight], torch.optim.SGD, lr=1.0)
+    for _ in range(2):
+        weight.sum().backward()
+        optimizer.step()
+    return weight[0].item()
+
+
+def test_what_a_step_of_a_core_leaves_of_gradients(run, stage):
+    assert set(run(never_zeroed, stage)) == {-3.0 if stage in (ONE, TWO) else -2.0}
+
+
 def test_a_core_adds_up_micro_batches(run, stage):
     run(equals_replicated, stage, "AdamW", nn.Module.parameters, prefetch=False, micro_batches=3)
 
@@ -237,7 +251,8 @@ def order_and_memory(rank):
     x = torch.ones(2, 7, requires_grad=True)
     outputs = {i: layers[i](x) * (i + 1) for i in order}
     sum(outputs[i].sum() for i in range(6)).backward()
-    assert left == list(range(6)) and max(travelling) <= 2
+    assert left == list(range(6)), f"buckets left as {left}"
+    assert max(travelling) <= 2
     assert all(layer.weight.grad is None for layer in layers)
     optimizer.step()
     for i, (layer, old) in enumerate(zip(layers, before)):

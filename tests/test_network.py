@@ -200,7 +200,7 @@ def written_after(measured, path, monkeypatch, *options):
     """What the file holds after a run at 300 Mbit/s, in which `measured(args)` stands for the measuring."""
     monkeypatch.setattr(program, "missing", lambda: None)
     monkeypatch.setattr(program, "measure_on_two_hosts", measured)
-    monkeypatch.setattr(program.harness, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(program.cli, "exit_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
     with pytest.raises(SystemExit) as end:
         program.main()

@@ -1,4 +1,4 @@
-"""For whoever brings a tensor-parallel model: its parameters are DTensors, which stage 4 can shard, and this stage can't.
+"""For whoever brings a tensor-parallel model: its parameters are DTensors, which stage 4 shards, and this stage can't.
 
 Shown by tests/test_dtensor.py.
 """

@@ -14,8 +14,9 @@ from .refuse import all_params, param_ids, refuse_edited
 
 
 class Wrapper:
-    """What a guard needs of its stage: `checked(params, existing)`, `make_optimizer(groups)`, `finish_grad_sync()`,
-    `found_inf(grad_scaler)`, and `skip_step()`, which forgets what the step would have used up."""
+    """What it needs of its stage: `checked(params, existing)`, `make_optimizer(groups)`, `finish_grad_sync()`,
+    `found_inf(grad_scaler)`, and `skip_step()`, which forgets what the step would have used up.
+    """
 
     known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
 

@@ -176,15 +176,16 @@ class GuardedBuffer(GradBuffer):
         """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
         for param, view, grad in zip(self.params, self.param_views, self.grads):
             if param.data_ptr() != view.data_ptr():
+                name = name_of(param, groups)
                 raise RuntimeError(
-                    f"the data of parameter {name_of(param, groups)} was replaced, by model.to() or vector_to_parameters(), "
-                    "and this optimizer steps the old one: write into it with copy_(), or build the optimizer "
-                    "afterwards"
+                    f"the data of parameter {name} was replaced, by model.to() or vector_to_parameters(), and this "
+                    "optimizer steps the old one: write into it with copy_(), or build the optimizer afterwards"
                 )
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
+                name = name_of(param, groups)
                 raise RuntimeError(
-                    f"main_grad of parameter {name_of(param, groups)} was replaced, or a later optimizer has the gradients: "
-                    "write into it with copy_(), or build this one anew"
+                    f"main_grad of parameter {name} was replaced, or a later optimizer has the gradients: write into "
+                    "it with copy_(), or build this one anew"
                 )
 
     def copy_params_to_model(self):

@@ -130,7 +130,7 @@ def wait_for(kinds):
 
 
 class ModuleHook:
-    """Waits for a module's own parameters before it is called, and for those of the containers in it, which nobody calls.
+    """Waits for a module's own parameters before it is called, and for those of containers in it: nobody calls these.
 
     torch's MultiheadAttention reads those of a module in it, which it doesn't call, and TransformerEncoder asks those
     of its first layer, if that is in eval, for their class. Inside torch.func.grad there are other tensors, made past

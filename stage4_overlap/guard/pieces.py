@@ -15,7 +15,8 @@ from .refuse import all_params
 
 class StateOfPieces:
     """What it needs of its stage: `owned_ranges()`, an iterator over what `pieces` returns; `take_model_changes()`, so
-    that main parameters follow what others wrote into the model; `let_go()`, which hands the parameters back to torch."""
+    that main parameters follow what others wrote into the model; and `let_go()`, which hands the parameters back.
+    """
 
     def join(self, process_group):
         self.process_group = process_group
