@@ -58,7 +58,7 @@ def words(text):
 
 
 def code_lines(path):
-    """Lines of a Python file that are no blanks, comments or docstrings."""
+    """-> number -> text of the lines of a Python file that are code: no blanks, comments or docstrings."""
     source = path.read_text(encoding="utf-8")
     found, no_code = set(), (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
                              tokenize.ENCODING, tokenize.ENDMARKER)
@@ -68,12 +68,13 @@ def code_lines(path):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             found -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(found)
+    lines = source.splitlines()
+    return {number: lines[number - 1].split("  #")[0] for number in sorted(found)}
 
 
 def core_lines(folder):
     """Code lines of a stage's core."""
-    return sum(code_lines(folder / name) for name in CORE if (folder / name).exists())
+    return sum(len(code_lines(folder / name)) for name in CORE if (folder / name).exists())
 
 
 def minutes(page, folder=None):

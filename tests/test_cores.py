@@ -97,7 +97,7 @@ def test_a_core_equals_replicated_training(run, stage, name, groups):
 
 
 def never_zeroed(rank, stage):
-    """Two steps of SGD without zero_grad(): gradients add up, as in torch, but in stages 3 and 4 a step uses them up."""
+    """Two steps of SGD without zero_grad(): gradients add up, as in torch, but stages 3 and 4 use them up in a step."""
     weight = nn.Parameter(torch.zeros(40))
     optimizer = core_of(stage)([weight], torch.optim.SGD, lr=1.0)
     for _ in range(2):

@@ -159,9 +159,11 @@ def test_words_are_those_of_wc():
 
 
 def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
-    (tmp_path / "optimizer.py").write_text('"""Docs,\n\nlong."""\n\nimport torch\n\n# comment\n\nclass A:\n    """Docs."""\n'
-                                           '\n    def f(self):\n        """Docs."""\n        return """a\n\nb"""  # one\n')
-    assert docs.code_lines(tmp_path / "optimizer.py") == 6
+    (tmp_path / "optimizer.py").write_text(
+        '"""Docs,\n\nlong."""\n\nimport torch\n\n# comment\n\nclass A:\n    """Docs."""\n'
+        '\n    def f(self):\n        """Docs."""\n        return """a\n\nb"""  # one\n'
+    )
+    assert list(docs.code_lines(tmp_path / "optimizer.py")) == [5, 9, 12, 14, 15, 16]
     assert docs.core_lines(tmp_path) == 6
     (tmp_path / "page.md").write_text("word " * 300 + "<!-- report: x -->\n" + "word " * 100 + "<!-- end -->")
     assert docs.minutes(tmp_path / "page.md", tmp_path) == pytest.approx(300 / 200 + 6 / 5, abs=0.01)

@@ -3,15 +3,14 @@
 import ast
 import difflib
 import graphlib
-import io
 import re
 import shutil
 import subprocess
 import sys
-import tokenize
 
 import pytest
 
+from harness.docs import code_lines
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
 
@@ -35,20 +34,6 @@ def imported(path):
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             yield from (f"{module}.{alias.name}" for alias in node.names) if module == "harness" else [module]
-
-
-def code_lines(path):
-    """The lines of a file that are code, by number: no blanks, comments or docstrings."""
-    source, docstrings, found = path.read_text(), set(), set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in nothing:
-            found.update(range(token.start[0], token.end[0] + 1))
-    lines = source.splitlines()
-    return {number: lines[number - 1].split("  #")[0] for number in sorted(found - docstrings)}
 
 
 # ------------------------------------------------------------------------------------------------- cores and guards
@@ -293,6 +278,14 @@ def test_clean_removes_nothing_else(tmp_path):
     subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "runs", "runs 2"]
     assert not (tmp_path / "runs 2" / "__pycache__").exists()
+
+
+def test_lines_have_at_most_120_columns():
+    tracked = subprocess.run(["git", "ls-files", "*.py", "Makefile"], cwd=ROOT, capture_output=True, text=True).stdout
+    files = [ROOT / name for name in tracked.split()] or [*ROOT.glob("*/*.py"), *ROOT.glob("*/*/*.py")]
+    long = [(name_of(path), number) for path in files if path.exists()
+            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
+    assert files and not long
 
 
 @pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").glob("*.py")), *CHECKPOINT, *LIBRARY],

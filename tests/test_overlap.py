@@ -149,7 +149,8 @@ def natively(rank):
     """gloo's own reduce-scatter and all-gather stand for those of NCCL, which may add in any order."""
     for cap_mb in (ONE_PARAM, 0.0002, None):
         exchanged = trained(rank, "fp32", cap_mb, reduce_dtype=torch.float32)
-        with mock.patch("stage4_overlap.optimizer.transport_for", lambda group, *_: Transport(group)), Ledger() as ledger:
+        native_transport = mock.patch("stage4_overlap.optimizer.transport_for", lambda group, *_: Transport(group))
+        with native_transport, Ledger() as ledger:
             native = trained(rank, "fp32", cap_mb)
         assert ledger.collectives["reduce_scatter"] == ledger.collectives["all_gather"]
         torch.testing.assert_close(native, exchanged, rtol=0, atol=0 if rank.world_size <= 2 else 1e-5)
