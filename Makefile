@@ -1,4 +1,4 @@
-# make bench | test | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | report | diff
+# make bench | test | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | host | report | diff
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
@@ -13,7 +13,7 @@ ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test train network timeline show faults cuda report diff clean
+.PHONY: help bench test train network timeline show faults cuda host report diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -25,6 +25,7 @@ help:
 	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
 	@echo 'make faults                 kill ranks of a training run at random, 50 times: is anything lost?'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
+	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'
 	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
 	@echo 'make diff A=2 B=3           what one stage changes in the one before: the cores; with FULL=1 everything'
@@ -57,6 +58,9 @@ faults: $(ENV)
 
 cuda: $(ENV)
 	exec $(PYTHON) -m harness.gpu $(ARGS)
+
+host: $(ENV)
+	exec $(PYTHON) -m harness.host $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report

@@ -17,7 +17,7 @@ from harness import cli  # first: from here on Ctrl-C is one word
 import rich.console
 import rich.progress
 
-from harness import measure, peers, tables, timeline, workload
+from harness import host, measure, peers, tables, timeline, workload
 from harness.launch import WorkerError, Workers
 
 fail = functools.partial(cli.fail, "bench.py")
@@ -64,7 +64,7 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            more = 0 if args.quick else len(names) + 1
+            more = 0 if args.quick else len(names) + 4
             task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names) + more)
 
             def progress(text):
@@ -76,6 +76,7 @@ def main():
                     timeline.keep_exposed_only(result["rows"])
                 progress("model state at any number of ranks")
                 result["model_state"], result["gathered"] = measure.model_state(settings), measure.gathered(settings)
+                result["host"] = host.measure_ranks(result["conditions"]["device"], progress=progress)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     try:

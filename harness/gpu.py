@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-from harness import cli, memory, tables, workload
+from harness import cli, host, memory, tables, workload
 from harness.measure import rank_0_of
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
@@ -94,7 +94,7 @@ def facts(stage, model_name, d, device, n_steps=10):
     return row
 
 
-def measure(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied_bytes=2**30):
+def measure(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied_bytes=2**30, host_steps=60):
     """-> {"conditions": …, "rows": […]}: plain AdamW, then both stages at each d, for each model."""
     on_gpu = device.type == "cuda"
     conditions = {"machine": torch.cuda.get_device_name(device) if on_gpu else "CPU", "torch": torch.__version__,
@@ -102,7 +102,7 @@ def measure(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied
                   "date": date.today().isoformat()}
     rows = [facts(stage, name, d, device, n_steps) for name in models
             for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
-    return {"conditions": conditions, "rows": rows}
+    return {"conditions": conditions, "rows": rows, "host": host.measure_ranks(device, n_steps=host_steps)}
 
 
 def sheet(result):
@@ -144,7 +144,8 @@ def main():
     try:
         cli.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
     finally:  # see bench.py
-        print(tables.sheet_text(sheet(result)))
+        for one in [sheet(result), *map(tables.host_sheet, result["host"])]:
+            print(tables.sheet_text(one))
     print(f"written to {args.json}")
 
 

@@ -55,7 +55,8 @@ def sheets(result):
     state = [state_sheet(result["model_state"])] if "model_state" in result else []
     gathered = [gathered_sheet(result["gathered"])] if "gathered" in result else []
     accumulation = [accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
-    return [time, *line, *accumulation, memory, *state, *gathered]
+    host = [host_sheet(rows) for rows in result.get("host", [])]
+    return [time, *line, *accumulation, memory, *state, *gathered, *host]
 
 
 def failures(rows):
@@ -148,6 +149,21 @@ def state_sheet(states):
 def _state(row, d):
     counted, theory = row["bytes_per_param"][d], row["bytes_per_param_theory"][d]
     return f"{counted:.2f}" if abs(counted - theory) <= 0.01 * theory else f"{counted:.2f}\n({theory:.2f})"
+
+
+def host_sheet(rows):
+    """Of one number of tensors and one d, as harness.host measures them."""
+    plain, first = rows[0]["best_ms"], rows[0]
+    phases = ("forward", "backward", "step", "zero_grad", "whole")
+    body = [[row["name"], *(f"{row['best_ms'][phase]:.2f}" for phase in phases),
+             f"{row['best_ms']['whole'] / plain['whole']:.2f}", f"{row['median_ms']['whole']:.2f}",
+             f"{1e3 * row['best_ms']['whole'] / row['tensors']:.0f}"] for row in rows]
+    names = ("", "forw.", "backw.", "step", "zero", "whole", "x plain", "median", "µs/tensor")
+    return Sheet(f"Host time of a step in ms, measured: {first['tensors']} tensors of 16 x 16, rank 0 of {first['d']}",
+                 [(name, "") for name in names], body,
+                 [f"Best of {first['steps']} steps, all rows in turn; median and µs a tensor: of the whole step. "
+                  "Messages go nowhere, and nothing is waited for; ddp is in a group of one, on gloo. Buckets of stage "
+                  "4: 0.02 MB."])
 
 
 def gathered_sheet(rows):

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def test_rows_and_bytes():
-    result = gpu.measure(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024)
+    result = gpu.measure(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024, host_steps=1)
     assert [(row["stage"], row["d"]) for row in result["rows"]] == [
         ("fused AdamW", 1), *((stage, d) for stage in gpu.STAGES for d in (1, 8))]
     numel = sum(param.numel() for param in gpu.workload.GPT(gpu.workload.MODELS["nano"]).parameters())
@@ -34,7 +34,7 @@ def test_an_out_of_memory_is_a_result(monkeypatch):
     def fails(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     monkeypatch.setattr(gpu, "time_steps", fails)
-    result = gpu.measure(CPU, models=["nano"], ranks=(1,), copied_bytes=1024)
+    result = gpu.measure(CPU, models=["nano"], ranks=(1,), copied_bytes=1024, host_steps=1)
     assert all("out of memory" in row["error"] for row in result["rows"])
     assert "out of memory" in tables.sheet_text(gpu.sheet(result))
 
