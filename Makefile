@@ -1,4 +1,5 @@
-# make bench | test | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show | faults | cuda | host | report | diff
+# make bench | test | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show
+# make faults | cuda | host | report | docs-check | diff A=2 B=3
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
@@ -13,11 +14,12 @@ ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test train network timeline show faults cuda host report diff clean
+.PHONY: help bench test grade train network timeline show faults cuda host report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip", on GPUs "--gpu")'
+	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
@@ -37,6 +39,9 @@ bench: $(ENV)
 
 test: $(ENV)
 	exec $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(PARALLEL)') $(ARGS)
+
+grade: $(ENV)
+	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
 
 train: $(ENV)
 	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))

@@ -1,0 +1,1 @@
+"""The cores with bodies to fill in: docs/exercise.md."""

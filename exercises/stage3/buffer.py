@@ -1,0 +1,169 @@
+"""The one buffer of stage 3: gradients and parameters take turns in it, and both collectives are in place.
+
+Source of the idea: the grad buffer of Megatron-LM's distributed optimizer.
+
+Exercise: fill in 7 bodies, see docs/exercise.md. The solution is stage3_gradbuffer/buffer.py.
+"""
+
+import enum
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ALIGNMENT = 64  # bytes: the widest vector of a CPU; torch's fused kernels round what fills none otherwise
+
+
+class Holds(enum.Enum):
+    """What the buffer holds at the moment; a training step goes through the five from top to bottom."""
+
+    ZEROS = "zeros"
+    GRADS = "all gradients of this rank"
+    GRAD_SHARD = "this rank's shard of the reduced gradients, and garbage"
+    PARAM_SHARD = "this rank's shard of the updated parameters, and garbage"
+    PARAMS = "all updated parameters"
+
+
+class Range(NamedTuple):
+    """The part of a parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
+
+    index: int  # which parameter
+    start: int
+    stop: int
+    offset: int
+
+
+class GradBuffer:
+    """A flat buffer for the gradients of `params`, and then for the parameters that the step makes of them.
+
+    With d = 2, on rank 0, three parameters of which the second lies in both shards (`_`: padding, always zero):
+
+                                 rank 0's shard   | rank 1's
+        zero                    | 0 0 0 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |  ZEROS
+        backward                | a a a _ b b b b | b _ _ _ c c _ _ |  GRADS        of this rank's batch
+        reduce_scatter_grads    | A A A _ B B B B | . . . . . . . . |  GRAD_SHARD   averages, and garbage
+        take_main_params        | p p p _ q q q q | . . . . . . . . |  PARAM_SHARD  stepped, and garbage
+        all_gather_params       | p p p _ q q q q | q _ _ _ r r _ _ |  PARAMS
+
+    The inner optimizer steps tensors of 32 bits. Three cases, one code:
+
+        parameters  gradients   main gradients          main parameters
+        fp32        fp32        the shard itself        this rank's ranges of the model's own parameters
+        16 bits     fp32        the shard itself        an fp32 copy of those ranges
+        16 bits     16 bits     an fp32 copy of it      an fp32 copy of those ranges
+
+    Args:
+        params: tensors of one dtype on one device, contiguous.
+        grad_dtype: dtype of the gradients: that of the parameters, or torch.float32.
+        process_group: the d ranks that own a shard each.
+
+    Attributes:
+        holds: which of the five the buffer holds.
+        flat, flat_params: (padded numel,): the buffer, and the same bytes read as parameters.
+        grad_shard, param_shard: (padded numel / d,): this rank's part of either.
+        grads, new_params: for each parameter its views, of its shape. The first is `param.grad`, or `param.main_grad`.
+        ranges: which parts of which parameters lie in this rank's shard.
+        main_params, main_grads: for each range what the inner optimizer steps, (range numel,), and with which gradient.
+    """
+
+    def __init__(self, params, grad_dtype, process_group):
+        self.params, self.process_group = params, process_group
+        rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        dtype, numels = params[0].dtype, [param.numel() for param in params]
+        alignment = ALIGNMENT // min(dtype.itemsize, grad_dtype.itemsize)  # in elements
+        *starts, end = param_starts(numels, alignment)
+        numel = padded_numel(end, self.world_size, alignment)
+        shard_numel = numel // self.world_size
+        self.ranges = ranges_in_shard(numels, starts, rank * shard_numel, (rank + 1) * shard_numel)
+
+        self.holds = Holds.ZEROS
+        self.flat = torch.zeros(numel, dtype=grad_dtype, device=params[0].device)
+        self.flat_params = self.flat.view(dtype)[:numel]
+        self.grad_shard = self.flat.view(self.world_size, -1)[rank]
+        self.param_shard = self.flat_params.view(self.world_size, -1)[rank]
+
+        self.grads = views_of(self.flat, params, starts)
+        self.new_params = views_of(self.flat_params, params, starts)
+        self.make_main_tensors()
+        for param, grad in zip(params, self.grads):
+            self.watch(param)
+            self.attach(param, grad)
+
+    def make_main_tensors(self):
+        """What the inner optimizer steps. `to` copies only where the dtype is another one."""
+        self.main_grad_shard = self.grad_shard.to(at_least_fp32(self.grad_shard.dtype))
+        self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
+        self.main_params = [own.to(at_least_fp32(own.dtype)) for own in self.model_ranges()]
+        for main_param, main_grad in zip(self.main_params, self.main_grads):
+            main_param.grad = main_grad
+
+    def model_ranges(self):
+        """-> this rank's ranges of the model's own parameters: views, (range numel,) each."""
+        return [self.params[r.index].detach().view(-1)[r.start : r.stop] for r in self.ranges]
+
+    def watch(self, param):
+        param.register_post_accumulate_grad_hook(self.take_grad)
+
+    def attach(self, param, grad):
+        """From now on autograd adds the gradients of `param` to `grad`, its view of the buffer, in place."""
+        raise RuntimeError("fill in attach: make the view the gradient: param.grad, or param.main_grad")
+
+    def take_grad(self, param):
+        """ZEROS, GRADS -> GRADS. Called by autograd whenever it has added to `param.grad`."""
+        raise RuntimeError("fill in take_grad: add to main_grad where dtypes differ")
+
+    def reduce_scatter_grads(self):
+        """GRADS -> GRAD_SHARD, the average over the ranks; in place."""
+        raise RuntimeError("fill in reduce_scatter_grads: the average goes into grad_shard, in place")
+
+    def take_main_params(self):
+        """GRAD_SHARD -> PARAM_SHARD: the stepped main parameters, rounded to the model's dtype."""
+        raise RuntimeError("fill in take_main_params: main_params go into their ranges of param_shard")
+
+    def all_gather_params(self):
+        """PARAM_SHARD -> PARAMS; in place."""
+        raise RuntimeError("fill in all_gather_params: param_shard of all ranks goes into flat_params, in place")
+
+    def copy_params_to_model(self):
+        raise RuntimeError("fill in copy_params_to_model: views of flat_params go into params")
+
+    def zero(self):
+        """-> ZEROS, for the next backward pass to add to. What was padding is zero again, too."""
+        self.flat.zero_()
+        self.holds = Holds.ZEROS
+
+
+def param_starts(numels, alignment):
+    """-> where parameters begin that lie one after the other, each at a multiple of `alignment`; and where they end."""
+    return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
+
+
+def padded_numel(numel, world_size, alignment):
+    """-> the least length of at least `numel` that cuts into `world_size` equal shards, multiples of `alignment`."""
+    unit = world_size * alignment
+    return -(-numel // unit) * unit
+
+
+def ranges_in_shard(numels, starts, shard_start, shard_stop):
+    """-> which parts of parameters lie between two positions, a Range each. Shards ignore parameter boundaries."""
+    raise RuntimeError("fill in ranges_in_shard: which part of each parameter lies in the shard")
+
+
+def views_of(flat, params, starts):
+    """-> views of `flat`, shaped like `params`, which begin at `starts`."""
+    return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]
+
+
+def cut_ranges(shard, ranges):
+    """-> views of a shard, (range numel,) each; between them lies padding."""
+    return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]
+
+
+def at_least_fp32(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+def copy_all(targets, sources):
+    if targets:  # a rank may own nothing but padding
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,91 @@
+"""Stage 3, grad buffer: gradients and parameters take turns in one flat buffer, of which every rank owns 1/d.
+
+Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and no step but
+the first allocates a buffer.
+Source of the idea: the distributed optimizer of Megatron-LM.
+
+Exercise: fill in 2 bodies, see docs/exercise.md. The solution is stage3_gradbuffer/optimizer.py.
+"""
+
+import torch
+import torch.distributed as dist
+
+from .buffer import GradBuffer
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that averages gradients over d ranks, and whose state is spread over them, 1/d on each.
+
+    Args:
+        params: dense, contiguous tensors on one device, or parameter groups. Rank 0's values are broadcast.
+        optimizer_cls: an element-wise torch optimizer class: a piece of a tensor is stepped as in the whole.
+        process_group: the d ranks; None is all of them.
+        grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
+            them in the dtype of their parameter, in `param.grad`. Either is a view of the buffer.
+        optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
+
+    Without: frozen parameters, gradients and parameters that others write (model.zero_grad(), load_state_dict()),
+    clipping, loss scaling, groups added later, saving, errors that say what is wrong: see guard/.
+    """
+
+    buffer_class = GradBuffer
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, grad_dtype=None,
+                 **optimizer_kwargs):
+        self.process_group = process_group
+        self.grad_dtype = grad_dtype
+        self.buffers = []  # one for each dtype of parameters
+        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # steps what this rank owns
+        self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
+        super().__init__(params, self.optimizer.defaults)
+        self.shard(self.param_groups)
+
+    @torch.no_grad()
+    def shard(self, groups):
+        """Put the parameters of `groups` into buffers; the inner optimizer steps what this rank owns of those."""
+        params = [param for group in groups for param in group["params"]]
+        main_param = {}  # parameter -> the range of it that this rank owns, if there is one
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            alike = [param for param in params if param.dtype == dtype]
+            for param in alike:
+                dist.broadcast(param, group=self.process_group, group_src=0)
+            buffer = self.buffer_class(alike, self.grad_dtype or dtype, self.process_group)
+            main_param.update((alike[r.index], main) for r, main in zip(buffer.ranges, buffer.main_params))
+            self.buffers.append(buffer)
+        for group in groups:
+            owned = [main_param[param] for param in group["params"] if param in main_param]
+            self.optimizer.add_param_group({**hyperparameters(group), "params": owned})
+
+    @torch.no_grad()
+    def sync_grads(self):
+        """All gradients of this rank -> this rank's shard of their average over the ranks."""
+        raise RuntimeError("fill in sync_grads: reduce-scatter each buffer")
+
+    def step_own(self):
+        """Step the owned ranges, with the hyperparameters of this moment: schedulers write into our groups."""
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            own.update(hyperparameters(group))
+        self.optimizer.step()
+
+    def sync_params(self):
+        """This rank's shard of the stepped parameters -> all parameters, in the model."""
+        raise RuntimeError("fill in sync_params: take main parameters, gather all, copy to the model")
+
+    @torch.no_grad()
+    def step(self):
+        """Collective: every rank calls it. Gradients are zero afterwards."""
+        self.sync_grads()
+        self.step_own()
+        self.sync_params()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        """Zero the gradients. They stay views of the buffer, whatever `set_to_none` says."""
+        for buffer in self.buffers:
+            buffer.zero()
+
+
+def hyperparameters(group):
+    """What a parameter group holds beside its parameters: lr, betas and so on."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

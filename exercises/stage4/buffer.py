@@ -1,0 +1,216 @@
+"""Buckets, the buffer that parameters live in, and the buffers that gradients travel in.
+
+Sources of the ideas: DistributedDataParallel's buckets, Megatron-LLaMA's OverlappedDistributedOptimizer, veScale.
+
+Exercise: fill in 6 bodies, see docs/exercise.md. The solution is stage4_overlap/buffer.py.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ALIGNMENT = 64  # bytes: the widest vector of a CPU; torch's fused kernels round what fills none otherwise
+
+
+class Range(NamedTuple):
+    """The part of a parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
+
+    index: int  # which parameter
+    start: int
+    stop: int
+    offset: int
+
+
+def bucket_layout(nbytes, dtypes, cap_bytes):
+    """Which parameters go into which bucket -> lists of indices, in the order in which the buckets leave.
+
+    Gradients become ready in about the reverse order of the parameters. A bucket holds whole parameters of one dtype
+    and is closed when it has at least `cap_bytes`. The first one is closed at a quarter of that, so that communication
+    starts early. The last one is kept as small, with what is left over: no computing is left to hide it.
+    """
+    small = cap_bytes / 4
+    n_last = sum(total < small for total in itertools.accumulate(nbytes)) + 1  # of the model's first parameters
+    buckets, filling = [], {}  # filling: dtype -> [indices, bytes] of the bucket that is open for it
+    for index in reversed(range(len(nbytes))):
+        if index == n_last - 1:  # what is left over joins the last bucket, unless that would make it large
+            large = [dtype for dtype, (_, filled) in filling.items() if filled >= small]
+            buckets += [filling.pop(dtype)[0] for dtype in large]
+        bucket = filling.setdefault(dtypes[index], [[], 0])
+        bucket[0].append(index)
+        bucket[1] += nbytes[index]
+        if index >= n_last and bucket[1] >= (cap_bytes if buckets else small):
+            buckets.append(filling.pop(dtypes[index])[0])
+    return buckets + [indices for indices, _ in filling.values()]
+
+
+class Bucket:
+    """Whole parameters of one dtype, whose gradients leave together; each of the d ranks owns 1/d of their elements.
+
+    Args:
+        params: in the order in which their gradients are expected.
+        transport: between the d ranks.
+
+    Attributes:
+        ready: those of `params` whose gradient has come in this round.
+        starts, ranges: where each parameter begins; which parts of them this rank owns.
+        numel: of all, padded.
+        flat_params: (numel,): this bucket's part of the ParameterBuffer.
+        shards: (d, numel / d): the same, row r is rank r's.
+        parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
+        main_params: parameter -> what of it this rank steps, (range numel,), if anything.
+    """
+
+    def __init__(self, params, transport):
+        self.params, self.transport, self.ready = params, transport, set()
+        self.tensors = [self.tensor_of(param) for param in params]
+        numels = [tensor.numel() for tensor in self.tensors]
+        alignment = ALIGNMENT // params[0].dtype.itemsize  # in elements
+        *self.starts, end = param_starts(numels, alignment)
+        self.numel = padded_numel(end, transport.world_size, alignment)
+        shard_numel = self.numel // transport.world_size
+        shard_start = transport.rank * shard_numel
+        self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + shard_numel)
+        self.param_sync = None  # the works of the all-gather that is under way
+
+    def tensor_of(self, param):
+        return param
+
+    def move_in(self, flat_params):
+        """Make the parameters views of `flat_params`, (numel,)."""
+        self.flat_params, self.shards = flat_params, flat_params.view(self.transport.world_size, -1)
+        self.views = views_of(flat_params, self.tensors, self.starts)
+        for tensor, view in zip(self.tensors, self.views):
+            tensor.data = view.copy_(tensor)
+
+    def partition(self):
+        """Take this rank's 1/d of the parameters, as they are now, and make room for 1/d of the gradients."""
+        self.parameter = PartitionedParameter(self.shards[self.transport.rank])
+        self.gradient = PartitionedGradient(self.parameter.main_shard)
+        main_params = cut_ranges(self.parameter.main_shard, self.ranges)
+        for main_param, main_grad in zip(main_params, cut_ranges(self.gradient.shard, self.ranges)):
+            main_param.grad = main_grad
+        self.main_params = {self.params[r.index]: main for r, main in zip(self.ranges, main_params)}
+
+    def is_full(self):
+        return len(self.ready) == len(self.params)
+
+    def grads(self):
+        return [param.grad for param in self.params]
+
+    def start_param_sync(self):
+        """Send the stepped parameters to all ranks, in place."""
+        raise RuntimeError("fill in start_param_sync: main parameters to the model's, then all-gather")
+
+    def finish_param_sync(self):
+        raise RuntimeError("fill in finish_param_sync: wait for the works, once")
+
+
+class ParameterBuffer:
+    """Parameters of one dtype in one tensor, bucket after bucket: the model's are views, all-gathers land in place."""
+
+    def __init__(self, buckets):
+        numels, like = [bucket.numel for bucket in buckets], buckets[0].tensors[0]
+        self.flat = torch.zeros(sum(numels), dtype=like.dtype, device=like.device)
+        for bucket, flat_params in zip(buckets, self.flat.split(numels)):
+            bucket.move_in(flat_params)
+        dist.broadcast(self.flat, group=buckets[0].transport.process_group, group_src=0)  # all ranks start alike
+        for bucket in buckets:
+            bucket.partition()
+
+
+class PartitionedParameter:
+    """This rank's 1/d of a bucket's parameters, in fp32 at least: what the inner optimizer steps.
+
+    Attributes:
+        shard: (numel / d,): where it lies in the ParameterBuffer.
+        main_shard: (numel / d,) fp32, of fp64 parameters fp64: the same tensor unless the parameters have 16 bits.
+    """
+
+    def __init__(self, shard):
+        self.shard = shard
+        self.main_shard = shard.to(torch.promote_types(shard.dtype, torch.float32))
+
+    def copy_main_to_model(self):
+        if self.main_shard is not self.shard:
+            self.shard.copy_(self.main_shard)
+
+
+class PartitionedGradient:
+    """This rank's 1/d of a bucket's averaged gradients, in fp32 at least: all that stays of them.
+
+    Attributes:
+        shard: (numel / d,), of the dtype of `main_shard`.
+        is_empty: whether the next sum replaces what `shard` holds; else it is of another micro-batch, and is added.
+    """
+
+    def __init__(self, main_shard):
+        self.shard, self.is_empty = torch.zeros_like(main_shard), True
+
+    def add(self, parts):
+        """Add `parts`, one of each rank, in rank order and in fp32; or their sum, where a collective has made it."""
+        raise RuntimeError("fill in add: the first part replaces what is empty, others are added")
+
+
+class BucketBuffer:
+    """Where the gradients of a bucket travel; every bucket fits. There are two: a third bucket waits for the first.
+
+    Attributes:
+        places: bucket -> slots, views shaped like its parameters; and sent and received, (d, numel / d) each. Made
+            once, since Python is slow at making views and computing waits meanwhile.
+        bucket, works: whose gradients are in it; what to wait for.
+    """
+
+    def __init__(self, buckets, transport):
+        self.transport, self.places = transport, {}
+        largest = max((bucket.flat_params for bucket in buckets), key=lambda flat: flat.nbytes)
+        self.sent = torch.zeros(largest.nbytes, dtype=torch.uint8, device=largest.device)
+        self.received = torch.zeros_like(self.sent) if transport.needs_receive_buffer else self.sent
+        for bucket in buckets:
+            sent, received = [memory[: bucket.flat_params.nbytes].view(bucket.flat_params.dtype)
+                              for memory in (self.sent, self.received)]
+            slots = views_of(sent, bucket.tensors, bucket.starts)
+            self.places[bucket] = slots, sent.view_as(bucket.shards), received.view_as(bucket.shards)
+
+    def start_grad_sync(self, bucket):
+        """Take the gradients of `bucket` out of its parameters, and send them off."""
+        raise RuntimeError("fill in start_grad_sync: copy the gradients into slots, let go of them, reduce-scatter")
+
+    def copy_scaled(self, grads, slots):
+        raise RuntimeError("fill in copy_scaled: each gradient / d into its slot")
+
+    def finish_grad_sync(self):
+        """Wait, and add the sum to this rank's shard."""
+        raise RuntimeError("fill in finish_grad_sync: wait, then add the parts to the bucket's gradient")
+
+
+def param_starts(numels, alignment):
+    """-> where parameters begin that lie one after the other, each at a multiple of `alignment`; and where they end."""
+    return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
+
+
+def padded_numel(numel, world_size, alignment):
+    """-> the least length of at least `numel` that cuts into `world_size` equal shards, multiples of `alignment`."""
+    unit = world_size * alignment
+    return -(-numel // unit) * unit
+
+
+def ranges_in_shard(numels, starts, shard_start, shard_stop):
+    """-> which parts of parameters lie between two positions, a Range each. Shards ignore parameter boundaries."""
+    ranges = []
+    for index, (numel, param_start) in enumerate(zip(numels, starts)):
+        start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
+        if start < stop:
+            ranges.append(Range(index, start - param_start, stop - param_start, start - shard_start))
+    return ranges
+
+
+def views_of(flat, params, starts):
+    """-> views of `flat`, shaped like `params`, which begin at `starts`."""
+    return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]
+
+
+def cut_ranges(shard, ranges):
+    """-> views of a shard, (range numel,) each; between them lies padding."""
+    return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]

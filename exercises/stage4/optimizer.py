@@ -1,0 +1,155 @@
+"""Stage 4, overlap: buckets of gradients leave during the backward pass, parameters come back during the next forward.
+
+Unlike stage 3: there is a shard of every bucket, no gradient stays on a rank that doesn't step it, and what travels
+does so behind computation.
+Source of the idea: Megatron-LLaMA's OverlappedDistributedOptimizer and veScale's overlapped parameter gather.
+
+Exercise: fill in 7 bodies, see docs/exercise.md. The solution is stage4_overlap/optimizer.py.
+"""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
+from .transport import transport_for
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that averages gradients over d ranks, and whose state is spread over them, 1/d on each.
+
+    Args:
+        params: dense, contiguous tensors on one device, or parameter groups. Rank 0's values are broadcast.
+        optimizer_cls: an element-wise torch optimizer class: a piece of a tensor is stepped as in the whole.
+        process_group: the d ranks; None is all of them.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; None is 2 on a CPU and 25 on a GPU.
+        reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order, on NCCL too; on gloo that is so
+            anyway.
+        optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
+
+    Attributes:
+        buckets: in the order in which their gradients leave; parameters come back in the reverse order.
+        idle, travelling: the two bucket buffers; those in which gradients are under way, the oldest first.
+
+    Without: parameters that a backward pass doesn't use, accumulation without communication, who reads a parameter
+    past its module, clipping, loss scaling, groups added later, saving, errors that say what is wrong: see guard/.
+    """
+
+    bucket_class, bucket_buffer_class = Bucket, BucketBuffer
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
+                 reduce_dtype=None, **optimizer_kwargs):
+        self.process_group = process_group
+        self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
+        self.buckets, self.bucket_of = [], {}
+        self.idle, self.travelling = deque(), deque()
+        self.next_bucket = 0  # in the queue of those that are to leave
+        self.prefetching = False
+        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # steps what this rank owns
+        self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
+        super().__init__(params, self.optimizer.defaults)
+        self.shard(self.param_groups)
+
+    @torch.no_grad()
+    def shard(self, groups):
+        """Put the parameters of `groups` into buckets; the inner optimizer steps what this rank owns of those."""
+        params = [param for group in groups for param in group["params"]]
+        transport = transport_for(self.process_group, params[0].device, self.reduce_dtype)
+        cap_mb = self.bucket_cap_mb or (25 if params[0].device.type == "cuda" else 2)
+        layout = bucket_layout([self.nbytes_of(param) for param in params], [p.dtype for p in params], cap_mb * 2**20)
+        buckets = [self.bucket_class([params[index] for index in indices], transport) for indices in layout]
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            ParameterBuffer([bucket for bucket in buckets if bucket.params[0].dtype == dtype])
+        for bucket in buckets:
+            self.buckets.append(bucket)
+            self.bucket_of.update(dict.fromkeys(bucket.params, bucket))
+        self.idle = deque(self.bucket_buffer_class(self.buckets, transport) for _ in range(2))
+        main_param = {param: main for bucket in buckets for param, main in bucket.main_params.items()}
+        for group in groups:
+            owned = [main_param[param] for param in group["params"] if param in main_param]
+            self.optimizer.add_param_group({**hyperparameters(group), "params": owned})
+        for param in params:
+            self.watch(param)
+
+    @torch.no_grad()
+    def sync_grads(self):
+        """Most buckets have come during the backward pass; wait for those that are still under way."""
+        raise RuntimeError("fill in sync_grads: receive all that travels")
+
+    def step_own(self):
+        """Step the owned ranges, with the hyperparameters of this moment: schedulers write into our groups."""
+        self.finish_param_sync()  # parameters that no forward pass has asked for: their memory is about to be stepped
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            own.update(hyperparameters(group))
+        self.optimizer.step()
+
+    def sync_params(self):
+        """Send this rank's parameters to all, in the order of the forward pass: what it reads first leaves first."""
+        raise RuntimeError("fill in sync_params: start every bucket, in the order of the forward pass")
+
+    @torch.no_grad()
+    def step(self):
+        """Collective: every rank calls it. Gradients are gone afterwards.
+
+        With `prefetch_params` it returns while parameters are still under way.
+        """
+        self.sync_grads()
+        self.step_own()
+        self.sync_params()
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        """Forget the gradients, also those that have left. What has begun to travel must end, on every rank."""
+        self.sync_grads()
+        for bucket in self.buckets:
+            bucket.gradient.is_empty = True
+        super().zero_grad()
+
+    def on_grad_ready(self, param):
+        """Called by autograd when the gradient of `param` is complete, in whatever order they come."""
+        raise RuntimeError("fill in on_grad_ready: note it in its bucket, then send full buckets")
+
+    def send_full_buckets(self):
+        """In bucket order, the same on every rank: a bucket that is full early waits for those before it."""
+        raise RuntimeError("fill in send_full_buckets: in bucket order; after the last the round ends")
+
+    def end_round(self):
+        """Every bucket has left: the next gradient is of another micro-batch, or comes after the step."""
+        self.next_bucket = 0
+
+    @torch.no_grad()
+    def send_grads(self, bucket):
+        """Two buffers bound the memory: a third bucket, and the backward pass with it, waits until one has arrived."""
+        raise RuntimeError("fill in send_grads: in an idle buffer; if none is, receive the oldest first")
+
+    def receive_oldest(self):
+        raise RuntimeError("fill in receive_oldest: finish the first that travels, which is idle then")
+
+    def prefetch_params(self, model):
+        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
+        self.prefetching = True
+        for module in model.modules():
+            self.hook_module(module)
+
+    def wait_for_own_params(self, module, _):
+        raise RuntimeError("fill in wait_for_own_params: finish the buckets of this module's parameters")
+
+    def finish_param_sync(self):
+        """Wait until every parameter has arrived: before an evaluation or a save, where parameters are prefetched."""
+        for bucket in self.buckets:
+            bucket.finish_param_sync()
+
+    def nbytes_of(self, param):
+        return param.nbytes
+
+    def watch(self, param):
+        param.register_post_accumulate_grad_hook(self.on_grad_ready)
+
+    def hook_module(self, module):
+        module.register_forward_pre_hook(self.wait_for_own_params)
+
+
+def hyperparameters(group):
+    """What a parameter group holds beside its parameters: lr, betas and so on."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,118 @@
+"""Writes the exercises: each stage's core with some bodies taken out.
+
+    python -m grade.skeleton
+
+A test holds that exercises/ is what this writes: a core that is changed needs it once.
+"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
+    "stage1_naive_broadcast": {"optimizer.py": {
+        "ShardedOptimizer.shard": "broadcast from rank 0, choose owners, hand on what this rank owns",
+        "ShardedOptimizer.sync_grads": "average every gradient",
+        "ShardedOptimizer.step_own": "hand on lr and the like, then step the inner optimizer",
+        "ShardedOptimizer.sync_params": "for each rank flatten its shard, broadcast, copy back",
+        "ShardedOptimizer.average": "flatten, divide by d, all-reduce, copy back",
+    }},
+    "stage2_allgather": {"optimizer.py": {
+        "ShardedOptimizer.sync_params": "all-gather padded shards, then copy back",
+    }},
+    "stage3_gradbuffer": {
+        "optimizer.py": {
+            "ShardedOptimizer.sync_grads": "reduce-scatter each buffer",
+            "ShardedOptimizer.sync_params": "take main parameters, gather all, copy to the model",
+        },
+        "buffer.py": {
+            "GradBuffer.attach": "make the view the gradient: param.grad, or param.main_grad",
+            "GradBuffer.take_grad": "add to main_grad where dtypes differ",
+            "GradBuffer.reduce_scatter_grads": "the average goes into grad_shard, in place",
+            "GradBuffer.take_main_params": "main_params go into their ranges of param_shard",
+            "GradBuffer.all_gather_params": "param_shard of all ranks goes into flat_params, in place",
+            "GradBuffer.copy_params_to_model": "views of flat_params go into params",
+            "ranges_in_shard": "which part of each parameter lies in the shard",
+        },
+    },
+    "stage4_overlap": {
+        "optimizer.py": {
+            "ShardedOptimizer.sync_grads": "receive all that travels",
+            "ShardedOptimizer.sync_params": "start every bucket, in the order of the forward pass",
+            "ShardedOptimizer.on_grad_ready": "note it in its bucket, then send full buckets",
+            "ShardedOptimizer.send_full_buckets": "in bucket order; after the last the round ends",
+            "ShardedOptimizer.send_grads": "in an idle buffer; if none is, receive the oldest first",
+            "ShardedOptimizer.receive_oldest": "finish the first that travels, which is idle then",
+            "ShardedOptimizer.wait_for_own_params": "finish the buckets of this module's parameters",
+        },
+        "buffer.py": {
+            "Bucket.start_param_sync": "main parameters to the model's, then all-gather",
+            "Bucket.finish_param_sync": "wait for the works, once",
+            "PartitionedGradient.add": "the first part replaces what is empty, others are added",
+            "BucketBuffer.start_grad_sync": "copy the gradients into slots, let go of them, reduce-scatter",
+            "BucketBuffer.copy_scaled": "each gradient / d into its slot",
+            "BucketBuffer.finish_grad_sync": "wait, then add the parts to the bucket's gradient",
+        },
+        "transport.py": {},
+    },
+}
+
+
+def exercise_of(stage):
+    """-> the name of the exercise's package: exercises.stage1 of stage1_naive_broadcast."""
+    return f"exercises.{stage.split('_')[0]}"
+
+
+def functions(tree):
+    """(name, node) of each function of a module, and of each method as "Class.method"."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{child.name}", child) for child in node.body
+                        if isinstance(child, ast.FunctionDef))
+
+
+def emptied(source, asked, path):
+    """-> the source without the bodies of the functions in `asked`; signatures and docstrings stay.
+
+    Raises LookupError where there is no function of such a name.
+    """
+    tree, lines = ast.parse(source), source.splitlines()
+    found = dict(functions(tree))
+    if missing := asked.keys() - found.keys():
+        raise LookupError(f"grade/skeleton.py: {path} has no {', '.join(sorted(missing))}")
+    for name in sorted(asked, key=lambda name: -found[name].lineno):  # the last one first: lines keep their numbers
+        node = found[name]
+        first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+        indent = " " * (node.col_offset + 4)
+        fill_in = f"fill in {name.split('.')[-1]}: {asked[name]}"
+        lines[first : node.end_lineno] = [f'{indent}raise RuntimeError("{fill_in}")']
+    end = tree.body[0].end_lineno - 1  # of the module's docstring: a line with nothing but quotes
+    bodies = "1 body" if len(asked) == 1 else f"{len(asked)} bodies"
+    exercise = f"Exercise: fill in {bodies}, see docs/exercise.md. The solution is {path}."
+    lines[end:end] = ["", exercise] * bool(asked)
+    return "\n".join(lines) + "\n"
+
+
+def files():
+    """-> {path in exercises/: its text}."""
+    written = {"exercises/__init__.py": '"""The cores with bodies to fill in: docs/exercise.md."""\n'}
+    for stage, names_of in EMPTY.items():
+        exercise = exercise_of(stage)
+        folder = exercise.replace(".", "/")
+        written[f"{folder}/__init__.py"] = ""
+        for file, asked in names_of.items():
+            source = (ROOT / stage / file).read_text(encoding="utf-8")
+            written[f"{folder}/{file}"] = emptied(source, asked, f"{stage}/{file}")
+    return written
+
+
+def main():
+    for path, text in files().items():
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
