@@ -40,7 +40,7 @@ def result(tmp_path_factory):
 def test_schema(result):
     keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
     keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff"}
-    assert set(result) == {"conditions", "rows", "model_state", "gathered"}
+    assert set(result) == {"conditions", "rows", "model_state", "gathered", "host"}
     for row in result["rows"]:
         assert keys <= set(row), row["name"]
         assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}

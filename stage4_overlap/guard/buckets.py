@@ -35,7 +35,7 @@ class SafeBuckets:
 
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes=True)
-        self.hooks[param] = handle, param._post_accumulate_grad_hooks
+        self.hooks[id(param)] = handle, param._post_accumulate_grad_hooks
 
     def step_own(self):
         self.take_model_changes()
@@ -78,12 +78,12 @@ class SafeBucket:
         self.note_new_params()
 
     def grads(self):
-        """Of one that has none: zeros, without any memory."""
-        return [self.zero.expand_as(tensor) if param.grad is None else self.grad_of(param)
-                for param, tensor in zip(self.params, self.tensors)]
+        return [grad if type(grad) is torch.Tensor and grad.layout is torch.strided else self.dense(grad, param)
+                for grad, param in zip(super().grads(), self.params)]
 
-    def grad_of(self, param):
-        return param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
+    def dense(self, grad, param):
+        """A missing gradient is zero, without any memory."""
+        return self.zero.expand_as(self.tensor_of(param)) if grad is None else grad.to_dense()
 
     def start_param_sync(self):
         super().start_param_sync()

@@ -41,11 +41,10 @@ class LocalBucket:
     def tensor_of(self, param):
         return local(param)
 
-    def grad_of(self, param):
-        grad = super().grad_of(param)
-        if hasattr(param, "placements") and grad.placements != param.placements:
-            grad = grad.redistribute(placements=param.placements)
-        return local(grad)
+    def dense(self, grad, param):
+        if grad is not None and hasattr(param, "placements"):
+            grad = local(grad.redistribute(placements=param.placements))
+        return super().dense(grad, param)
 
     def version_of(self, param):
         """A DTensor has a version counter, and so has what this rank has of it: a write moves on one of the two."""

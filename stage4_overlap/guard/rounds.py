@@ -24,7 +24,8 @@ class Rounds:
     """Attributes, of what has happened since the last step:
         n_rounds, in_round: how many rounds have ended, and whether a backward pass has begun one that hasn't.
         went_backward: whether a pass has begun a round; once agreed: on any rank.
-        used, waiting: the parameters whose gradient, of this rank, has left; and whose gradient waits in param.grad.
+        used: the parameters whose gradient, of this rank, has left.
+        waiting: those whose gradient came outside of a round, and is in param.grad. In a round `Bucket.ready` has them.
         unused: those that received a gradient on no rank: they are not stepped.
         grads_synced: whether the ranks have agreed on these, and everything has left.
         backward_pass: a weak reference to the one that is under way.
@@ -76,14 +77,14 @@ class Rounds:
 
     def on_grad_ready(self, param):
         self.grads_synced = False
-        self.waiting.add(param)
         if self.accumulating:
+            self.waiting.add(param)
             return
         if self.backward_pass is None or self.backward_pass() is None:  # this is the first gradient of a pass
             self.begin_round()
-        if not self.in_round:
-            return  # every bucket has left: what is used again, by a checkpoint, waits for the next round
-        if self.has_later_hooks(param):  # of the user's: they see this gradient now, and it leaves with the next one
+        if not self.in_round:  # every bucket has left: what is used again, by a checkpoint, waits for the next round
+            self.waiting.add(param)
+        elif self.has_later_hooks(param):  # of the user's: they see this gradient now, and it leaves with the next one
             self.bucket_of[param].ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
             self.send_full_buckets()
             if self.in_round:
@@ -93,7 +94,7 @@ class Rounds:
 
     def has_later_hooks(self, param):
         """Whether somebody's hooks, registered later, are called after the one that takes the gradient."""
-        handle, all_hooks = self.hooks[param]
+        handle, all_hooks = self.hooks[id(param)]
         return next(reversed(all_hooks)) != handle.id
 
     def begin_round(self):
@@ -178,7 +179,8 @@ class Rounds:
         -> for each parameter: 0, or MISSING on a rank that asks for a gradient, or LATE, or MOVED.
         """
         params = all_params(self)
-        assigned = {param for param in params if param.grad is not None} - self.waiting  # by a user
+        by_autograd = self.waiting.union(*(bucket.ready for bucket in self.buckets))
+        assigned = {param for param in params if param.grad is not None} - by_autograd  # by a user
         wrong = dict.fromkeys(assigned if self.grads_synced else assigned & self.used, LATE)
         wrong.update(dict.fromkeys([param for bucket in self.buckets for param in bucket.moved_params()], MOVED))
         if self.grads_synced:  # the other ranks have gone on: there is nobody to agree with
