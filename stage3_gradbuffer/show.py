@@ -57,23 +57,23 @@ class WatchedBuffer(GradBuffer):
         self.record[method] = self.holds.name, values
 
     def reduce_scatter_grads(self):
-        self.note("backward", self.flat)
+        self.note("backward()", self.flat)
         super().reduce_scatter_grads()
-        self.note("reduce_scatter_grads", self.flat)
+        self.note("reduce_scatter_grads()", self.flat)
         self.note_main("main_grads", self.main_grads)
 
     def take_main_params(self):
-        self.note_main("optimizer.step", self.main_params)  # the inner one's, which has just returned
+        self.note_main("optimizer.step()", self.main_params)  # the inner one's, which has just returned
         super().take_main_params()
-        self.note("take_main_params", self.flat_params)
+        self.note("take_main_params()", self.flat_params)
 
     def all_gather_params(self):
         super().all_gather_params()
-        self.note("all_gather_params", self.flat_params)
+        self.note("all_gather_params()", self.flat_params)
 
     def zero(self):
         super().zero()
-        self.note("zero", self.flat)
+        self.note("zero()", self.flat)
 
 
 def run_rank(rank, port, args):
@@ -140,27 +140,27 @@ def key_steps(args):
     grads = [1 + 10 * rank for rank in range(d)]
     mean = sum(grads) / d
     return [
-        ("backward", True, "All gradients",
+        ("backward()", True, "All gradients",
          "Each rank's own, as backward left them: element e of rank r has the gradient e + 10 r."),
-        ("reduce_scatter_grads", False, "Reduced shard",
+        ("reduce_scatter_grads()", False, "Reduced shard",
          f"The average of what a rank owns: ({' + '.join(map(str, grads))}) / {d} = {mean:g}. Grey is garbage."),
         ("main_grads", False, "Main gradients", "What the inner optimizer reads: " +
          ("the shard, copied to fp32 tensors of its size." if grads_in_16_bit else "views of the shard, no copy.")),
-        ("optimizer.step", False, "Main parameters",
+        ("optimizer.step()", False, "Main parameters",
          f"What it stepped: {'fp32 tensors, kept for the shard only' if in_16_bit else 'views of the model, no copy'}. "
          f"Plain SGD: {START} − {LR} × {mean:g} = {START - LR * mean:.4g}."),
-        ("take_main_params", False, "Shard of parameters", "They take the place of the reduced gradients" +
+        ("take_main_params()", False, "Shard of parameters", "They take the place of the reduced gradients" +
          (", rounded to 16 bits" if in_16_bit else "") +
          (", in the first half of the bytes." if in_16_bit and not grads_in_16_bit else ".")),
-        ("all_gather_params", True, "All parameters",
+        ("all_gather_params()", True, "All parameters",
          "Each rank has received the shards of the others. They are copied to the model from here."),
-        ("zero", True, "Zeros", "Ready for the next backward pass to add to."),
+        ("zero()", True, "Zeros", "Ready for the next backward pass to add to."),
     ]
 
 
 def draw(records, args):
     """-> the picture: a legend and the key steps, each as (title, explanation, rows); a row as (label, cells)."""
-    numel, padded_numel = sum(args.params), len(records[0]["zero"][1])
+    numel, padded_numel = sum(args.params), len(records[0]["zero()"][1])
     starts = [i in accumulate(args.params) for i in range(padded_numel)]
     owners = [i * args.ranks // padded_numel for i in range(padded_numel)]
     names = [f"p{index}" for index, n in enumerate(args.params) for _ in range(n)] + ["pad"] * (padded_numel - numel)
@@ -184,7 +184,7 @@ def draw(records, args):
     for number, (method, all_count, title, explanation) in enumerate(key_steps(args), 1):
         state = records[0][method][0]
         rows = [row_of_values(rank, record[method][1], all_count) for rank, record in enumerate(records)]
-        blocks.append((f"{number}. {title}: {method}() → Holds.{state}", explanation, rows))
+        blocks.append((f"{number}. {title}: {method} → Holds.{state}", explanation, rows))
     return blocks
 
 
