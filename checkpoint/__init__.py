@@ -22,9 +22,10 @@ and it imports no stage. What it asks of a stage's optimizer is this face:
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
 """
 
-from .files import latest, load, save
 from .full_state import full_state_dict, load_full_state_dict
 from .ranks import CheckpointError
+from .reading import latest, load
 from .reshard import reshard
+from .writing import save
 
 __all__ = ["CheckpointError", "full_state_dict", "latest", "load", "load_full_state_dict", "reshard", "save"]

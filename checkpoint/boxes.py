@@ -28,20 +28,27 @@ def boxes(shape, start, stop):
 
 
 class Shard(torch.Tensor):
-    """A tensor of `shape` of which only the flat elements from `start` on, as many as `piece` has, are here.
+    """A tensor of (*lead, *shape) of which only a part is here: of `shape` the flat elements from `start` on.
 
     __create_chunk_list__, __create_write_items__ and __get_tensor_shard__ are the protocol of
     torch.distributed.checkpoint, which DTensor follows too.
+
+    Args:
+        part: (*lead, elements that are here).
     """
 
-    def __new__(cls, piece, shape, start):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=piece.dtype, device=piece.device)
+    def __new__(cls, part, shape, start):
+        shape = (*part.shape[:-1], *shape)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
 
-    def __init__(self, piece, shape, start):
-        self.parts, done = {}, 0  # offsets -> view of piece
-        for offsets, sizes in boxes(shape, start, start + piece.numel()):
-            n = math.prod(sizes)
-            self.parts[torch.Size(offsets)] = piece.reshape(-1)[done : done + n].view(sizes)
+    def __init__(self, part, shape, start):
+        lead, done = part.shape[:-1], 0
+        self.n_lead = len(lead)
+        self.parts, self.ranges = {}, {}  # offsets of a box -> view of part; -> (start, stop)
+        for offsets, sizes in boxes(shape, start, start + part.shape[-1]):
+            n, place = math.prod(sizes), torch.Size([0] * self.n_lead + list(offsets))
+            self.parts[place] = part[..., done : done + n].reshape((*lead, *sizes)).contiguous()  # as bytes it is read
+            self.ranges[place] = start + done, start + done + n
             done += n
 
     def __create_chunk_list__(self):

@@ -3,9 +3,9 @@
 A parameter's index is its place in all groups, as in torch's own state_dict.
 """
 
-import copy
+import collections
 import numbers
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ def group_of(optimizer):
 def pieces_of(optimizer) -> dict[int, Piece]:
     """-> index -> Piece, without those of no element. Every rank has all parameters of a plain torch optimizer."""
     index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
+    if not hasattr(optimizer, "pieces") and any(hasattr(param, "device_mesh") for param in all_params(optimizer)):
+        raise ValueError("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
     plain = [(param, 0, param.numel(), param) for param in all_params(optimizer)]
     pieces = optimizer.pieces() if hasattr(optimizer, "pieces") else plain
     return {index_of[id(param)]: Piece(start, stop, main) for param, start, stop, main in pieces if start < stop}
@@ -51,61 +53,6 @@ def pieces_of(optimizer) -> dict[int, Piece]:
 def steps_ranges(optimizer) -> bool:
     """Whether a rank may step a range of a parameter, as in stages 3 and 4, and not only whole ones."""
     return hasattr(optimizer, "move_to")
-
-
-def states_of(optimizer, pieces, all_main_params=False) -> dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """-> index -> name -> a tensor of the piece's shape; and name -> what all pieces of a parameter have in common.
-
-    A "step" may have one element, and so may a piece: its shape is not enough, `expected_state` knows which it is.
-    The main parameter of one that was never stepped is left out: torch would take it for a whole state. The model has
-    its value, except what rounding lost if it was loaded in fp32. `all_main_params` keeps it.
-    """
-    params, states = all_params(optimizer), {}
-    expected = expected_state(optimizer) if steps_ranges(optimizer) else [{}] * len(params)
-    for index, piece in pieces.items():
-        state = inner_of(optimizer).state.get(piece.main, {})
-        cut = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)
-               and value.shape == piece.main.shape and expected[index].get(key, True)}
-        states[index] = cut, {key: value for key, value in state.items() if key not in cut}
-        has_main_param = piece.main.dtype != params[index].dtype
-        if has_main_param and (all_main_params or state or not expected[index]):  # SGD may never have a state
-            cut["main_param"] = piece.main
-    return states
-
-
-def expected_state(optimizer, saved_groups=None) -> list[dict[str, bool]]:
-    """What the state of each parameter consists of: name -> whether it has an element for each of the parameter's.
-
-    Found out with a parameter of two elements, for each group: its hyperparameters may matter, or those saved of it.
-    """
-    expected = []
-    for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
-        probe = torch.zeros(2, device=group["params"][0].device)
-        probe.grad = torch.zeros_like(probe)
-        options = copy.deepcopy({**hyperparameters(group), **hyperparameters(saved)})
-        inner = optimizer.make_optimizer([{**options, "params": [probe]}])
-        inner.step()
-        elementwise = {key: getattr(value, "shape", ()) == probe.shape for key, value in inner.state[probe].items()}
-        expected += [elementwise] * len(group["params"])
-    return expected
-
-
-def expected_of_saved(optimizer, names, states, saved_groups) -> list[dict[str, bool]]:
-    """As expected_state, but what fits `states`, by name: it may be that of `saved_groups` or that of ours.
-
-    They differ where momentum was set to 0 since, say. Raises ValueError where a state is neither; a parameter that was
-    never stepped has none.
-    """
-    expected = []
-    for name, *kinds in zip(names, expected_state(optimizer, saved_groups), expected_state(optimizer)):
-        found = states.get(name, {}).keys() - {"main_param"}
-        fitting = [kind for kind in kinds if not found or kind.keys() == found]
-        if not fitting:
-            keeps = ", ".join(kinds[0]) or "nothing"
-            raise ValueError(f"the state of {name} is of another optimizer: {', '.join(states[name])}, "
-                             f"this one keeps {keeps}")
-        expected.append(fitting[0])
-    return expected
 
 
 def hyperparameters(group) -> dict:
@@ -130,23 +77,74 @@ def packed_groups(optimizer) -> list[dict]:
 
 @torch.no_grad()
 def install(optimizer, states, groups):
-    """Replace the inner optimizer's state by `states`, index -> name -> tensor or value, and all hyperparameters."""
+    """Replace the inner optimizer's state by `states`, index -> name -> value, and all hyperparameters."""
     inner, params = inner_of(optimizer), all_params(optimizer)
     place_of = {id(main): place for place, main in enumerate(all_params(inner))}
-    inner_states = {}
+    for_torch, ours = {}, {}
     for index, piece in pieces_of(optimizer).items():
         state = dict(states.get(index, {}))
         main_param = state.pop("main_param", None)
         if piece.main.dtype != params[index].dtype:
             own = local(params[index]).reshape(-1)[piece.start : piece.stop]
             piece.main.copy_(own if main_param is None else main_param)
-        if state:
-            inner_states[place_of[id(piece.main)]] = state
+        kept = {key: placed(value, piece.main) for key, value in state.items() if not is_for_torch(key, value)}
+        for_torch[place_of[id(piece.main)]] = {key: value for key, value in state.items() if key not in kept}
+        ours[piece.main] = kept
     for group, saved in zip(optimizer.param_groups, groups):
-        group.update(hyperparameters(saved))
+        group.update({key: like(group.get(key), value) for key, value in hyperparameters(saved).items()})
     if inner is not optimizer:
         optimizer.pass_on_hyperparameters()
-    inner.load_state_dict({"state": inner_states, "param_groups": inner.state_dict()["param_groups"]})
+    for_torch = {place: state for place, state in for_torch.items() if state}
+    inner.load_state_dict({"state": for_torch, "param_groups": inner.state_dict()["param_groups"]})
+    for main, kept in ours.items():
+        if kept:
+            inner.state[main].update(kept)
+
+
+def is_for_torch(key, value):
+    """Whether load_state_dict keeps it: it makes floats of whole numbers, something else of texts, lists of deques."""
+    is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or key == "step")
+    return is_float or value is None or isinstance(value, numbers.Number)
+
+
+def placed(value, main):
+    """A value of a state with its tensors where `main` is; floats in its dtype, as torch's load_state_dict has them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(main.device, main.dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return type(value)((key, placed(item, main)) for key, item in value.items())
+    if isinstance(value, collections.deque):
+        return collections.deque((placed(item, main) for item in value), value.maxlen)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(placed(item, main) for item in value)
+    return value
+
+
+def like(ours, value):
+    """A learning rate that is a tensor comes to the device of ours."""
+    both = isinstance(ours, torch.Tensor) and isinstance(value, torch.Tensor)
+    return value.to(ours.device) if both else value
+
+
+def check_hyperparameters(optimizer, groups):
+    """Raise ValueError where `groups` have something else in place of a number, say, that this optimizer's groups have.
+
+    None may stand for anything: a way that nobody has chosen.
+    """
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
+        for key, value in hyperparameters(saved).items():
+            if key in group and not are_alike(group[key], value):
+                raise ValueError(f"{key} of group {number} is {str(value)[:40]!r}, here it is {group[key]!r}")
+
+
+def are_alike(ours, theirs):
+    kinds = (numbers.Number, torch.Tensor), str, (list, tuple), dict
+    ours_is, theirs_is = ([isinstance(value, kind) for kind in kinds] for value in (ours, theirs))
+    if ours is None or theirs is None or not any(ours_is):
+        return True
+    if ours_is[2] and theirs_is[2]:
+        return len(ours) == len(theirs) and all(map(are_alike, ours, theirs))
+    return ours_is == theirs_is
 
 
 def refuse_outsider(optimizer):

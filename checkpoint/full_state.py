@@ -4,15 +4,18 @@ One parameter travels at a time: beyond its own part and what it asked for, no r
 """
 
 import copy
+import math
 import pickle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .face import all_params, expected_of_saved, group_of, inner_of, install, local, packed_groups, pieces_of
-from .face import refuse_outsider, states_of, steps_ranges
-from .ranks import all_gather, rank_and_size
+from .face import all_params, check_hyperparameters, group_of, inner_of, install, local, packed_groups, pieces_of
+from .face import refuse_outsider
+from .packing import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
+from .ranks import rank_and_size
+from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
 
 TAG = 2**30 - 1  # of messages to rank 0: not one that others might use
 
@@ -29,7 +32,8 @@ def full_state_dict(optimizer, to_all=False) -> dict:
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer.
 
     Raises:
-        RuntimeError: some ranks have a state for their part of a parameter, and others don't; on every rank.
+        RuntimeError: on every rank; some have a state for their part of a parameter, and others don't, or a state can't
+            be put together from the ranks' parts.
     """
     if to_all:
         refuse_outsider(optimizer)
@@ -37,9 +41,9 @@ def full_state_dict(optimizer, to_all=False) -> dict:
     rank, _ = rank_and_size(group)
     if rank < 0:
         return {}
-    pieces, params, state = pieces_of(optimizer), all_params(optimizer), {}
-    for index, whole, common in gather(states_of(optimizer, pieces), pieces, params, group, dst):
-        state[index] = {key: like(params[index], value.cpu()) for key, value in whole.items()} | common
+    params, state = all_params(optimizer), {}
+    for index, tree, found in gather(optimizer, local_states(optimizer, pieces_of(optimizer)), group, dst):
+        state[index] = filled(tree, lambda path: found[path].on_cpu(params[index]))
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
 
 
@@ -53,140 +57,191 @@ def load_full_state_dict(optimizer, state_dict):
         ValueError: on every rank, before anything is changed; it is of another model or optimizer.
     """
     refuse_outsider(optimizer)
-    groups, described = broadcast_plan(optimizer, state_dict)
+    group = group_of(optimizer)
+    groups, described, tensors = broadcast_plan(optimizer, state_dict)
     pieces, params, states = pieces_of(optimizer), all_params(optimizer), {}
-    rank, _ = rank_and_size(group_of(optimizer))
     inner_of(optimizer).state.clear()
-    for index, (dtypes, common) in described.items():
-        states[index] = common
-        for key, dtype in dtypes.items():
-            param = local(params[index])
-            whole = torch.empty(param.numel(), dtype=dtype, device=param.device)
-            if rank == 0:
-                whole.copy_(local(state_dict["state"][index][key]).reshape(-1))
-            if dist.is_initialized():
-                dist.broadcast(whole, group=group_of(optimizer), group_src=0)
-            if key == "main_param":
+    for index, (tree, cut, common) in described.items():
+        own, param = {}, local(params[index])
+        for path, (lead, dtype) in cut.items():
+            whole = travel(tensors.get((index, path)), (*lead, param.numel()), dtype, param.device, 0, group, None)
+            if path == "main_param":
                 param.copy_(whole.view(param.shape))
             if index in pieces:
-                start, stop, main = pieces[index]
-                states[index][key] = torch.empty_like(main, dtype=dtype).copy_(whole[start:stop].view(main.shape))
+                own[path] = Whole(whole, True).cut_for(pieces[index])
+        for path, (shape, dtype) in common.items():
+            own[path] = travel(tensors.get((index, path)), shape, dtype, param.device, 0, group, None)
+        if index in pieces:
+            states[index] = filled(tree, own.get)
     install(optimizer, states, groups)
 
 
-def like(param, flat):
-    """Flat elements in the shape of a parameter. What is of a DTensor becomes one, on the device of its mesh."""
-    whole = flat.view(local(param).shape)
-    if not hasattr(param, "device_mesh"):
-        return whole
-    layout = {"shape": param.shape, "stride": param.stride()}
-    return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
+class Whole(NamedTuple):
+    """A tensor of a state, put together: (*lead, numel) of a parameter if it `is_cut`, else as it is."""
+
+    tensor: torch.Tensor
+    is_cut: bool
+
+    def on_cpu(self, param):
+        """In the shape of the parameter. What is of a DTensor becomes one, on the device of its mesh."""
+        whole = self.tensor.cpu()
+        if not self.is_cut:
+            return whole
+        whole = whole.view((*whole.shape[:-1], *local(param).shape))
+        if not hasattr(param, "device_mesh"):
+            return whole
+        layout = {"shape": param.shape, "stride": param.stride()}
+        return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
+
+    def cut_for(self, piece):
+        """What the inner optimizer keeps for a piece. In memory it lies as that does: fused kernels don't look."""
+        if not self.is_cut:
+            return self.tensor
+        part = self.tensor[..., piece.start : piece.stop]
+        if part.dim() > 1:
+            return part.reshape((*part.shape[:-1], *piece.main.shape)).clone()
+        return torch.empty_like(piece.main, dtype=part.dtype).copy_(part.view(piece.main.shape))
 
 
-class Part(NamedTuple):
-    """What one rank has of the state of a parameter."""
-
-    start: int
-    stop: int
-    dtypes: dict[str, torch.dtype]  # of what has to travel
-    common: dict[str, Any]  # what all pieces of the parameter have in common
+def filled(tree, tensor_of):
+    """A packed state with its tensors; `tensor_of(path)`: those whose data are not in it."""
+    return unpack(tree, lambda name, what: unpack_data(what) if name == "data" else tensor_of(what))
 
 
-def gather(states, pieces, params, group, dst):
-    """-> iterator over (index, whole tensors, what is common) of each parameter that has a state. Collective.
+def gather(optimizer, states, group, dst):
+    """-> iterator over (index, packed state, path -> Whole) of each parameter that has a state. Collective.
 
-    On rank `dst` of `group`, None: on all. The tensors are flat, (numel,), on the device of the parameter; each travels
-    when it is asked for.
+    On rank `dst` of `group`, None: on all. The tensors are on the device of the parameter; each travels when it is
+    asked for.
 
     Raises:
-        RuntimeError: a part of a state is on no rank; on every rank, before anything travels.
+        NotKept: a part of a state is on no rank, or it can't be put together; on every rank, before anything travels.
     """
-    mine = {}  # index -> Part
-    for index, (cut, common) in states.items():
-        dtypes = {key: part.dtype for key, part in cut.items()}
-        mine[index] = Part(*pieces[index][:2], dtypes, {key: on_cpu(value) for key, value in common.items()})
-    everyone = all_gather(mine, group)
-    for theirs, others in zip(everyone, [everyone[:rank] for rank in range(len(everyone))]):
-        for index, part in list(theirs.items()):  # what several ranks have whole, as with a plain optimizer, comes once
-            if any(index in other and other[index][:2] == part[:2] for other in others):
-                del theirs[index]
-    for index, param in enumerate(params):
-        found = [theirs[index] for theirs in everyone if index in theirs]
-        common = {key for part in found for key in part.common}
-        for key in {key for part in found for key in part.dtypes} - common:
-            if sum(part.stop - part.start for part in found if key in part.dtypes) < local(param).numel():
-                raise RuntimeError(f"the state of parameter {index} has {key} for some of its elements only: some "
-                                   "ranks have stepped it and others not, or cleared it")
-    return put_together(everyone, states, params, group, dst)
+    names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
+    layouts, tensors = agree_on_states(optimizer, states, pieces_of(optimizer), names, group)
+    for index, layout in layouts.items():
+        stacked = [path for path, (lead, _) in layout.cut.items() if lead]
+        if stacked and hasattr(all_params(optimizer)[index], "device_mesh"):
+            raise NotKept(f"the state of {names[index]} has {stacked[0]}, a stack of DTensors: it can't be kept")
+    return put_together(layouts, tensors, [local(param) for param in all_params(optimizer)], group, dst)
 
 
-def put_together(everyone, states, params, group, dst):
-    """`everyone`: of each rank, index -> Part. See `gather`."""
+def put_together(layouts, tensors, params, group, dst):
     rank, _ = rank_and_size(group)
-    for index, param in enumerate(params):
-        whole, common = {}, {}
-        for owner, theirs in enumerate(everyone):
-            part = theirs.get(index, Part(0, 0, {}, {}))
-            common.update(part.common)
-            for key, dtype in part.dtypes.items():
-                mine = flat(states[index][0][key]) if owner == rank else None
-                if dst in (None, rank):
-                    if key not in whole:
-                        whole[key] = torch.empty(local(param).numel(), dtype=dtype, device=param.device)
-                    bring(whole[key][part.start : part.stop], mine, owner, group, dst)
-                elif owner == rank:
-                    dist.send(mine, group=group, group_dst=dst, tag=TAG)
-        if (whole or common) and dst in (None, rank):
-            yield index, whole, common
+    for index, layout in layouts.items():
+        mine, param, found = tensors.get(index, {}), params[index], {}
+        for path, (lead, dtype) in layout.cut.items():
+            whole = torch.empty(*lead, param.numel(), dtype=dtype, device=param.device) if dst in (None, rank) else None
+            for owner, start, stop in layout.owners:
+                part = flat(mine[path], lead) if owner == rank else None
+                place = whole[..., start:stop] if whole is not None else None
+                travel(part, (*lead, stop - start), dtype, param.device, owner, group, dst, place)
+            found[path] = Whole(whole, True)
+        for path, (owner, (shape, dtype, *_)) in layout.common.items():
+            part = mine[path] if owner == rank else None
+            found[path] = Whole(travel(part, shape, dtype, param.device, owner, group, dst), False)
+        if dst in (None, rank):
+            yield index, layout.tree, found
 
 
-def flat(tensor):
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+def travel(part, shape, dtype, device, owner, group, dst, place=None):
+    """Bring a tensor from rank `owner`, where it is `part`, to rank `dst`; None: to all. -> it, there.
+
+    `place`: where it is wanted, if that is somewhere.
+    """
+    rank, world_size = rank_and_size(group)
+    if dst not in (None, rank):
+        if owner == rank:
+            dist.send(part.contiguous(), group=group, group_dst=dst, tag=TAG)
+        return None
+    there = place if place is not None and place.is_contiguous() else torch.empty(shape, dtype=dtype, device=device)
+    if owner == rank:
+        there.copy_(part.reshape(shape) if part.shape != there.shape else part)
+    if dst is None and world_size > 1:
+        dist.broadcast(there, group=group, group_src=owner)
+    elif owner != rank:
+        dist.recv(there, group=group, group_src=owner, tag=TAG)
+    if place is not None and there is not place:
+        place.copy_(there)
+    return there
 
 
-def bring(place, mine, owner, group, dst):
-    """Fill `place` with what `owner` has: `mine`, if that is this rank. The other side of `send`, or a broadcast."""
-    if mine is not None:
-        place.copy_(mine)
-    if dst is None and dist.is_initialized():
-        dist.broadcast(place, group=group, group_src=owner)
-    elif mine is None:
-        dist.recv(place, group=group, group_src=owner, tag=TAG)
-
-
-def on_cpu(value):
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def flat(tensor, lead):
+    """(*lead, elements of the piece)."""
+    return tensor if tensor.dim() == len(lead) + 1 else tensor.reshape(*lead, -1)
 
 
 def broadcast_plan(optimizer, state_dict):
-    """-> groups, index -> (name -> dtype of what has to travel, name -> value), from rank 0. ValueError on all."""
-    group, plan = group_of(optimizer), [None]
-    if rank_and_size(group)[0] == 0:
+    """What rank 0 has found in its `state_dict` -> groups, index -> (packed state, cut, common), its tensors.
+
+    On the other ranks without the tensors, which have to travel. Raises ValueError on all.
+    """
+    group, plan, tensors = group_of(optimizer), [None], {}
+    rank, world_size = rank_and_size(group)
+    if rank == 0:
         try:
-            plan[0] = plan_of(optimizer, state_dict)
+            plan[0], tensors = plan_of(optimizer, state_dict)
             pickle.dumps(plan)  # before the others wait for it
         except ValueError as error:
             plan[0] = error
         except Exception as error:  # the other ranks wait for the plan
             plan[0] = ValueError(f"this state_dict can't be read: {error!r}")
-    if dist.is_initialized():
+    if world_size > 1:
         dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], ValueError):
         raise plan[0]
-    return copy.deepcopy(plan[0])  # on rank 0 it is the caller's own, which a step would change
+    return *copy.deepcopy(plan[0]), tensors  # on rank 0 it is the caller's own, which a step would change
 
 
 def plan_of(optimizer, state_dict):
+    """-> (groups, index -> (packed state, path -> (lead, dtype), path -> (shape, dtype))), (index, path) -> tensor."""
     check_indices(optimizer, state_dict)
-    described = {}
-    for index, (param, expected) in enumerate(zip(all_params(optimizer), expected_of(optimizer, state_dict))):
-        state = state_dict["state"].get(index, {})
-        elementwise = state.keys() & {"main_param", *(key for key in expected if expected[key])}
-        common = {key: on_cpu(value) for key, value in state.items() if key not in elementwise}
-        described[index] = {key: state[key].dtype for key in elementwise}, common
-        for key in elementwise:
-            check_like(param, state[key], f"{key} of parameter {index}")
-    return state_dict["param_groups"], described
+    described, tensors = {}, {}
+    names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
+    packed = {index: pack_state(state, names[index]) for index, state in sorted(state_dict["state"].items())}
+    tops = {names[index]: list(state) for index, state in state_dict["state"].items()}
+    check_hyperparameters(optimizer, state_dict["param_groups"])
+    probes = fitting_probes(optimizer, names, tops, state_dict["param_groups"])
+    for index, (tree, found) in packed.items():
+        param, probe = all_params(optimizer)[index], probes[index]
+        for path, shape in (probe.shapes if probe else {}).items():
+            if shape is None and path in state_dict["state"][index]:
+                value = state_dict["state"][index][path]
+                check_like(param, value, f"{path} of {names[index]}", max(0, len(value.shape) - param.dim()))
+        cut, common = cut_and_common(found, param, probe, names[index])
+        small = {path: pack_data(found[path]) for path, (shape, _) in common.items() if math.prod(shape) <= SMALL}
+        common = {path: what for path, what in common.items() if path not in small}
+        described[index] = with_data(tree, small), cut, common
+        tensors.update({(index, path): local(found[path]) for path in (*cut, *common)})
+    return (state_dict["param_groups"], described), tensors
+
+
+def cut_and_common(found, param, probe, name):
+    """Of whole tensors of a state, by path -> path -> (lead, dtype) of those to be cut; (shape, dtype) of the others."""
+    cut, common = {}, {}
+    for path, value in found.items():
+        n_lead = value.dim() - param.dim()
+        is_cut = n_lead >= 0 and value.shape[n_lead:] == param.shape
+        if path == "main_param" or is_cut and (probe is None or probe.shapes.get(path) is None):
+            check_like(param, value, f"{path} of {name}", n_lead)
+            cut[path] = tuple(value.shape[:n_lead]), value.dtype
+        else:
+            common[path] = tuple(value.shape), value.dtype
+    return cut, common
+
+
+def pack_state(state, name):
+    """-> (packed, path -> tensor)."""
+    found = {}
+
+    def tensor(path, value):
+        found[path_of(path)] = value
+        return {"tensor": path_of(path)}
+
+    try:
+        return pack(state, tensor), found
+    except NotPackable as refusal:
+        raise ValueError(f"the state of {name} has {refusal.path}, which can't be loaded: {refusal}") from None
 
 
 def check_indices(optimizer, state_dict):
@@ -201,20 +256,9 @@ def check_indices(optimizer, state_dict):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
 
 
-def expected_of(optimizer, state_dict) -> list[dict[str, bool]]:
-    """Of each parameter: name -> whether that part of its state has an element for each of the parameter's."""
-    params = all_params(optimizer)
-    if not steps_ranges(optimizer):
-        return [{key: getattr(value, "shape", None) == param.shape for key, value in state.items()}
-                for param, state in ((param, state_dict["state"].get(i, {})) for i, param in enumerate(params))]
-    names = [f"parameter {index}" for index in range(len(params))]
-    states = {names[index]: state for index, state in state_dict["state"].items()}
-    return expected_of_saved(optimizer, names, states, state_dict["param_groups"])
-
-
-def check_like(param, value, name):
-    if value.shape != param.shape:
+def check_like(param, value, name, n_lead=0):
+    if value.shape[n_lead:] != param.shape:
         raise ValueError(f"{name} is {tuple(value.shape)} in this state_dict, the parameter is {tuple(param.shape)}")
-    if local(value).shape != local(param).shape:
+    if n_lead and hasattr(param, "device_mesh") or local(value).shape[n_lead:] != local(param).shape:
         kinds = f"{type(value).__name__} in this state_dict, the parameter is a {type(param).__name__}"
         raise ValueError(f"{name} is a {kinds}, with another part on this rank")

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from .face import all_params, install, packed_groups, pieces_of, refuse_no_group, states_of
-from .full_state import gather
+from .face import all_params, install, packed_groups, pieces_of, refuse_no_group
+from .full_state import filled, gather
+from .states import local_states
 
 
 @torch.no_grad()
@@ -24,26 +25,24 @@ def reshard(optimizer, process_group):
     params = all_params(optimizer)
     if any(hasattr(param, "device_mesh") for param in params):
         raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
-    pieces = pieces_of(optimizer)
-    states = states_of(optimizer, pieces, all_main_params=True)
+    states = local_states(optimizer, pieces_of(optimizer), all_main_params=True)
     source, groups = agreed_source(optimizer, process_group)
-    wholes = gather(states, pieces, params, None, dst=None)
+    wholes = gather(optimizer, states, None, dst=None)
     for param in params:
         if optimizer.rank < 0:
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
         dist.broadcast(param, src=source)  # to the ranks that join
-    del pieces  # and the memory that the parameters leave
+    del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
     install(optimizer, own_pieces(optimizer, wholes), groups)
 
 
 def own_pieces(optimizer, wholes) -> dict:
-    """-> index -> name -> this rank's piece of what `wholes` yields, or the value that all have in common."""
+    """-> index -> this rank's part of what `wholes` yields."""
     pieces, states = pieces_of(optimizer), {}
-    for index, whole, common in wholes:
+    for index, tree, found in wholes:
         if index in pieces:
-            start, stop, _ = pieces[index]
-            states[index] = {key: value[start:stop].clone() for key, value in whole.items()} | common
+            states[index] = filled(tree, lambda path: found[path].cut_for(pieces[index]))
     return states
 
 

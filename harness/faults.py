@@ -8,7 +8,8 @@ checked: every start goes on from a checkpoint that is no older than the newest 
 end parameters and optimizer state are, to the bit, those of a run that nobody disturbed.
 
 `journey`: a run begins in stage 3 on 3 ranks and is killed, goes on in stage 4 on 2 ranks and is killed, is converted
-by torch's own tool, and ends in plain torch in one process. Its losses stand beside those of DDP, undisturbed.
+by `python -m checkpoint convert`, and ends in plain torch in one process. Its losses stand beside those of DDP,
+undisturbed.
 """
 
 import argparse
@@ -26,10 +27,10 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from checkpoint import latest
+from checkpoint.convert import convert
 from harness import cli, workload
 
 fail = functools.partial(cli.fail, "faults")
@@ -95,8 +96,9 @@ def train_script(stage):
 
 
 def converted(checkpoint, scratch):
-    """A checkpoint, as torch's own tool reads it -> {"model": …, "optimizer": …}, both by name."""
-    dcp_to_torch_save(checkpoint, scratch)
+    """A checkpoint, as `python -m checkpoint convert` makes it -> {"model": …, "optimizer": …}, both by name."""
+    Path(scratch).unlink(missing_ok=True)
+    convert(checkpoint, scratch)
     return torch.load(scratch, weights_only=True)
 
 
@@ -156,7 +158,7 @@ def journey(folder, say=print, steps=1500, save_every=100):
             check(run.end() != 0, "torchrun has not noticed that a rank was killed")
         stops.append((f"{Path(script).parent.name}, {ranks} ranks, killed", latest(folder / "run")))
         say(f"killed; the newest complete checkpoint is {stops[-1][1].name}")
-    say(f"$ python -m torch.distributed.checkpoint.format_utils dcp_to_torch {stops[-1][1]} {folder / 'run.pt'}")
+    say(f"$ python -m checkpoint convert {stops[-1][1]} {folder / 'run.pt'}")
     begin = int(stops[-1][1].name.removeprefix("step-"))
     model = in_plain_torch(converted(stops[-1][1], folder / "run.pt"), begin, steps)
     say(f"plain torch, in one process: steps {begin + 1} to {steps}")

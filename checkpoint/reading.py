@@ -1,0 +1,154 @@
+"""Checkpoints are read: each rank reads what it needs, and all of it before anything changes.
+
+No file is unpickled: what the manifest says is json, and tensors are bytes.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .face import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
+from .full_state import Whole
+from .manifest import MANIFEST, Manifest, manifest_of, read, verify
+from .model import names_of, state_of, untied, unwrapped
+from .packing import DTYPES, unpack, unpack_data
+from .ranks import CheckpointError, all_gather, errors_on_all, rank_in
+from .states import fitting_probes, kind_of
+
+
+@torch.no_grad()
+def load(path, model, optimizer):
+    """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
+
+    On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Nothing is
+    unpickled, and no code from a file is ever run. Everything is read before anything is changed: for that moment each
+    rank has the model a second time, on the CPU.
+
+    Raises:
+        CheckpointError: on every rank, before anything is changed: it is not complete, damaged, or of another model.
+        ValueError: as `save`.
+    """
+    path, group, model = Path(path), group_of(optimizer), unwrapped(model)
+    rank, world_size = rank_in(group)
+    what = f"checkpoint {path} can't be loaded"
+    names, pieces = names_of(model, optimizer), pieces_of(optimizer)
+    with errors_on_all(what, group):
+        manifest, checksum_of_text = manifest_of(path)
+        verify(path, manifest, rank, world_size)
+        check(manifest, model, optimizer, names)
+    if len(set(all_gather(checksum_of_text, group))) > 1:
+        raise CheckpointError(f"{what}: the ranks read different checkpoints")
+    with errors_on_all(what, group):
+        groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
+        check_states(manifest, optimizer, names, groups)
+        found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
+        states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece)
+                  for index, piece in pieces.items()}
+        extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
+    for name, tensor in untied(model).items():
+        tensor.copy_(found[name])
+    del found
+    install(optimizer, states, groups)
+    return extra
+
+
+def check(manifest, model, optimizer, names):
+    """Raise ValueError with the first difference, if the checkpoint is of another model or optimizer."""
+    here = type(inner_of(optimizer)).__name__
+    if manifest.optimizer != here:
+        raise ValueError(f"it is of {manifest.optimizer}, this optimizer is {here}")
+    ours = {name: tensor.shape for name, tensor in state_of(model).items()}
+    theirs = {name: manifest.tensors[f"model.{name}"].shape for name in manifest.model}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            shapes = [f"has it with shape {tuple(shape)}" if shape is not None else "doesn't have it"
+                      for shape in (theirs.get(name), ours.get(name))]
+            raise ValueError(f"it is of another model: {name}: the checkpoint {shapes[0]}, the model {shapes[1]}")
+    for name, tensor in state_of(model).items():
+        dtype = manifest.tensors[f"model.{name}"].dtype
+        if kind_of(dtype) != kind_of(tensor.dtype):
+            raise ValueError(f"it is of another model: {name} is {dtype} there, {tensor.dtype} in the model")
+    groups = [[names[index] for index in group["params"]] for group in packed_groups(optimizer)]
+    theirs = [group["params"] for group in manifest.groups]
+    if theirs != groups:
+        raise ValueError(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(groups)}")
+
+
+def summary(groups):
+    return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" if names else "an empty one" for names in groups)
+
+
+def check_states(manifest, optimizer, names, groups):
+    """Raise ValueError if the states are of another optimizer."""
+    check_hyperparameters(optimizer, groups)
+    keys = {name: list(unpack(state, lambda *_: None)) for name, state in manifest.states.items()}
+    probes = fitting_probes(optimizer, names, keys, groups)
+    for name, probe in zip(names, probes):
+        for key, value in manifest.states.get(name, {"dict": []})["dict"]:
+            if probe and key in probe.shapes and described(manifest, value) != (probe.shapes[key], probe.kinds[key]):
+                raise ValueError(f"{key} in the state of {name} is of another optimizer")
+
+
+def described(manifest, value):
+    """Of a tensor in a state: its shape, None for one that is cut as the parameter is; and the kind_of its dtype."""
+    kind, what = next(iter(value.items())) if isinstance(value, dict) else ("no tensor", None)
+    if kind == "data":
+        return tuple(what[1]), kind_of(DTYPES[what[0]])
+    if kind not in ("piece", "tensor"):
+        return None
+    stored = manifest.tensors[what]
+    return None if kind == "piece" else tuple(stored.shape), kind_of(stored.dtype)
+
+
+class TensorsOf(NamedTuple):
+    """Called with what a packed value says of a tensor, it returns that; of a piece a part, in the piece's shape."""
+
+    path: Path
+    manifest: Manifest
+    piece: Piece | None = None
+
+    def __call__(self, name, what):
+        if name == "data":
+            return unpack_data(what)
+        stored = self.manifest.tensors[what]
+        if name == "tensor" or self.piece is None:
+            return read(self.path, stored).reshape(stored.shape)
+        part = read(self.path, stored, self.piece.start, self.piece.stop)
+        return Whole(part, True).cut_for(self.piece._replace(start=0, stop=part.shape[-1]))
+
+
+def read_for(path, manifest, name, tensor):
+    """What is to become `tensor` of the model: of another dtype, the main parameter, so that it is rounded once."""
+    stored = manifest.tensors[f"model.{name}"]
+    main = main_param_of(manifest, name)
+    stored = manifest.tensors[main] if main and tensor.dtype != stored.dtype else stored
+    return read(path, stored).reshape(stored.shape)
+
+
+def main_param_of(manifest, name) -> str | None:
+    """The key of a parameter's values in fp32, if it had 16 bits when it was saved."""
+    for key, value in manifest.states.get(name, {"dict": []})["dict"]:
+        if key == "main_param" and isinstance(value, dict):
+            return value.get("piece")
+
+
+def read_state(path, manifest, name, param, piece):
+    tensors = TensorsOf(path, manifest, piece)
+    state = unpack(manifest.states.get(name, {"dict": []}), tensors)
+    if piece.main.dtype != param.dtype and "main_param" not in state:
+        state["main_param"] = tensors("piece", f"model.{name}")
+    return state
+
+
+def latest(folder) -> Path | None:
+    """The newest complete checkpoint in `folder`, by name, in which step-9 is before step-10; None: there is none."""
+    folder = Path(folder)
+    complete = [path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.suffix != ".partial"]
+    return max(complete, key=lambda path: in_order(path.name), default=None)
+
+
+def in_order(name) -> list:
+    """A key to sort names by, in which numbers count as such."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,268 @@
+"""What the state of a parameter consists of, as all ranks see it: what is cut as the parameter is, and what is not.
+
+A state may be a tensor, a number, or dicts, lists, tuples and deques of such. A tensor in it is cut where on each rank
+its last dimensions are those of the rank's piece; what is before them, as in a stack of k, stays whole. Everything else
+is common: the same on all ranks that step a part of the parameter. What is neither is refused on all of them.
+"""
+
+import copy
+import functools
+import math
+import zlib
+from typing import NamedTuple
+
+import torch
+
+from .face import all_params, hyperparameters, inner_of, local, steps_ranges
+from .packing import SMALL, NotPackable, bytes_of, pack, pack_data
+from .ranks import all_gather
+
+
+PROBE_NUMEL = 13  # a number that nothing else in a state is likely to have
+
+
+class NotKept(RuntimeError):
+    """A state that can be neither saved nor moved; the message names the parameter and the key."""
+
+
+class Tensor(NamedTuple):
+    """What one rank tells the others of a tensor in its state."""
+
+    shape: tuple
+    dtype: torch.dtype
+    lead: tuple | None  # the dimensions before those of the piece; None: it has not the piece's shape
+    content: object  # the data of a small one, packed; a checksum of a larger one that isn't cut
+
+
+class Part(NamedTuple):
+    """What one rank tells the others of the state of its piece of a parameter."""
+
+    start: int
+    stop: int
+    tree: object  # packed, with {"tensor": path} for each tensor
+    tensors: dict[str, Tensor]
+    refused: str | None
+
+
+class Layout(NamedTuple):
+    """The state of a parameter, agreed on by all ranks."""
+
+    tree: object  # packed, with {"tensor": path} for each tensor, or {"data": …} for a small one
+    cut: dict[str, tuple[tuple, torch.dtype]]  # path -> (lead, dtype)
+    common: dict[str, tuple[int, Tensor]]  # path -> who has it, and what
+    owners: list[tuple[int, int, int]]  # (rank, start, stop), which are all of the parameter
+
+
+def path_of(path) -> str:
+    return ".".join(map(str, path))
+
+
+def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
+    """-> index -> the inner optimizer's state of this rank's piece of it.
+
+    With a "main_param" where the parameter has 16 bits. That of one that was never stepped is left out: torch would
+    take it for a whole state. The model has its value, except what rounding lost if it was loaded in fp32.
+    `all_main_params` keeps it.
+    """
+    inner, params, states = inner_of(optimizer), all_params(optimizer), {}
+    has_main = {i for i, piece in pieces.items() if piece.main.dtype != params[i].dtype}
+    probes = probed(optimizer) if has_main else None
+    for index, (_, _, main) in pieces.items():
+        states[index] = dict(inner.state.get(main, {}))
+        if index in has_main and (all_main_params or states[index] or keeps_nothing(probes[index])):
+            states[index]["main_param"] = main
+    return states
+
+
+def keeps_nothing(probe) -> bool:
+    """As SGD without momentum."""
+    return probe is not None and not probe.keys
+
+
+def refuse_unclaimed(optimizer):
+    """Raise NotKept where an optimizer keeps something that belongs to no parameter."""
+    inner = inner_of(optimizer)
+    params = {id(param) for param in all_params(inner)}
+    for key, value in inner.state.items():
+        if id(key) not in params and (value or not isinstance(value, dict)):
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            raise NotKept(f"optimizer.state has an entry for {what}, which is no parameter that is stepped here: it "
+                          "would be lost, remove it or keep it elsewhere")
+    added = inner.state_dict().keys() - {"state", "param_groups"}
+    if added:
+        raise NotKept(f"{type(inner).__name__}.state_dict() has {', '.join(map(str, added))}, which is of no parameter "
+                      "and would be lost: keep it elsewhere")
+
+
+def describe(state, piece) -> tuple[Part, dict[str, torch.Tensor]]:
+    """-> what the other ranks are told of a state, and its tensors by path."""
+    start, stop, main = piece
+    tensors, told = {}, {}
+
+    def tensor(path, value):
+        name = path_of(path)
+        if name in tensors:
+            raise NotPackable(value, path, "two of its keys read alike")  # {1: …, "1": …}
+        tensors[name], told[name] = value, tell(value, main.shape)
+        return {"tensor": name}
+
+    try:
+        return Part(start, stop, pack(state, tensor), told, None), tensors
+    except NotPackable as refusal:
+        return Part(start, stop, None, {}, f"{refusal.path}, which can't be kept: {refusal}"), {}
+
+
+def tell(value, shape) -> Tensor:
+    n_lead = value.dim() - len(shape)
+    lead = tuple(value.shape[:n_lead]) if n_lead >= 0 and value.shape[n_lead:] == shape else None
+    content = None
+    if value.numel() <= SMALL:
+        content = pack_data(value)
+    elif lead is None:
+        content = zlib.crc32(bytes_of(value.cpu().contiguous()))
+    return Tensor(tuple(value.shape), value.dtype, lead, content)
+
+
+def agree_on_states(optimizer, states, pieces, names, group):
+    """-> index -> Layout, the same on all ranks; and index -> path -> this rank's tensor. Collective.
+
+    Raises:
+        NotKept: on every rank, before anything travels; it names the parameter and the key.
+    """
+    error, mine, tensors = None, {}, {}
+    try:
+        refuse_unclaimed(optimizer)
+    except NotKept as refusal:
+        error = str(refusal)
+    for index, state in states.items():
+        mine[index], tensors[index] = describe(state, pieces[index])
+    everyone = all_gather((error, mine), group)
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs:
+            raise NotKept(theirs if rank == 0 else f"rank {rank}: {theirs}")
+    layouts, params, probes = {}, all_params(optimizer), functools.cache(lambda: probed(optimizer))
+    for index, param in enumerate(params):
+        parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
+        for rank, (_, theirs) in enumerate(everyone):
+            if index in theirs:
+                parts.setdefault(theirs[index][:2], (rank, theirs[index]))
+        if any(part.tree != pack({}, None) for _, part in parts.values()):
+            says_nothing = local(param).numel() == 1  # what has the shape of one element may be a number for all
+            probe = probes()[index] if says_nothing or steps_ranges(optimizer) else None
+            layouts[index] = layout_of(list(parts.values()), probe, names[index])
+    return layouts, tensors
+
+
+def layout_of(parts, probe, name) -> Layout:
+    """`probe`: what is known of the state beside its shapes, or None."""
+    for _, part in parts:
+        if part.refused:
+            raise NotKept(f"the state of {name} has {part.refused}")
+    cut, common = {}, {}
+    for path in dict.fromkeys(path for _, part in parts for path in part.tensors):
+        have = [(rank, part.tensors[path]) for rank, part in parts if path in part.tensors]
+        leads = {tensor.lead for _, tensor in have}
+        is_common = probe is not None and probe.shapes.get(path) is not None
+        if len(leads) == 1 and None not in leads and not is_common:
+            if len(have) < len(parts):
+                raise NotKept(f"the state of {name} has {path} for some of its elements only: some ranks have stepped "
+                              "it and others not, or cleared it")
+            cut[path] = have[0][1].lead, have[0][1].dtype
+        else:
+            common[path] = agreed_common(have, f"{path} in the state of {name}")
+    tree = next((part.tree for _, part in parts if part.tensors), parts[0][1].tree)
+    small = {path: tensor.content for path, (_, tensor) in common.items() if math.prod(tensor.shape) <= SMALL}
+    tree = with_data(tree, small)
+    common = {path: found for path, found in common.items() if path not in small}
+    return Layout(tree, cut, common, [(rank, part.start, part.stop) for rank, part in parts])
+
+
+def agreed_common(have, what) -> tuple[int, Tensor]:
+    first = have[0][1]
+    for rank, tensor in have:
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            raise NotKept(f"{what} has shape {first.shape} on rank {have[0][0]} and {tensor.shape} on rank {rank}: it "
+                          "can't be put together from the ranks' parts")
+        if tensor.content != first.content and math.prod(tensor.shape) > 1:
+            raise NotKept(f"{what} is another on rank {rank} than on rank {have[0][0]}, and no tensor of the "
+                          "parameter's shape: it can't be put together")
+    return have[0]
+
+
+def with_data(tree, small):
+    """The packed tree with the data of small tensors in it."""
+    if isinstance(tree, list):
+        return [with_data(item, small) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {"tensor"}:
+        return small.get(tree["tensor"], tree)
+    return {name: with_data(what, small) for name, what in tree.items()}
+
+
+def kind_of(dtype) -> tuple:
+    """Floats, complex numbers, or whole ones."""
+    return dtype.is_floating_point, dtype.is_complex
+
+
+class Probe(NamedTuple):
+    """What a state consists of after a step, found out with a small parameter."""
+
+    keys: dict  # name -> None, in order
+    shapes: dict[str, tuple | None]  # path of a tensor -> its shape; None: it is cut as the parameter is
+    kinds: dict[str, tuple]  # path of a tensor -> kind_of its dtype
+
+
+def probed(optimizer, saved_groups=None) -> list[Probe | None]:
+    """-> for each parameter its Probe; None: that can't be found out.
+
+    For each group: its hyperparameters may matter, or those saved of it.
+    """
+    inner, probes = inner_of(optimizer), []
+    make = getattr(optimizer, "make_optimizer", type(inner))
+    for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
+        probes += [probe(make, group, saved)] * len(group["params"])
+    return probes
+
+
+def probe(make_optimizer, group, saved) -> Probe | None:
+    param, shapes, kinds = torch.zeros(PROBE_NUMEL, device=group["params"][0].device), {}, {}
+    param.grad = torch.zeros_like(param)
+
+    def tensor(path, value):
+        kinds[path_of(path)] = kind_of(value.dtype)
+        shapes[path_of(path)] = None if value.shape[-1:] == param.shape else tuple(value.shape)
+        return {}
+
+    try:
+        options = copy.deepcopy({**hyperparameters(group), **hyperparameters(saved)})
+        inner = make_optimizer([{**options, "params": [param]}])
+        inner.step()
+        state = dict(inner.state[param])
+        pack(state, tensor)
+    except Exception:  # it wants matrices, a closure, …
+        return None
+    return Probe(dict.fromkeys(state), shapes, kinds)
+
+
+def fitting_probes(optimizer, names, keys, saved_groups) -> list[Probe | None]:
+    """For each parameter the Probe that fits `keys`, name -> what was saved: with `saved_groups` or with ours.
+
+    They differ where momentum was set to 0 since, say. More may have been saved: what comes later than the first step.
+    Raises ValueError where less was; a parameter that was never stepped has nothing.
+    """
+    if not steps_ranges(optimizer):  # what whole parameters have may depend on their shape
+        return [None] * len(names)
+    fitting = []
+    for name, *probes in zip(names, probed(optimizer, saved_groups), probed(optimizer)):
+        found = {key: None for key in keys.get(name, ()) if key != "main_param"}
+        known = [probe for probe in probes if probe is not None]
+        if None in probes and known:
+            raise ValueError(f"the optimizer can't step {name} with the hyperparameters that were saved")
+        fits = [probe for probe in known if not found or probe.keys.keys() <= found.keys()]
+        if known and not fits:
+            keeps = ", ".join(map(str, known[0].keys)) or "nothing"
+            raise ValueError(f"the state of {name} is of another optimizer: {', '.join(map(str, keys[name]))}, "
+                             f"this one keeps {keeps}")
+        fitting.append(next(iter(sorted(fits, key=lambda probe: -len(probe.keys))), None))
+    return fitting
