@@ -217,7 +217,7 @@ def plan_of(optimizer, state_dict):
 
 
 def cut_and_common(found, param, probe, name):
-    """Of whole tensors of a state, by path -> path -> (lead, dtype) of those to be cut; (shape, dtype) of the others."""
+    """Of whole tensors of a state, by path -> path -> (lead, dtype) of those to cut; (shape, dtype) of the others."""
     cut, common = {}, {}
     for path, value in found.items():
         n_lead = value.dim() - param.dim()

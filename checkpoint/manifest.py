@@ -261,7 +261,7 @@ def _described(file):
 def read(folder, stored, start=0, stop=None) -> torch.Tensor:
     """-> elements start to stop of a tensor in the files, (*lead, stop - start), on the CPU."""
     stop = stored.numel if stop is None else stop
-    whole = torch.empty(*stored.lead, stop - start, dtype=stored.dtype)
+    whole = torch.empty(*stored.lead, stop - start, dtype=stored.dtype, device="cpu")
     for one in stored.ranges:
         first, last = max(start, one.start), min(stop, one.stop)
         if first < last:

@@ -49,7 +49,9 @@ def names_of(model, optimizer) -> list[str]:
     for index, param in enumerate(all_params(optimizer)):
         name = name_of.get(id(param))
         if name is None:
-            raise ValueError(f"parameter {index} of the optimizer isn't in model.state_dict(): pass the model it trains")
+            raise ValueError(
+                f"parameter {index} of the optimizer isn't in model.state_dict(): pass the model it trains"
+            )
         if hasattr(param, "device_mesh"):
             raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and full_state_dict()")
     return [name_of[id(param)] for param in all_params(optimizer)]

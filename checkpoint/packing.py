@@ -150,7 +150,7 @@ def tensor_of(content: bytearray, dtype, shape) -> torch.Tensor:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(content)} bytes for a tensor of shape {tuple(shape)} and {dtype}")
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
         return torch.frombuffer(content, dtype=torch.uint8).ne(0).view(shape)
     return torch.frombuffer(content, dtype=dtype).view(shape)

@@ -186,7 +186,7 @@ def collect(model, optimizer, names, layouts, tensors, parts, to_cpu) -> dict:
 
     def kept(value):
         value = value.detach()
-        return value.contiguous() if not to_cpu else torch.empty(value.shape, dtype=value.dtype).copy_(value)
+        return value.to("cpu", copy=True).contiguous() if to_cpu else value.contiguous()
 
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": parts.named_groups}, "extra": {}}
     for name, value in state_of(model).items():
