@@ -1,12 +1,14 @@
 """For whoever builds a second optimizer over the same parameters, or drops one and keeps the model.
 
-Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. The same file stands
-in every stage. Shown by tests/test_models.py.
+Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A process group that
+nobody holds ends its threads in destroy_process_group(), which could abort Python's end. The same file stands in every
+stage. Shown by tests/test_models.py, `test_python_ends_without_a_word`.
 """
 
 import weakref
 
 import torch
+import torch._dynamo  # now: torch imports it as it builds its first optimizer, and holds the process group from then on
 
 
 def hook_gradient(param, method, takes=False):
