@@ -9,7 +9,8 @@ import contextlib
 
 import torch
 
-from ..buffer import GradBuffer, Holds
+from ..buffer import Holds
+from .carried import CarriesFlags
 from .hooks import hook_gradient
 from .refuse import named_params
 
@@ -82,7 +83,7 @@ class AnyGrads:
         self.buffers.clear()
 
 
-class GuardedBuffer(GradBuffer):
+class GuardedBuffer(CarriesFlags):
     """Attributes:
         received: indices of the parameters whose gradient has come since the last step.
         versions, zero_version, shard_version: autograd's counts of the writes into each parameter, and into `flat` when

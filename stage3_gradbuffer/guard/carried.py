@@ -1,0 +1,77 @@
+"""For whoever's ranks have other settings, as settings.py says: here no message but the buffer itself is there to tell.
+
+Behind the last parameter lie a few elements more. Flags of a rank's settings are added up there with the gradients, and
+gathered with the parameters: no collective more, and nothing to wait for. Shown by tests/test_users.py,
+`test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
+"""
+
+import torch
+
+from ..buffer import GradBuffer, cut_ranges
+from .settings import N_FLAGS, checksum_of, difference_between_ranks, flags_of, settings_of, sums_differ
+
+
+class ComparesSettings:
+    flags_event = None  # of the GPU, when the flags of the last step will have arrived
+
+    def finish_grad_sync(self):
+        if self.buffers and self.flags_event is not None:
+            self.flags_event.synchronize()
+            self.refuse_different_settings()
+        for buffer in self.buffers:
+            buffer.flags = flags_of(checksum_of(settings_of(self)))
+        super().finish_grad_sync()
+
+    def sync_params(self):
+        """A CPU compares at once, in the step itself; a GPU as the next one begins, or this one would wait for it."""
+        super().sync_params()
+        buffer = self.buffers[0]
+        on_gpu = buffer.flat.is_cuda
+        self.seen_flags = torch.empty(N_FLAGS, dtype=buffer.flat_params.dtype, pin_memory=on_gpu)
+        self.seen_flags.copy_(buffer.gathered_flags, non_blocking=on_gpu)
+        if on_gpu:
+            self.flags_event = torch.cuda.Event()
+            self.flags_event.record()
+        else:
+            self.refuse_different_settings()
+
+    def refuse_different_settings(self):
+        self.flags_event = None
+        if sums_differ(self.seen_flags.tolist()):
+            difference = difference_between_ranks(settings_of(self), self.process_group)
+            if difference:
+                self.zero_grad()
+                raise RuntimeError(difference)
+
+
+class CarriesFlags(GradBuffer):
+    """Attributes:
+        flags: what this rank has to say.
+        summed_flags, gathered_flags: (N_FLAGS,): where they are in `flat`, and in `flat_params`.
+        own_flags: the range of them that lies in this rank's shard, a view of its sums, and memory to keep them in.
+    """
+
+    flags = [0] * N_FLAGS
+
+    def __init__(self, params, grad_dtype, process_group):
+        super().__init__([*params, params[0].new_zeros(N_FLAGS)], grad_dtype, process_group)
+        self.params, self.own_flags = params, None
+        self.summed_flags = self.grads.pop()
+        self.gathered_flags = self.flat_params[self.starts.pop() :][:N_FLAGS]
+        if self.ranges and self.ranges[-1].index == len(params):
+            self.main_params.pop()
+            sums = self.main_grads.pop()
+            self.own_flags = self.ranges.pop(), sums, torch.empty_like(sums)
+
+    def reduce_scatter_grads(self):
+        self.summed_flags.copy_(torch.tensor(self.flags))
+        super().reduce_scatter_grads()
+
+    def take_main_params(self):
+        if self.own_flags is None:
+            return super().take_main_params()
+        where, sums, kept = self.own_flags
+        kept.copy_(sums)  # parameters may overwrite them
+        super().take_main_params()
+        (place,) = cut_ranges(self.param_shard, [where])
+        place.copy_(kept)

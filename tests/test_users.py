@@ -1,0 +1,157 @@
+"""What users bring: optimizers with modes, schedulers of each rank's own, hooks, other layouts, and what fails.
+
+The situations come from public reports and from third-party optimizers; tests/test_probe.py has the trial that refuses
+some of these.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch import nn
+
+from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
+
+ONE, TWO, THREE, FOUR = STAGES
+
+
+def train(model, optimizer, rank, *steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, *batch(step, rank.rank)).backward()
+        optimizer.step()
+
+
+def error_of(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# --------------------------------------------------------------------------------------- settings that differ by rank
+
+
+def plateau(rank, stage):
+    """The loss of the last rank has stopped falling: its scheduler lowers the lr, and those of the others don't."""
+    model = Net(seed=0)
+    groups = [{"params": trainable(model)[:3]}, {"params": trainable(model)[3:], "lr": 0.5}]
+    optimizer = optimizer_of(stage)(groups, torch.optim.SGD, lr=0.25)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    train(model, optimizer, rank, 0)
+    for step in range(2):
+        scheduler.step(1.0 if rank.rank == rank.world_size - 1 else 1.0 - step)
+    errors = [error_of(lambda: train(model, optimizer, rank, 1))]
+    for group, lr in zip(optimizer.param_groups, (0.25, 0.5)):
+        group["lr"] = lr
+    errors.append(error_of(lambda: train(model, optimizer, rank, 2)))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(run, stage, world_size):
+    for first, second in run(plateau, stage):
+        assert f"lr of group 0 is 0.25 on rank 0 and 0.125 on rank {world_size - 1}: set the same" in first
+        assert second is None
+
+
+class WritesLater(torch.optim.SGD):
+    """From its 34th step on it keeps a sum of what it steps: the trial of the constructor has fewer."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            if group["steps"] > 33:
+                group["seen"] = sum(param.abs().sum().item() for param in group["params"])
+
+
+def writes_later(rank, stage):
+    model = Net(seed=0)
+    optimizer = optimizer_of(stage)(trainable(model), WritesLater, lr=0.01)
+    train(model, optimizer, rank, *range(33))
+    return [error_of(lambda: train(model, optimizer, rank, step)) for step in (33, 34, 35)]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_what_an_optimizer_writes_into_its_groups_must_be_alike(run, stage):
+    """Compared in the step that follows."""
+    for errors in run(writes_later, stage):
+        assert errors[0] is None
+        assert "seen of group 0 is " in errors[1] and "an optimizer that writes the same" in errors[1]
+
+
+def differs_in_16_bits(rank, grad_dtype):
+    weight = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    optimizer = optimizer_of(THREE)([weight], torch.optim.SGD, lr=0.5, grad_dtype=grad_dtype)
+    optimizer.param_groups[0]["lr"] = 0.5 + rank.rank
+    weight.sum().backward()
+    return error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
+def test_settings_travel_in_16_bits_too(run, grad_dtype):
+    assert all("lr of group 0 is 0.5 on rank 0 and 1.5 on rank 1" in error for error in run(differs_in_16_bits, grad_dtype))
+
+
+def last_bits(rank, stage):
+    """Schedules of CPUs whose cosines round otherwise: no error, and the values are asked for once more only."""
+    model = Net(seed=0)
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.25)
+    optimizer.param_groups[0]["lr"] = 0.1234567895 + (1e-9 if rank.rank else 0)
+    train(model, optimizer, rank, 0, 1)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_settings_that_differ_by_rounding_are_no_error(run, stage):
+    run(last_bits, stage)
+
+
+# -------------------------------------------------------------------------------------------------------------- hooks
+
+
+def global_hooks(rank, stage, kwargs):
+    calls, model = [], Net(seed=0)
+    hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+             register_optimizer_step_post_hook(lambda *_: calls.append("after"))]
+    try:
+        optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1, **kwargs)
+        optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+        train(model, optimizer, rank, 0, 1, 2)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    train(model, optimizer, rank, 3)
+    return calls
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_hooks_of_all_optimizers_are_called_once_a_step(run, stage):
+    """And not by the constructor's trial."""
+    kwargs = {"bucket_cap_mb": 1e-4} if stage == FOUR else {}
+    for calls in run(global_hooks, stage, kwargs):
+        assert calls == ["before", "own", "after"] * 3 + ["own"]
+
+
+# ------------------------------------------------------------------------------------------------------- empty groups
+
+
+def empty_groups(rank, stage):
+    """What a split into decay and no decay leaves: at first, and added later."""
+    model, reference = Net(seed=rank.rank), Replicated(rank, lr=0.01)
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": trainable(model)}]
+    optimizer = optimizer_of(stage)(groups, lr=0.01)
+    optimizer.add_param_group({"params": [], "lr": 0.5})
+    for step in range(3):
+        train(model, optimizer, rank, step)
+        reference.step(step)
+    assert_same(model, reference.model, exact=rank.world_size <= 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the parameter list is empty"):
+        optimizer_of(stage)([{"params": []}, {"params": []}])
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def test_empty_parameter_groups_are_taken_as_torch_takes_them(run, stage):
+    assert all(numbers == [0, len(trainable(Net(0))), 0] for numbers in run(empty_groups, stage))
