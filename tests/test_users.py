@@ -4,6 +4,8 @@ The situations come from public reports and from third-party optimizers; tests/t
 some of these.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,3 +157,158 @@ def empty_groups(rank, stage):
 
 def test_empty_parameter_groups_are_taken_as_torch_takes_them(run, stage):
     assert all(numbers == [0, len(trainable(Net(0))), 0] for numbers in run(empty_groups, stage))
+
+
+# ------------------------------------------------------------------------------------------------------ train and eval
+
+
+class Averages(torch.optim.Optimizer):
+    """Steps, and keeps the mean of all steps in the place of the weights in eval mode: as schedule-free ones do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "training": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["training"]:
+                raise Exception("Optimizer was not in train mode when step is called")
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                param -= group["lr"] * param.grad
+                state["n"] = state.get("n", 0) + 1
+                state["mean"] = torch.lerp(state.get("mean", torch.zeros_like(param)), param, 1 / state["n"])
+
+    def train(self):
+        self.switch(True)
+
+    def eval(self):
+        self.switch(False)
+
+    @torch.no_grad()
+    def switch(self, training):
+        for group in self.param_groups:
+            if group["training"] is not training:
+                group["training"] = training
+                for param in (param for param in group["params"] if "mean" in self.state[param]):
+                    mean = self.state[param]["mean"].clone()
+                    self.state[param]["mean"].copy_(param)
+                    param.copy_(mean)
+
+
+def train_and_eval(rank, stage, prefetch):
+    model, reference = Net(seed=rank.rank), Replicated(rank, Averages)
+    optimizer = optimizer_of(stage)(trainable(model), Averages)
+    if prefetch:
+        optimizer.prefetch_params(model)
+    trained = []
+    for epoch in range(2):
+        for switched in (optimizer, reference.optimizer):
+            switched.train()
+        if epoch:
+            assert_same(model, trained[-1], exact=True)  # back from the means
+        for step in range(3):
+            loss_of(model, *batch(3 * epoch + step, rank.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step(3 * epoch + step)
+        assert_same(model, reference.model, exact=False)
+        trained.append(copy.deepcopy(model))
+        for switched in (optimizer, reference.optimizer):
+            switched.eval()
+        assert_same(model, reference.model, exact=False)
+        assert optimizer.param_groups[0]["training"] is False
+    assert not torch.equal(model.scale, trained[-1].scale)
+    with pytest.raises(Exception, match="not in train mode"):
+        loss_of(model, *batch(0, rank.rank)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage, prefetch", [(ONE, False), (TWO, False), (THREE, False), (FOUR, False), (FOUR, True)])
+def test_train_and_eval_reach_the_parameters_of_all_ranks(run, stage, prefetch):
+    run(train_and_eval, stage, prefetch)
+
+
+def between_backward_and_step(rank, stage):
+    weight = nn.Parameter(torch.ones(40))
+    optimizer = optimizer_of(stage)([weight], Averages)
+    optimizer.train()
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"train\(\) or eval\(\) between backward\(\) and step\(\)"):
+        optimizer.eval()
+    optimizer.step()
+    optimizer.eval()
+    assert weight[0].item() == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", [THREE, FOUR])
+def test_no_mode_is_switched_while_gradients_are_in_the_buffers(run, stage):
+    run(between_backward_and_step, stage)
+
+
+def no_modes(rank, stage):
+    optimizer = optimizer_of(stage)([nn.Parameter(torch.ones(40))])
+    return hasattr(optimizer, "train"), hasattr(optimizer, "eval")
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_there_are_no_modes_where_the_optimizer_class_has_none(run, stage):
+    assert run(no_modes, stage) == [(False, False)]
+
+
+def odd_arguments(rank, stage):
+    weight = nn.Parameter(torch.ones(40))
+    optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.5)
+    weight.sum().backward()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'inv_scale'"):
+        optimizer.step(inv_scale=2.0)
+    optimizer.step()
+    return weight[0].item()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_an_argument_of_step_that_nobody_takes_is_an_error(run, stage):
+    """ZeroRedundancyOptimizer passes on what the inner optimizer takes. Nothing has been stepped or sent then."""
+    assert run(odd_arguments, stage) == [0.5, 0.5]
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+def channels_last(rank, stage, how, fused):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+
+    def step(model, optimizer, n, ranks):
+        optimizer.zero_grad()
+        for r in ranks:
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * n + r))
+            (model(x).pow(2).mean() / len(ranks)).backward()
+        optimizer.step()
+
+    model, reference, kwargs = make(), make(), {"lr": 0.01, "fused": fused}
+    optimizer, plain = optimizer_of(stage)(model.parameters(), **kwargs), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for n in range(4):
+        if n == 3 and how == "to":
+            model.to(memory_format=torch.channels_last)
+        elif n == 3:
+            state = copy.deepcopy(optimizer.state_dict())
+            model = copy.deepcopy(model).to(memory_format=torch.channels_last)
+            optimizer = optimizer_of(stage)(model.parameters(), **kwargs)
+            optimizer.load_state_dict(state)
+        step(model, optimizer, n, [rank.rank])
+        step(reference, plain, n, range(rank.world_size))
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), reference.parameters()))
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("how", ["to", "load_state_dict"])
+@pytest.mark.parametrize("stage", [ONE, TWO])
+def test_states_follow_the_layout_of_their_parameters(run, stage, how, fused):
+    """fused=True is torch's kernel that doesn't look at strides."""
+    assert max(run(channels_last, stage, how, fused)) < 1e-5

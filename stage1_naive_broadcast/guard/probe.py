@@ -17,7 +17,7 @@ from .hooks import without_global_hooks
 # Steps, whether they all have the same gradient, and its magnitude. What adds up over the steps shows where gradients
 # are steady, what is cut off where they are large, and what counts steps in the end.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
-OF_A_LARGE_TENSOR = [(2, False, 1.0)]
+OF_LARGE_TENSORS = [(2, False, 1.0)]
 # What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 
@@ -51,7 +51,10 @@ def share_out(flat, shapes, n_ranks):
 
 
 def trials_of(make_optimizer, groups):
-    """-> for each kind of group a Trial on small tensors, and one on a large one. An lr makes no kind of its own."""
+    """-> for each kind of group a Trial on small tensors, and one on large ones, of as many dimensions as its own.
+
+    An lr makes no kind of its own: the largest is tried.
+    """
     kinds = {}
     for group in groups:
         options = hyperparameters(group)
@@ -68,10 +71,9 @@ def trials_of(make_optimizer, groups):
             options = {**options, "lr": 0.1}  # for a difference to be seen
         device = next(param.device for group in groups for param in group["params"])
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in sorted(n_dims)]
-        n = max(n_dims)
-        large = (17000,) if n < 2 else (130, 130) if n == 2 else (48, 32, *[3] * (n - 2))
+        large = [(130, 130) if n == 2 else (48, 32, *[3] * (n - 2)) for n in n_dims if n > 1] or [(17000,)]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
-        yield Trial(make_optimizer, options, [large], OF_A_LARGE_TENSOR, device)
+        yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
 
 
 class Trial(NamedTuple):

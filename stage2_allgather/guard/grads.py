@@ -36,7 +36,7 @@ class AnyGrads:
         Sparse gradients become dense.
 
         Raises:
-            RuntimeError: the parameter groups of the ranks differ, in lr say; on every rank, before anything is stepped.
+            RuntimeError: the parameter groups of the ranks differ, in lr say; on every rank, before a step.
         """
         if self.grads_synced or not self.average_gradients:
             return

@@ -10,6 +10,7 @@ from .carried import ComparesSettings
 from .clip import Clipped
 from .dtensor import refuse_dtensors
 from .grads import AnyGrads
+from .modes import Modes
 from .pieces import StateOfPieces
 from .probe import check_elementwise
 from .refuse import checked_groups, not_contiguous
@@ -17,7 +18,7 @@ from .unscale import RefusesUnscale
 from .wrap import Wrapper
 
 
-class DistributedOptimizer(ComparesSettings, AnyGrads, Clipped, RefusesUnscale, Scaled, StateOfPieces, Wrapper,
+class DistributedOptimizer(ComparesSettings, AnyGrads, Clipped, RefusesUnscale, Scaled, Modes, StateOfPieces, Wrapper,
                            ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 

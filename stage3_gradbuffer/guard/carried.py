@@ -1,6 +1,6 @@
-"""For whoever's ranks have other settings, as settings.py says: here no message but the buffer itself is there to tell.
+"""For whoever has ranks with other settings, as settings.py says. Here no message of a step has room for them.
 
-Behind the last parameter lie a few elements more. Flags of a rank's settings are added up there with the gradients, and
+So a few elements more lie in the buffer, behind the last parameter. Flags of a rank's settings are added up there with the gradients, and
 gathered with the parameters: no collective more, and nothing to wait for. Shown by tests/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """

@@ -56,6 +56,10 @@ class AnyGrads:
         """
         super().zero_grad(set_to_none)
 
+    def publish_params(self):
+        self.sync_params()
+        self.zero_grad()  # parameters were in the buffer
+
     def skip_step(self):
         self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
 

@@ -1,4 +1,4 @@
-"""For whoever builds a second optimizer over the same parameters, drops one and keeps the model, or hooks all optimizers.
+"""For whoever builds a second optimizer over the same parameters, drops one and keeps the model, or hooks all.
 
 Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A hook of all
 optimizers is called once a step. The same file stands in every stage. Shown by tests/test_models.py and

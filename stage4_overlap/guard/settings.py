@@ -1,4 +1,4 @@
-"""For whoever's scheduler sets an lr on each rank by itself, as ReduceLROnPlateau does with the loss of a rank.
+"""For whoever has a scheduler that sets an lr on each rank by itself, as ReduceLROnPlateau does with a rank's loss.
 
 Ranks that step with other settings mix two trainings without a word. So a checksum of the groups travels with a message
 of the step; the values themselves only where checksums differ. What the inner optimizer has written into its groups is
@@ -40,7 +40,9 @@ def checksum_of(settings):
 
 
 def rounded(value):
-    return tuple(map(rounded, value)) if isinstance(value, tuple) else f"{value:.9g}" if value.__class__ is float else value
+    if isinstance(value, tuple):
+        return tuple(map(rounded, value))
+    return f"{value:.9g}" if isinstance(value, float) else value
 
 
 def flags_of(checksum):
