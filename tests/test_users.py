@@ -5,6 +5,9 @@ some of these.
 """
 
 import copy
+import gc
+import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -312,3 +315,115 @@ def channels_last(rank, stage, how, fused):
 def test_states_follow_the_layout_of_their_parameters(run, stage, how, fused):
     """fused=True is torch's kernel that doesn't look at strides."""
     assert max(run(channels_last, stage, how, fused)) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def failed_in_step(rank, stage, prefetch):
+    """Rank 1 is out of memory in its step, so the others wait for its parameters until the time-out."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = Net(seed=0)
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1, process_group=group)
+    if prefetch:
+        optimizer.prefetch_params(model)
+    train(model, optimizer, rank, 0)
+    if rank.rank == 1:
+        def out_of_memory(*_):
+            raise torch.OutOfMemoryError("out of memory")
+        optimizer.optimizer.register_step_pre_hook(out_of_memory)
+
+    def step_and_read():
+        train(model, optimizer, rank, 1)
+        for param in model.parameters():
+            param.sum()
+
+    error = error_of(step_and_read)
+    assert error and ("OutOfMemoryError" in error) == (rank.rank == 1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.sum()  # is no error any more
+    if stage == FOUR and rank.rank == 0:
+        with pytest.raises(RuntimeError, match="an all-gather has failed, and parameters of this rank are incomplete"):
+            optimizer.finish_grad_sync()
+    dist.barrier()
+    model.load_state_dict(Net(seed=0).state_dict())  # a checkpoint
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1)
+    reference = Replicated(rank, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        train(model, optimizer, rank, step)
+        reference.step(step)
+    assert_same(model, reference.model, exact=True)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage, prefetch", [(ONE, False), (TWO, False), (THREE, False), (FOUR, False), (FOUR, True)])
+def test_after_a_failure_the_model_can_be_read_and_trained_anew(run, stage, prefetch):
+    run(failed_in_step, stage, prefetch)
+
+
+def dropped_after_step(rank, stage, prefetch):
+    """A search over hyperparameters trains one model after the other."""
+    def train_one():
+        model = nn.Linear(64, 64)
+        optimizer = optimizer_of(stage)(model.parameters(), lr=1e-3)
+        if prefetch:
+            optimizer.prefetch_params(model)
+        for _ in range(2):
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weakref.ref(model.weight)
+
+    gc.collect()
+    gc.disable()
+    try:
+        return sum(train_one()() is not None for _ in range(5))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage, prefetch", [(ONE, False), (TWO, False), (THREE, False), (FOUR, False), (FOUR, True)])
+def test_a_model_that_is_dropped_right_after_a_step_is_freed_at_once(run, stage, prefetch):
+    assert run(dropped_after_step, stage, prefetch) == [0, 0]
+
+
+def unused_once(rank):
+    a, b = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = optimizer_of(FOUR)([a, b], torch.optim.SGD, lr=0.1, find_unused_parameters=True)
+    a.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = (b**2).sum()
+    (a.sum() + b.sum()).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_parameter_that_was_unused_once_is_told_to_autograd_when_it_is_stepped(run):
+    run(unused_once)
+
+
+# --------------------------------------------------------------------------------------------------------- model.bfloat16
+
+
+def other_dtype(rank, stage, zero):
+    model = Net(seed=0)
+    optimizer = optimizer_of(stage)(trainable(model))
+    train(model, optimizer, rank, 0)
+    model.bfloat16()
+    if zero:
+        optimizer.zero_grad()
+    loss_of(model, *[tensor.bfloat16() for tensor in batch(1, rank.rank)]).backward()
+    return error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("stage", [THREE, FOUR])
+def test_a_model_whose_dtype_has_changed_is_an_error_that_says_so(run, stage, zero):
+    assert all("the data of parameter 0 of group 0 was replaced, by model.to()" in error
+               for error in run(other_dtype, stage, zero))

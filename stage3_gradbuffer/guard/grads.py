@@ -212,7 +212,10 @@ class GuardedBuffer(CarriesFlags):
             self.zero_version = self.flat._version
         self.received.clear()
         for param, grad in zip(self.params, self.grads):
-            param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
+            try:
+                param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
+            except RuntimeError:  # model.bfloat16() has replaced its data: refused before the next step
+                param.grad = None
 
     def let_go(self):
         """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""

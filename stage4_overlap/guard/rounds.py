@@ -151,9 +151,8 @@ class Rounds:
         """`step` has called finish_grad_sync before the core's own step comes here."""
 
     def sync_params(self):
-        if self.unused:
-            for bucket in self.buckets:
-                bucket.stepped = [param for param in bucket.params if param not in self.unused]
+        for bucket in self.buckets:
+            bucket.stepped = [p for p in bucket.params if p not in self.unused] if self.unused else bucket.params
         super().sync_params()
         self.start_accumulation()
 
