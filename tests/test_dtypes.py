@@ -159,7 +159,7 @@ def scaled(rank, stage, row, explode, unscale):
     """Four steps under a GradScaler; in the second, rank `explode` has an inf. -> scale, parameters, step counts."""
     dtype, grad_dtype = ROWS[row]
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 7)).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7)).to(dtype)
     kwargs = {"grad_dtype": grad_dtype} if stage == "stage3_gradbuffer" else {}
     optimizer = optimizer_of(stage)(model.parameters(), **kwargs, **ADAMW)
     scaler = torch.amp.GradScaler(rank.device.type, init_scale=2.0**6, growth_interval=1000)
