@@ -43,8 +43,7 @@ class ComparesSettings:
 
     def refuse_different_settings(self):
         self.flags_event = None
-        flags = self.buffers[0].seen_flags.tolist()
-        if min(flags) >= 0 and sums_differ(flags):  # one rank that plays one of many gathers what is no flags
+        if sums_differ(self.buffers[0].seen_flags.tolist()):
             difference = difference_between_ranks(settings_of(self), self.process_group)
             if difference:
                 self.zero_grad()
