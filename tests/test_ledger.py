@@ -42,7 +42,7 @@ PADDED = {2: 96, 3: 96, 4: 128}  # 80 elements, in d shards of multiples of 16
 PADDED_16BIT = {2: 128, 3: 192, 4: 128}  # 128, of multiples of 32
 OF_STAGE_3 = {2: 128, 3: 144, 4: 128}  # 32 elements more: flags of the settings
 OF_STAGE_3_16BIT = {2: 192, 3: 192, 4: 256}
-FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings, from both sides
+FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings twice
 N_FLAGS = 3 + 32  # stages 1 and 2, as gradients: used, for each parameter; bits of the settings, and their opposites
 
 

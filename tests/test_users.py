@@ -97,7 +97,8 @@ def differs_in_16_bits(rank, grad_dtype):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
 def test_settings_travel_in_16_bits_too(run, grad_dtype):
-    assert all("lr of group 0 is 0.5 on rank 0 and 1.5 on rank 1" in error for error in run(differs_in_16_bits, grad_dtype))
+    for error in run(differs_in_16_bits, grad_dtype):
+        assert "lr of group 0 is 0.5 on rank 0 and 1.5 on rank 1" in error
 
 
 def last_bits(rank, stage):
@@ -293,7 +294,8 @@ def channels_last(rank, stage, how, fused):
         optimizer.step()
 
     model, reference, kwargs = make(), make(), {"lr": 0.01, "fused": fused}
-    optimizer, plain = optimizer_of(stage)(model.parameters(), **kwargs), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    optimizer = optimizer_of(stage)(model.parameters(), **kwargs)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
     for n in range(4):
         if n == 3 and how == "to":
             model.to(memory_format=torch.channels_last)
@@ -407,7 +409,7 @@ def test_a_parameter_that_was_unused_once_is_told_to_autograd_when_it_is_stepped
     run(unused_once)
 
 
-# --------------------------------------------------------------------------------------------------------- model.bfloat16
+# ------------------------------------------------------------------------------------------------------- model.bfloat16
 
 
 def other_dtype(rank, stage, zero):

@@ -1,7 +1,8 @@
 """For whoever has ranks with other settings, as settings.py says. Here no message of a step has room for them.
 
-So a few elements more lie in the buffer, behind the last parameter. Flags of a rank's settings are added up there with the gradients, and
-gathered with the parameters: no collective more, and nothing to wait for. Shown by tests/test_users.py,
+So a few elements more lie in the buffer, behind the last parameter. Flags of a rank's settings are added up there with
+the gradients, and gathered with the parameters: no collective more, and nothing to wait for. Shown by
+tests/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
@@ -43,7 +44,10 @@ class ComparesSettings:
 
     def refuse_different_settings(self):
         self.flags_event = None
-        if sums_differ(self.buffers[0].seen_flags.tolist()):
+        flags = self.buffers[0].seen_flags.tolist()
+        # Some bits are alike, and the opposite of those is zero: else these are no flags, but what a process gathers
+        # that plays one of d ranks.
+        if min(flags) == 0 and sums_differ(flags):
             difference = difference_between_ranks(settings_of(self), self.process_group)
             if difference:
                 self.zero_grad()

@@ -40,8 +40,8 @@ class AwaitsReaders:
 
     def finish_grad_sync(self):
         if any(bucket.is_incomplete for bucket in self.buckets):
-            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint "
-                               "into the model, and build the optimizer anew")
+            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
+                               " into the model, and build the optimizer anew")
         super().finish_grad_sync()
 
     def prefetch_params(self, model):
