@@ -52,9 +52,15 @@ def flags_of(checksum):
 
 
 def sums_differ(flags):
-    """Whether the flags of all ranks, added up or averaged, were those of different checksums."""
+    """Whether the flags of all ranks, added up or averaged, were those of different checksums.
+
+    A process that plays one of d ranks may gather what is no flags: of these each bit or its opposite is set, and some
+    bits are alike.
+    """
     half = N_FLAGS // 2
-    return any(bit and opposite for bit, opposite in zip(flags[:half], flags[half:]))
+    pairs = list(zip(flags[:half], flags[half:]))
+    are_flags = min(flags) == 0 and all(map(any, pairs))
+    return are_flags and any(map(all, pairs))
 
 
 def difference_between_ranks(settings, process_group):

@@ -44,10 +44,7 @@ class ComparesSettings:
 
     def refuse_different_settings(self):
         self.flags_event = None
-        flags = self.buffers[0].seen_flags.tolist()
-        # Some bits are alike, and the opposite of those is zero: else these are no flags, but what a process gathers
-        # that plays one of d ranks.
-        if min(flags) == 0 and sums_differ(flags):
+        if sums_differ(self.buffers[0].seen_flags.tolist()):
             difference = difference_between_ranks(settings_of(self), self.process_group)
             if difference:
                 self.zero_grad()
