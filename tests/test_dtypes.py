@@ -159,7 +159,7 @@ def scaled(rank, stage, row, explode, unscale):
     """Four steps under a GradScaler; in the second, rank `explode` has an inf. -> scale, parameters, step counts."""
     dtype, grad_dtype = ROWS[row]
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 7)).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7)).to(dtype)
     kwargs = {"grad_dtype": grad_dtype} if stage == "stage3_gradbuffer" else {}
     optimizer = optimizer_of(stage)(model.parameters(), **kwargs, **ADAMW)
     scaler = torch.amp.GradScaler(rank.device.type, init_scale=2.0**6, growth_interval=1000)
@@ -215,7 +215,7 @@ def test_gradients_are_unscaled(run, stage):
 @on_its_device
 def unscaled_run(rank, stage):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 7))
+    model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7))
     optimizer, history = optimizer_of(stage)(model.parameters(), **ADAMW), []
     for step in range(4):
         x, y = batch(step, rank.rank)
@@ -491,7 +491,8 @@ def padding_stays_zero(rank, row):
             assert buffer.flat.numel() % (rank.world_size * 16) == 0 and len(around) and around.eq(0).all()
         optimizer.finish_grad_sync()
         for buffer in optimizer.buffers:
-            assert padding(buffer.grad_shard, [(r.offset, r.stop - r.start) for r in buffer.ranges]).eq(0).all()
+            ranges = [*buffer.ranges, *(buffer.own_flags or ())[:1]]  # behind them lie flags of the settings
+            assert padding(buffer.grad_shard, [(r.offset, r.stop - r.start) for r in ranges]).eq(0).all()
         optimizer.step()
 
 

@@ -96,8 +96,9 @@ def test_a_guard_file_opens_with_whose_situation_it_is_for_and_the_test_that_sho
 # Stages in which a guard file stands, equal to the letter.
 SHARED = {
     "__init__.py": [(0, 1)], "amp.py": [(0, 1, 2, 3)], "clip.py": [(2, 3)], "dtensor.py": [(0, 1, 2)],
-    "grads.py": [(0, 1)], "hooks.py": [(0, 1, 2, 3)], "pieces.py": [(0, 1), (2, 3)], "probe.py": [(0, 1), (2, 3)],
-    "refuse.py": [(0, 1, 2, 3)], "unscale.py": [(2, 3)], "wrap.py": [(0, 1, 2, 3)],
+    "grads.py": [(0, 1)], "hooks.py": [(0, 1, 2, 3)], "modes.py": [(0, 1, 2, 3)], "pieces.py": [(0, 1), (2, 3)],
+    "probe.py": [(0, 1), (2, 3)], "refuse.py": [(0, 1, 2, 3)], "settings.py": [(0, 1, 2, 3)], "strides.py": [(0, 1)],
+    "unscale.py": [(2, 3)], "wrap.py": [(0, 1, 2, 3)],
 }
 
 

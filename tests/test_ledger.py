@@ -40,7 +40,10 @@ LARGEST = 35  # elements of the rank that owns most
 OWNERS = {2: 2, 3: 3, 4: 3}  # ranks that own something
 PADDED = {2: 96, 3: 96, 4: 128}  # 80 elements, in d shards of multiples of 16
 PADDED_16BIT = {2: 128, 3: 192, 4: 128}  # 128, of multiples of 32
-FLAGS = 4 * (2 * 3 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds begun and finished
+OF_STAGE_3 = {2: 128, 3: 144, 4: 128}  # 32 elements more: flags of the settings
+OF_STAGE_3_16BIT = {2: 192, 3: 192, 4: 256}
+FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings twice
+N_FLAGS = 3 + 32  # stages 1 and 2, as gradients: used, for each parameter; bits of the settings, and their opposites
 
 
 def backend(rank):
@@ -49,29 +52,29 @@ def backend(rank):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_stage_1(run, world_size):
-    """One all-reduce of all gradients, with 3 flags for those that are used; each owner broadcasts what it stepped."""
+    """One all-reduce of all gradients, with flags of what is used and set; each owner broadcasts what it stepped."""
     d = world_size
     for found, sent in run(counted, "stage1_naive_broadcast"):
-        assert found == {"all_reduce": (1, 4 * (N + 3)), "broadcast": (OWNERS[d], 4 * N)}
-        assert sent == round((2 * 4 * (N + 3) + 4 * N) * (d - 1) / d)
+        assert found == {"all_reduce": (1, 4 * (N + N_FLAGS)), "broadcast": (OWNERS[d], 4 * N)}
+        assert sent == round((2 * 4 * (N + N_FLAGS) + 4 * N) * (d - 1) / d)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_stage_2(run, world_size):
-    """One all-reduce of all gradients and 3 flags, one all-gather of d shards as long as the longest."""
+    """One all-reduce of all gradients and flags, one all-gather of d shards as long as the longest."""
     d = world_size
     for found, sent in run(counted, "stage2_allgather"):
-        assert found == {"all_reduce": (1, 4 * (N + 3)), "all_gather": (1, 4 * d * LARGEST)}
-        assert sent == round((2 * 4 * (N + 3) + 4 * d * LARGEST) * (d - 1) / d)
+        assert found == {"all_reduce": (1, 4 * (N + N_FLAGS)), "all_gather": (1, 4 * d * LARGEST)}
+        assert sent == round((2 * 4 * (N + N_FLAGS) + 4 * d * LARGEST) * (d - 1) / d)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtype, grad_dtype, itemsizes", [("float32", None, (4, 4)), ("bfloat16", None, (2, 2)),
                                                           ("bfloat16", torch.float32, (4, 2))])
 def test_stage_3(run, world_size, dtype, grad_dtype, itemsizes):
-    """One reduce-scatter and one all-gather of the padded buffer; gloo's reduce-scatter counts twice on the wire."""
+    """One reduce-scatter and one all-gather of the padded buffer; gloo's reduce-scatter counts twice."""
     d, (grad, param) = world_size, itemsizes
-    n, is_gloo = (PADDED if dtype == "float32" else PADDED_16BIT)[d], run(backend)[0] == "gloo"
+    n, is_gloo = (OF_STAGE_3 if dtype == "float32" else OF_STAGE_3_16BIT)[d], run(backend)[0] == "gloo"
     for found, sent in run(counted, "stage3_gradbuffer", dtype=dtype, grad_dtype=grad_dtype):
         assert found == {"reduce_scatter": (1, grad * n), "all_gather": (1, param * n)}
         assert sent == round(((2 if is_gloo else 1) * grad + param) * n * (d - 1) / d)

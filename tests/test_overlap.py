@@ -169,7 +169,7 @@ def counted(rank, dtype, n_rounds):
         optimizer.step()
     d, sizes = rank.world_size, [bucket.flat_params.nbytes for bucket in optimizer.buckets]
     pieces = sum(-(-size // d // 2**20) for size in sizes) * (d - 1) * n_rounds
-    flags = 4 * (2 * 6 + 2)  # used, what is wrong, and the numbers of rounds begun and finished
+    flags = 4 * (2 * 6 + 2 + 2)  # used, what is wrong, rounds begun and finished, and the settings twice
     gathers = {"broadcast": d * len(sizes)} if rank.backend == "gloo" else {"all_gather": len(sizes)}
     expected = {"send": pieces, "recv": pieces, "all_reduce": 1, **gathers}
     assert ledger.collectives == {kind: count for kind, count in expected.items() if count}

@@ -137,7 +137,6 @@ def counted_in_groups(rank, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", ["stage1_naive_broadcast", "stage2_allgather"])
 def test_what_an_optimizer_counts_in_its_groups(run, stage):
     assert all(run(counted_in_groups, stage))
 
@@ -184,8 +183,6 @@ def test_each_group_must_be_elementwise(run, stage):
 
 NOT_ELEMENTWISE = {
     "Lamb": Lamb,
-    "counts in its groups": CountsInGroups,
-    "LBFGS": torch.optim.LBFGS,
     "Adafactor": torch.optim.Adafactor,
     **({"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}),
 }
@@ -270,13 +267,13 @@ def states_of_the_buffer(rank):
 
         def watched(method=getattr(buffer, name)):
             method()
-            seen.append((buffer.holds, buffer.flat[21:].abs().sum().item()))
+            seen.append((buffer.holds, buffer.flat[21:32].abs().sum().item()))
 
         setattr(buffer, name, watched)
     optimizer.step()
     assert buffer.flat.data_ptr() == address and weight.grad.data_ptr() == address
     assert [holds for holds, padding in seen] == [Holds.GRAD_SHARD, Holds.PARAM_SHARD, Holds.PARAMS, Holds.ZEROS]
-    assert seen[0][1] == seen[-1][1] == 0  # padding
+    assert seen[0][1] == seen[-1][1] == 0  # padding, before the flags of the settings
 
 
 def test_five_states_of_one_buffer(run):

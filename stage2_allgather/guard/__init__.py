@@ -8,13 +8,15 @@ from ..optimizer import ShardedOptimizer
 from .amp import Scaled
 from .dtensor import refuse_dtensors
 from .grads import AnyGrads
+from .modes import Modes
 from .pieces import WholeState
 from .probe import check_divisible
 from .refuse import checked_groups
+from .strides import Restrided
 from .wrap import Wrapper
 
 
-class DistributedOptimizer(AnyGrads, Scaled, WholeState, Wrapper, ShardedOptimizer):
+class DistributedOptimizer(Restrided, AnyGrads, Scaled, Modes, WholeState, Wrapper, ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, 1/d on average.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on

@@ -11,6 +11,7 @@ import torch
 
 from .hooks import hook_gradient
 from .refuse import all_params
+from .settings import N_FLAGS, checksum_of, difference_between_ranks, flags_of, settings_of, sums_differ
 
 
 class AnyGrads:
@@ -33,14 +34,24 @@ class AnyGrads:
 
         A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.
         Sparse gradients become dense.
+
+        Raises:
+            RuntimeError: the parameter groups of the ranks differ, in lr say; on every rank, before a step.
         """
         if self.grads_synced or not self.average_gradients:
             return
         params = all_params(self)  # frozen ones too: maybe only here
         grads = [dense_grad(param) for param in params]
-        used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
-        self.average([*grads, used])  # a flag for each parameter travels behind the gradients
-        for param, grad, is_used in zip(params, grads, used.tolist()):
+        settings = settings_of(self)
+        used = [param.grad is not None for param in params]
+        flags = torch.tensor([*used, *flags_of(checksum_of(settings))]).to(grads[0])
+        self.average([*grads, flags])  # a flag for each parameter travels behind the gradients
+        used = flags.tolist()
+        if sums_differ(used[-N_FLAGS:]):
+            difference = difference_between_ranks(settings, self.process_group)
+            if difference:
+                raise RuntimeError(difference)
+        for param, grad, is_used in zip(params, grads, used):
             if is_used:
                 param.grad = grad
         self.grads_synced = True

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..optimizer import hyperparameters
+from .hooks import without_global_hooks
 from .refuse import all_params, param_ids, refuse_edited
 
 
@@ -35,7 +36,11 @@ class Wrapper:
     @torch.no_grad()
     def shard(self, groups):
         n_before = len(self.optimizer.param_groups)
-        super().shard(groups)
+        if any(group["params"] for group in groups):
+            super().shard(groups)
+        else:  # added empty, by a split into what decays and what doesn't say
+            for group in groups:
+                self.optimizer.add_param_group({**hyperparameters(group), "params": []})
         for group in self.optimizer.param_groups[n_before:]:
             self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's, which torch < 2.13 lacks
         # autograd saw nothing of the broadcast: a graph that has read the old values is refused
@@ -63,7 +68,8 @@ class Wrapper:
         return loss
 
     def step_own(self):
-        super().step_own()
+        with without_global_hooks():
+            super().step_own()
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(own))  # some count steps there
 

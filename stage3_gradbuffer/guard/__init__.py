@@ -6,9 +6,11 @@ import torch
 
 from ..optimizer import ShardedOptimizer
 from .amp import Scaled
+from .carried import ComparesSettings
 from .clip import Clipped
 from .dtensor import refuse_dtensors
 from .grads import AnyGrads
+from .modes import Modes
 from .pieces import StateOfPieces
 from .probe import check_elementwise
 from .refuse import checked_groups, not_contiguous
@@ -16,7 +18,8 @@ from .unscale import RefusesUnscale
 from .wrap import Wrapper
 
 
-class DistributedOptimizer(AnyGrads, Clipped, RefusesUnscale, Scaled, StateOfPieces, Wrapper, ShardedOptimizer):
+class DistributedOptimizer(ComparesSettings, AnyGrads, Clipped, RefusesUnscale, Scaled, Modes, StateOfPieces, Wrapper,
+                           ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on

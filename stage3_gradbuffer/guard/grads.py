@@ -9,7 +9,8 @@ import contextlib
 
 import torch
 
-from ..buffer import GradBuffer, Holds
+from ..buffer import Holds
+from .carried import CarriesFlags
 from .hooks import hook_gradient
 from .refuse import named_params
 
@@ -55,6 +56,10 @@ class AnyGrads:
         """
         super().zero_grad(set_to_none)
 
+    def publish_params(self):
+        self.sync_params()
+        self.zero_grad()  # parameters were in the buffer
+
     def skip_step(self):
         self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
 
@@ -82,7 +87,7 @@ class AnyGrads:
         self.buffers.clear()
 
 
-class GuardedBuffer(GradBuffer):
+class GuardedBuffer(CarriesFlags):
     """Attributes:
         received: indices of the parameters whose gradient has come since the last step.
         versions, zero_version, shard_version: autograd's counts of the writes into each parameter, and into `flat` when
@@ -209,7 +214,10 @@ class GuardedBuffer(GradBuffer):
             self.zero_version = self.flat._version
         self.received.clear()
         for param, grad in zip(self.params, self.grads):
-            param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
+            try:
+                param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
+            except RuntimeError:  # model.bfloat16() has replaced its data: refused before the next step
+                param.grad = None
 
     def let_go(self):
         """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""

@@ -1,63 +1,179 @@
 """For whoever brings an optimizer that is not element-wise, such as Lamb or Muon: a shard would step differently.
 
-Found out by a trial on small tensors, before anything is changed. The same file stands in stages 3 and 4. Shown by
-tests/test_stages.py, `test_optimizers_that_are_not_elementwise_are_refused`.
+Found out by a trial on tensors of its own, before anything is changed. The same file stands in stages 3 and 4. Shown by
+tests/test_probe.py.
 """
 
-import inspect
+import copy
+import itertools
+import math
+import numbers
+from typing import Any, NamedTuple
 
 import torch
 
 from ..optimizer import hyperparameters
+from .hooks import without_global_hooks
+
+# Steps, whether they all have the same gradient, and its magnitude. What adds up over the steps shows where gradients
+# are steady, what is cut off where they are large, and what counts steps in the end.
+PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
+OF_LARGE_TENSORS = [(2, False, 1.0)]
+# What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
+PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 
 
 def check_elementwise(make_optimizer, groups):
-    """Refuse an optimizer that steps pieces of tensors otherwise than the whole: try it, for each group, on two.
+    """Refuse an optimizer that steps shards of tensors otherwise than whole ones: try it, for each kind of group.
 
     Args:
         make_optimizer: function of parameter groups.
 
     Raises:
-        ValueError: the results differ, or tensors with requires_grad=False, as shards are, aren't stepped; or whatever
-            torch raises where its arguments are wrong.
+        ValueError: a step fails; or two or three ranks would make something else of their shards, in values, or in
+            numbers that are kept in groups and attributes; or tensors with requires_grad=False aren't stepped.
+        Exception: what torch raises where arguments are wrong.
     """
-    name, device = make_optimizer.func.__name__, groups[0]["params"][0].device
-    make_optimizer([torch.zeros(8, 8, device=device)])  # wrong arguments are reported as torch does
-    lr = {"lr": 0.1} if "lr" in inspect.signature(make_optimizer).parameters else {}  # so that there is a difference
-    different = [{**hyperparameters(group), **lr} for group in groups]
-    for options in {repr(options): options for options in different}.values():
+    name = make_optimizer.func.__name__
+    for trial in trials_of(make_optimizer, groups):
+        whole, precision = trial.whole()
+        for n_ranks in (2, 3):
+            parts, reason = trial.in_parts(n_ranks, precision)
+            if parts and parts.stood_still() and not whole.stood_still():
+                raise ValueError(f"{name} doesn't step tensors with requires_grad=False, as shards are; use stage 2")
+            difference = whole.difference(parts, precision) if parts else described(reason)
+            if difference:
+                raise ValueError(f"{name} is not element-wise: in shards it would step otherwise; see stage 2 "
+                                 f"({difference})") from reason
+
+
+def share_out(flat, shapes, n_ranks):
+    """-> what each rank steps of the tensors of `shapes` in `flat`, (numel,): pieces, of what lies in its shard."""
+    starts = [flat.numel() * rank // n_ranks for rank in range(1, n_ranks)]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    shares, start = [[] for _ in range(n_ranks)], 0
+    for end in sorted({*starts, *ends}):
+        shares[sum(start >= other for other in starts)].append(flat[start:end])
+        start = end
+    return shares
+
+
+def trials_of(make_optimizer, groups):
+    """-> for each kind of group a Trial on small tensors, and one on large ones, of as many dimensions as its own.
+
+    An lr makes no kind of its own: the largest is tried.
+    """
+    kinds = {}
+    for group in groups:
+        options = hyperparameters(group)
+        lr = options.get("lr", make_optimizer.keywords.get("lr"))
+        kind = repr({**options, "lr": None, "initial_lr": None})
+        largest, others, n_dims = kinds.get(kind, (lr, options, set()))
+        if lr is not None and lr > largest:
+            largest, others = lr, options
+        kinds[kind] = largest, others, n_dims | {param.dim() for param in group["params"]}
+    for lr, options, n_dims in kinds.values():
+        if not n_dims:
+            continue  # all these groups are empty
+        if lr is not None and not lr:
+            options = {**options, "lr": 0.1}  # for a difference to be seen
+        device = next(param.device for group in groups for param in group["params"])
+        small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in sorted(n_dims)]
+        large = [(130, 130) if n == 2 else (48, 32, *[3] * (n - 2)) for n in n_dims if n > 1] or [(17000,)]
+        yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
+        yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
+
+
+class Trial(NamedTuple):
+    make_optimizer: Any
+    options: dict  # of its one group
+    shapes: list
+    phases: list
+    device: torch.device
+
+    def whole(self):
+        """-> the Outcome of a rank that steps everything, as without sharding, and the precision that it takes."""
+        self.optimizer_of([torch.zeros(shape, device=self.device) for shape in self.shapes])  # or torch's own error
+        for precision in PRECISIONS:
+            try:
+                return self.run(self.whole_tensors, 1, precision), precision
+            except Exception as failure:
+                reason = failure
+        name, shapes = self.make_optimizer.func.__name__, ", ".join(map(str, self.shapes))
+        raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {described(reason)}") from reason
+
+    def in_parts(self, n_ranks, precision):
+        """-> the Outcome of `n_ranks` ranks that step their parts, or None; and why there is none."""
         try:
-            before, whole, pieces = step_whole_and_in_pieces(
-                lambda params: make_optimizer([{**options, "params": params}]), device
-            )
-            alike, reason = torch.allclose(whole, pieces, rtol=1e-12, atol=0), None
-        except (AttributeError, RuntimeError, TypeError, ValueError) as failure:
-            alike, reason = False, failure  # Muon wants matrices, L-BFGS a closure, some a gradient for every tensor
-        if not alike:
-            raise ValueError(f"{name} is not element-wise: in shards it would step otherwise; see stage 2") from reason
-        if torch.equal(before, whole):
-            raise ValueError(f"{name} doesn't step tensors with requires_grad=False, as shards are; use stage 2")
+            return self.run(share_out, n_ranks, precision), None
+        except Exception as failure:  # Muon wants matrices
+            return None, failure
+
+    @staticmethod
+    def whole_tensors(flat, shapes, n_ranks):
+        tensors = flat.split([math.prod(shape) for shape in shapes])
+        return [[tensor.view(shape).requires_grad_() for tensor, shape in zip(tensors, shapes)]]
+
+    @torch.no_grad()
+    def run(self, share_out, n_ranks, precision):
+        values = torch.linspace(-1, 1, sum(map(math.prod, self.shapes)), dtype=precision[0], device=self.device)
+        grads = torch.zeros_like(values)
+        shares = [share_out(flat, self.shapes, n_ranks) for flat in (values, grads)]
+        optimizers = [self.optimizer_of(params) for params in shares[0]]
+        generator, moved = torch.Generator().manual_seed(0), []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), without_global_hooks():
+            for n_steps, is_steady, magnitude in self.phases:
+                before = values.clone()
+                for step in range(n_steps):
+                    if step == 0 or not is_steady:
+                        noise = torch.randn(values.shape, generator=generator) * magnitude
+                    grads.copy_(noise)  # in each step: SGD with nesterov writes into gradients
+                    for optimizer, params, own_grads in zip(optimizers, *shares):
+                        for param, grad in zip(params, own_grads):
+                            param.grad = grad.detach()
+                        optimizer.step()
+                moved.append(values - before)
+        return Outcome(moved, [noted(optimizer) for optimizer in optimizers])
+
+    def optimizer_of(self, params):
+        group = {**copy.deepcopy(self.options), "params": params}
+        optimizer = self.make_optimizer([group])
+        if hasattr(optimizer, "train"):
+            optimizer.train()  # schedule-free ones want that
+        return optimizer
 
 
-def step_whole_and_in_pieces(make, device):
-    """-> the values of two (8, 8) tensors: before, after three steps as they are, after three in pieces; (128,) each.
+class Outcome(NamedTuple):
+    moved: list  # by how far the values have moved in each phase, (numel,)
+    noted: list  # for each optimizer: name -> number
 
-    The pieces are stepped one after the other, each by a call of its own.
-    """
-    def cut(tensor):
-        return list(tensor.flatten().split([13, 51, 64]))
+    def stood_still(self):
+        return not any(moved.any() for moved in self.moved)
 
-    before = torch.linspace(-1, 1, 128, dtype=torch.float64, device=device).view(2, 8, 8)
-    whole, pieces = list(before.clone()), cut(before.clone())
-    of_whole, of_pieces = make(whole), make(pieces)
-    for step in range(3):
-        grads = torch.sin(before * 5 + step)
-        grads_of_pieces = cut(grads.clone())  # now: SGD with nesterov writes into gradients
-        for param, grad in zip(whole, grads):
-            param.grad = grad
-        of_whole.step()
-        for piece, grad in zip(pieces, grads_of_pieces):
-            piece.grad = grad
-            of_pieces.step()
-            piece.grad = None
-    return before.flatten(), *(torch.cat([param.flatten() for param in params]) for params in (whole, pieces))
+    def difference(self, other, precision):
+        """-> in words what is another in `other`, or nothing."""
+        _, tolerance = precision
+        for mine, theirs in zip(self.moved, other.moved):
+            atol = tolerance * mine.abs().max().item()
+            if not torch.allclose(mine, theirs, rtol=tolerance, atol=atol, equal_nan=True):
+                return "parameters differ"
+        (mine,) = self.noted
+        for theirs in other.noted:
+            for name in mine.keys() & theirs.keys():
+                if not math.isclose(mine[name], theirs[name], rel_tol=tolerance):
+                    return f"{name} differs: {mine[name]} of all tensors, {theirs[name]} of a rank's"
+
+
+def noted(optimizer):
+    """-> name -> number: what an optimizer keeps in its groups and attributes, for all tensors together."""
+    (group,) = optimizer.param_groups
+    kept = {**{f"attribute {name}": value for name, value in vars(optimizer).items()},
+            **{f"group value {name}": value for name, value in group.items()}}
+    kept = {name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for name, value in kept.items()}
+    return {name: value for name, value in kept.items() if isinstance(value, numbers.Real) and value == value}
+
+
+def described(failure):
+    return f"{type(failure).__name__}: {failure}"

@@ -49,6 +49,8 @@ def checked_groups(params, process_group, existing=(), *, refuse, error=None, se
         if len({"param_names" in group for group in [*existing, *groups]}) > 1:
             raise ValueError("some parameter groups have names for their parameters: name all of them or none")
         named = named_params([*existing, *groups])
+        if not named:  # one group may be empty, as torch has it
+            raise ValueError("the parameter list is empty: pass model.parameters()")
         _check_params(named, backends)
         if named[0][1].device.type == device:
             device = named[0][1].device  # of several GPUs the one that is trained on
@@ -109,9 +111,7 @@ def _as_groups(params):
         items = list(params)
     except TypeError:
         raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from None
-    if not items:
-        raise ValueError("the parameter list is empty: pass model.parameters()")
-    groups = items if isinstance(items[0], dict) else [{"params": items}]
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
     return [_as_group(group, g) for g, group in enumerate(groups)]
 
 
@@ -120,8 +120,6 @@ def _as_group(group, g):
         raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
     _refuse_set(group["params"])
     items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-    if not items:
-        raise ValueError(f"the parameter list of group {g} is empty")
     named = [isinstance(item, tuple) for item in items]
     if not any(named):
         return {**group, "params": items}

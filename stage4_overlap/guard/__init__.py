@@ -11,6 +11,7 @@ from .awaited import AwaitedBucket, AwaitsReaders
 from .buckets import SafeBucket, SafeBuckets
 from .clip import Clipped
 from .dtensor import LocalBucket, TensorParallel, local_parts
+from .modes import Modes
 from .pieces import StateOfPieces
 from .probe import check_elementwise
 from .refuse import checked_groups, not_contiguous
@@ -24,7 +25,7 @@ class GuardedBucket(AwaitedBucket, LocalBucket, SafeBucket, Bucket):
 
 
 class DistributedOptimizer(AwaitsReaders, TensorParallel, Rounds, SafeBuckets, Clipped, RefusesUnscale, Scaled,
-                           StateOfPieces, Wrapper, ShardedOptimizer):
+                           Modes, StateOfPieces, Wrapper, ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on

@@ -2,9 +2,13 @@
 
 While its bucket is under way a parameter has a class of its own. torch hands every function that is called with such a
 tensor to that class first, and that waits for the bucket. The module hook of the core waits before a module is called,
-so that torch.compile finds parameters as they always are. Shown by tests/test_overlap.py,
-`test_whoever_reads_past_the_hooks_sees_finished_parameters`.
+so that torch.compile finds parameters as they always are. Where an all-gather fails, one reader is told. Shown by
+tests/test_overlap.py, `test_whoever_reads_past_the_hooks_sees_finished_parameters`, and tests/test_users.py,
+`test_after_a_failure_the_model_can_be_read_and_trained_anew`.
 """
+
+import sys
+import weakref
 
 import torch
 
@@ -19,6 +23,27 @@ READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, witho
 
 
 class AwaitsReaders:
+    def __del__(self):
+        """Dropped right after step(): what is under way would keep the model until Python collects garbage."""
+        for bucket in [] if sys.is_finalizing() else self.__dict__.get("buckets", []):
+            try:
+                bucket.finish_param_sync()
+            except Exception:
+                return  # a rank is gone: whoever still uses the model has been told, or will build another optimizer
+
+    @torch.no_grad()
+    def shard(self, groups):
+        super().shard(groups)
+        together = weakref.WeakSet(self.buckets)
+        for bucket in self.buckets:
+            bucket.together = together
+
+    def finish_grad_sync(self):
+        if any(bucket.is_incomplete for bucket in self.buckets):
+            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
+                               " into the model, and build the optimizer anew")
+        super().finish_grad_sync()
+
     def prefetch_params(self, model):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
@@ -61,6 +86,14 @@ class AwaitsReaders:
 
 
 class AwaitedBucket:
+    """Attributes:
+        kinds: class of parameters -> their class while they are under way.
+        together: all buckets of the optimizer.
+        is_incomplete: an all-gather has failed, of this bucket or of one before.
+    """
+
+    is_incomplete = False
+
     def partition(self):
         super().partition()
         self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
@@ -74,13 +107,26 @@ class AwaitedBucket:
 
     def finish_param_sync(self):
         if self.param_sync is not None:
-            with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter here would wait for itself
-                super().finish_param_sync()
-            for param in self.params:
-                if isinstance(param, Awaited):
-                    param.__class__ = type(param).kind
-            for kind in self.kinds.values():
-                kind.bucket = None
+            try:
+                with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter would wait for itself
+                    super().finish_param_sync()
+            except Exception:  # a time-out: who reads later, to load a checkpoint say, needn't be told again
+                for bucket in list(self.together):
+                    bucket.give_up()
+                raise
+            self.release()
+
+    def release(self):
+        for param in self.params:
+            if isinstance(param, Awaited):
+                param.__class__ = type(param).kind
+        for kind in self.kinds.values():
+            kind.bucket = None
+
+    def give_up(self):
+        if self.param_sync is not None:
+            self.last_param_sync, self.param_sync, self.is_incomplete = self.param_sync, None, True
+            self.release()
 
 
 class Awaited:

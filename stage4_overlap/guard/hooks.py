@@ -1,14 +1,17 @@
-"""For whoever builds a second optimizer over the same parameters, or drops one and keeps the model.
+"""For whoever builds a second optimizer over the same parameters, drops one and keeps the model, or hooks all.
 
-Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A process group that
-nobody holds ends its threads in destroy_process_group(), which could abort Python's end. The same file stands in every
-stage. Shown by tests/test_models.py, `test_python_ends_without_a_word`.
+Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A hook of all
+optimizers is called once a step. A process group that nobody holds ends its threads in destroy_process_group(), which
+could abort Python's end. The same file stands in every stage. Shown by tests/test_models.py,
+`test_python_ends_without_a_word`, and tests/test_users.py, `test_hooks_of_all_optimizers_are_called_once_a_step`.
 """
 
+import contextlib
 import weakref
 
 import torch
 import torch._dynamo  # now: torch imports it as it builds its first optimizer, and holds the process group from then on
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def hook_gradient(param, method, takes=False):
@@ -41,3 +44,17 @@ def hook_gradient(param, method, takes=False):
 
 def takes_gradient(hook):
     return getattr(hook, "takes_gradient", False) is True  # a Mock, as a hook, has whatever is asked for
+
+
+@contextlib.contextmanager
+def without_global_hooks():
+    """The inner optimizer steps for ours: torch calls register_optimizer_step_post_hook()'s hooks for ours alone."""
+    all_hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    kept = [dict(hooks) for hooks in all_hooks]
+    for hooks in all_hooks:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(all_hooks, kept):
+            hooks.update(before)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .refuse import all_params, named_params
+from .settings import checksum_of, difference_between_ranks, settings_of
 
 # What can be wrong with a gradient, for `agree`; 0: nothing. The ranks agree on the largest.
 MISSING = 1
@@ -27,6 +28,7 @@ class Rounds:
         used: the parameters whose gradient, of this rank, has left.
         waiting: those whose gradient came outside of a round, and is in param.grad. In a round `Bucket.ready` has them.
         unused: those that received a gradient on no rank: they are not stepped.
+        settings_differ: whether the ranks have other values in their parameter groups, or only other roundings.
         grads_synced: whether the ranks have agreed on these, and everything has left.
         backward_pass: a weak reference to the one that is under way.
     """
@@ -43,6 +45,7 @@ class Rounds:
         self.n_rounds, self.in_round, self.went_backward = 0, False, False
         self.backward_pass = None
         self.used, self.waiting = set(), set()
+        self.settings_differ = False
         self.leave_out(set())
         self.grads_synced = False
         for bucket in self.buckets:
@@ -135,9 +138,13 @@ class Rounds:
         Raises:
             RuntimeError: a parameter received no gradient, or one was assigned when that of the backward pass had left,
                 or its `data` was replaced; on every rank, except after `clip_grad_norm_`, when the ranks have agreed
-                already: then on the rank where that is so.
+                already: then on the rank where that is so. Or the parameter groups of the ranks differ, in lr say.
         """
         wrong = self.agree()
+        difference = difference_between_ranks(settings_of(self), self.process_group) if self.settings_differ else None
+        if difference:
+            self.zero_grad()
+            raise RuntimeError(difference)
         worst = max(wrong)
         if worst and not (worst == MISSING and self.find_unused_parameters):
             self.zero_grad()
@@ -193,10 +200,13 @@ class Rounds:
         used = [param in self.used or param.grad is not None for param in params]
         missing = [MISSING if param.requires_grad and not is_used else 0 for param, is_used in zip(params, used)]
         wrong = [wrong.get(param, otherwise) for param, otherwise in zip(params, missing)]
-        report = torch.tensor([*used, *wrong, self.went_backward, self.n_rounds + kept], dtype=torch.int32)
+        checksum = checksum_of(settings_of(self))  # they agree if the largest is the smallest
+        report = [*used, *wrong, self.went_backward, self.n_rounds + kept, checksum, -checksum]
+        report = torch.tensor(report, dtype=torch.int32)
         report = report.to(params[0].device)
         dist.all_reduce(report, dist.ReduceOp.MAX, group=self.process_group)
-        *report, self.went_backward, n_rounds = report.tolist()
+        *report, self.went_backward, n_rounds, largest, minus_smallest = report.tolist()
+        self.settings_differ = largest != -minus_smallest
         while self.n_rounds < n_rounds:
             self.finish_round()
         self.leave_out({param for param, use in zip(params, report) if not use})

@@ -1,0 +1,333 @@
+"""The trial of an optimizer class in the constructor: what would step otherwise is refused, and nothing else.
+
+The classes below stand for third-party optimizers, each for what one of them does.
+"""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.common import STAGES, Replicated, assert_same, batch, loss_of, one_rank_of, optimizer_of, trainable, Net
+
+ONE, TWO, THREE, FOUR = STAGES
+
+
+class Plain(torch.optim.Optimizer):
+    """SGD, to be changed. `rule(param, grad)` -> what is stepped."""
+
+    def __init__(self, params, lr=0.1, **defaults):
+        super().__init__(params, {"lr": lr, **defaults})
+
+    def params(self):
+        return [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group, param in self.params():
+            param -= group["lr"] * self.rule(param, param.grad)
+
+    def rule(self, param, grad):
+        return grad
+
+
+# ------------------------------------------------------------------------ what is not what it would be without sharding
+
+
+class SumsUp(Plain):
+    """D-Adaptation and Prodigy: the learning rate follows from a sum over all parameters, from some step on."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, lr, d=1e-6, numerator=0.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group, param in self.params():
+            state = self.state[param]
+            if not state:
+                state["start"], state["sum"] = param.clone(), torch.zeros_like(param)
+            group["numerator"] += group["d"] * (param.grad * (state["start"] - param)).sum().item()
+            state["sum"].add_(param.grad, alpha=group["d"] ** 2)
+        for group in self.param_groups:
+            total = sum(self.state[param]["sum"].abs().sum().item() for param in group["params"])
+            group["d"] = max(group["d"], min(group["numerator"] / total, group["d"] * 10)) if total else group["d"]
+        for group, param in self.params():
+            param -= group["lr"] * group["d"] * param.grad
+
+
+class SumsUpUnseen(SumsUp):
+    """It keeps the sums where nobody sees them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.update(self.__dict__.setdefault("_unseen", {}).get(id(group), {}))
+        super().step()
+        for group in self.param_groups:
+            self._unseen[id(group)] = {key: group.pop(key) for key in ("d", "numerator")}
+
+
+class ClipsAbove(Plain):
+    """LAMB, Adan: a norm over all gradients is clipped inside step(), above a threshold."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([param for _, param in self.params()], 10.0)
+        super().step()
+
+
+class ClipsByRms(Plain):
+    """Adafactor: an update is clipped by the root of its mean square, in each tensor."""
+
+    def rule(self, param, grad):
+        return grad / grad.pow(2).mean().sqrt().clamp(min=1.0)
+
+
+class FactorsLarge(Plain):
+    """timm's Adafactor: second moments are factored where both dimensions are large."""
+
+    def rule(self, param, grad):
+        square = grad.square() + 1e-8
+        if param.ndim == 2 and min(param.shape) >= 128:
+            square = square.mean(1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
+        return grad / square.sqrt()
+
+
+class DecaysMatrices(Plain):
+    """What is one-dimensional isn't decayed: so are shards."""
+
+    def rule(self, param, grad):
+        return grad + 0.1 * param if param.ndim > 1 else grad
+
+
+class CentresFilters(Plain):
+    """Gradient centralization, of convolutions only."""
+
+    def rule(self, param, grad):
+        return grad - grad.mean(dim=(1, 2, 3), keepdim=True) if param.ndim == 4 else grad
+
+
+class LooksAtData(Plain):
+    """A decision for a whole tensor, by looking at the data."""
+
+    def rule(self, param, grad):
+        return grad + param if grad.abs().max() > 2.5 else grad
+
+
+class CountsTensors(Plain):
+    """It counts in step(), but once a tensor."""
+
+    n_steps = 0
+
+    def rule(self, param, grad):
+        self.n_steps += 1
+        return grad / self.n_steps
+
+
+class NotesNorm(Plain):
+    """Steps rightly, and keeps a norm over all gradients as an attribute."""
+
+    def step(self, closure=None):
+        self.norm = nn.utils.get_total_norm([param.grad for _, param in self.params()])
+        super().step()
+
+
+class DoesNothingAtFirst(Plain):
+    """A look-ahead that mixes tensors every tenth step."""
+
+    n_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.n_steps += 1
+        if self.n_steps % 10 == 0:
+            mean = torch.cat([param.flatten() for _, param in self.params()]).mean()
+            for _, param in self.params():
+                param.lerp_(mean, 0.5)
+
+
+class Random(Plain):
+    """Langevin dynamics."""
+
+    def rule(self, param, grad):
+        return grad + torch.randn_like(grad)
+
+
+TOGETHER = [SumsUp, SumsUpUnseen, ClipsAbove, CountsTensors, NotesNorm, DoesNothingAtFirst]
+WHOLE = [ClipsByRms, FactorsLarge, DecaysMatrices, CentresFilters, LooksAtData]
+
+
+def model_of_all():
+    """Parameters of one, two and four dimensions, and a scalar."""
+    return [*nn.Conv2d(3, 4, 3).parameters(), *nn.Linear(5, 5).parameters(), nn.Parameter(torch.ones(()))]
+
+
+def build(stage, optimizer_cls, params=None, **kwargs):
+    with one_rank_of(2):
+        return optimizer_of(stage)(params or model_of_all(), optimizer_cls, **kwargs)
+
+
+@pytest.mark.parametrize("lr", [1e-5, 0.1])
+@pytest.mark.parametrize("optimizer_cls", TOGETHER)
+def test_an_optimizer_that_steps_tensors_together_is_refused(stage, optimizer_cls, lr):
+    words = "doesn't step tensors one by one" if stage in (ONE, TWO) else "is not element-wise"
+    with pytest.raises(ValueError, match=f"{optimizer_cls.__name__} {words}"):
+        build(stage, optimizer_cls, lr=lr)
+
+
+@pytest.mark.parametrize("lr", [1e-5, 0.1])
+@pytest.mark.parametrize("optimizer_cls", WHOLE)
+@pytest.mark.parametrize("stage", [THREE, FOUR])
+def test_an_optimizer_that_needs_whole_tensors_is_refused_in_stages_3_and_4(stage, optimizer_cls, lr):
+    with pytest.raises(ValueError, match=f"{optimizer_cls.__name__} is not element-wise"):
+        build(stage, optimizer_cls, lr=lr)
+
+
+@pytest.mark.parametrize("optimizer_cls", WHOLE)
+@pytest.mark.parametrize("stage", [ONE, TWO])
+def test_an_optimizer_that_needs_whole_tensors_is_taken_in_stages_1_and_2(stage, optimizer_cls):
+    build(stage, optimizer_cls)
+
+
+def test_the_message_says_what_differs():
+    with pytest.raises(ValueError, match=r"one by one: .* \(attribute norm differs: [\d.]+ of all tensors, [\d.]+ of"):
+        build(ONE, NotesNorm)
+
+
+# ------------------------------------------------------------------------------ what is the same, however odd it seems
+
+
+class Only32Bits(Plain):
+    def rule(self, param, grad):
+        if param.dtype == torch.float64:
+            raise TypeError("this kernel takes 32 bits")
+        return grad.sign()
+
+
+class WantsAllGradients(Plain):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad
+
+
+class CountsCalls(Plain):
+    """Lookahead, warm-ups: step() is counted, and is called once a step."""
+
+    n_calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.n_calls += 1
+        for _, param in self.params():
+            slow = self.state[param].setdefault("slow", param.clone())
+            if self.n_calls % 5 == 0:
+                param.copy_(slow.lerp_(param, 0.5))
+
+
+class WantsTrainMode(Plain):
+    """schedulefree: step() wants train() before."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def step(self, closure=None):
+        if not self.training:
+            raise Exception("Optimizer was not in train mode when step is called")
+        super().step()
+
+
+ALIKE = [Only32Bits, WantsAllGradients, CountsCalls]
+
+
+def equals_plain(rank, stage, optimizer_cls):
+    model, reference = Net(seed=rank.rank), Replicated(rank, optimizer_cls, lr=0.01)
+    optimizer = optimizer_of(stage)(trainable(model), optimizer_cls, lr=0.01)
+    for step in range(12):
+        loss_of(model, *batch(step, rank.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(step)
+    assert_same(model, reference.model, exact=rank.world_size == 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("optimizer_cls", ALIKE)
+def test_an_optimizer_that_matches_plain_training_is_taken(run, stage, optimizer_cls):
+    run(equals_plain, stage, optimizer_cls)
+
+
+def test_an_optimizer_with_modes_is_tried_in_its_train_mode(stage):
+    build(stage, WantsTrainMode)
+
+
+# ------------------------------------------------------------------------------------------------------ errors in there
+
+
+class Fails(Plain):
+    def rule(self, param, grad):
+        raise KeyError("momentum_buffer")
+
+
+@pytest.mark.parametrize("optimizer_cls, error", [
+    (Fails, r"Fails fails in a trial on tensors of .*: KeyError: 'momentum_buffer'"),
+    (torch.optim.LBFGS, "LBFGS fails in a trial .*missing 1 required positional argument: 'closure'"),
+    (torch.optim.SparseAdam, "SparseAdam fails in a trial .*SparseAdam does not support dense gradients"),
+])
+def test_an_error_inside_the_trial_is_shown(stage, optimizer_cls, error):
+    with pytest.raises(ValueError, match=error):
+        build(stage, optimizer_cls)
+
+
+def test_arguments_that_are_wrong_are_torchs_own_error(stage):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
+        build(stage, torch.optim.SGD, momentun=0.9)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        build(stage, torch.optim.SGD, lr=-1)
+
+
+# ------------------------------------------------------------------------------------------------------- what it costs
+
+
+def test_the_trial_is_short_and_leaves_no_trace(stage):
+    calls, state = [], torch.get_rng_state()
+    hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    params = model_of_all()
+    groups = [{"params": [param], "lr": 0.001 * n} for n, param in enumerate(params)]  # one kind, and an lr of 0
+    build(stage, torch.optim.AdamW, params)
+    try:
+        torch.set_rng_state(state)
+        before = time.process_time()
+        build(stage, torch.optim.AdamW, groups)
+        took = time.process_time() - before
+    finally:
+        hook.remove()
+    assert not calls and torch.equal(torch.get_rng_state(), state)
+    assert took < 0.1
+
+
+def test_each_kind_of_group_is_tried(stage):
+    """One that isn't divisible with what its group says, but is with the defaults."""
+    class ClipsIfTold(ClipsAbove):
+        def step(self, closure=None):
+            clips = any(group.get("clip") for group in self.param_groups)
+            super().step() if clips else Plain.step(self)
+
+    build(stage, ClipsIfTold)
+    params = model_of_all()
+    with pytest.raises(ValueError, match="ClipsIfTold"):
+        build(stage, ClipsIfTold, [{"params": params[:2]}, {"params": params[2:], "clip": True}])
+
+
+def test_muon_is_tried_on_what_it_is_for():
+    """On matrices only, since this model has nothing else."""
+    matrices = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
+    build(TWO, torch.optim.Muon, matrices)
+    with pytest.raises(ValueError, match=r"Muon is not element-wise.*\(ValueError: Muon only supports 2D parameters"):
+        build(FOUR, torch.optim.Muon, matrices)
