@@ -243,7 +243,18 @@ class WantsTrainMode(Plain):
         super().step()
 
 
-ALIKE = [Only32Bits, WantsAllGradients, CountsCalls]
+class SeenAnything(Plain):
+    """torch's fused SGD: an attribute says whether it has stepped yet. A rank may own nothing."""
+
+    seen, n_steps = False, 0
+
+    def step(self, closure=None):
+        super().step()
+        self.seen = self.seen or bool(self.params())
+        self.n_steps += bool(self.params())
+
+
+ALIKE = [SeenAnything, Only32Bits, WantsAllGradients, CountsCalls]
 
 
 def equals_plain(rank, stage, optimizer_cls):

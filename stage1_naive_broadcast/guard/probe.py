@@ -126,7 +126,7 @@ class Trial(NamedTuple):
                             param.grad = grad.detach()
                         optimizer.step()
                 moved.append(values - before)
-        return Outcome(moved, [noted(optimizer) for optimizer in optimizers])
+        return Outcome(moved, [noted(optimizer) for optimizer, params in zip(optimizers, shares[0]) if params])
 
     def optimizer_of(self, params):
         group = {**copy.deepcopy(self.options), "params": params}
@@ -138,7 +138,7 @@ class Trial(NamedTuple):
 
 class Outcome(NamedTuple):
     moved: list  # by how far the values have moved in each phase, (numel,)
-    noted: list  # for each optimizer: name -> number
+    noted: list  # for each optimizer that has something to step: name -> number
 
     def difference(self, other, precision):
         """-> in words what is another in `other`, or nothing."""
@@ -161,7 +161,8 @@ def noted(optimizer):
             **{f"group value {name}": value for name, value in group.items()}}
     kept = {name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             for name, value in kept.items()}
-    return {name: value for name, value in kept.items() if isinstance(value, numbers.Real) and value == value}
+    return {name: value for name, value in kept.items()
+            if isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value}
 
 
 def described(failure):
