@@ -221,7 +221,8 @@ def probed(optimizer, saved_groups=None) -> list[Probe | None]:
     inner, probes = inner_of(optimizer), []
     make = getattr(optimizer, "make_optimizer", type(inner))
     for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
-        probes += [probe(make, group, saved)] * len(group["params"])
+        if group["params"]:  # one may be empty
+            probes += [probe(make, group, saved)] * len(group["params"])
     return probes
 
 

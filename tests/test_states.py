@@ -347,3 +347,32 @@ def test_what_cannot_be_converted_is_one_line(tmp_path):
     ran = convert(tmp_path / "one", tmp_path / "model.pt")
     assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 1 and "there is no such folder" in ran.stderr
     assert not (tmp_path / "model.pt").exists()
+
+
+def an_empty_group(rank, stage, path):
+    """As a split into what decays and what doesn't may make one."""
+    def a_run(value):
+        model = torch.nn.ParameterList([torch.full((9,), value, device=rank.device)])
+        groups = [{"params": list(model)}, {"params": [], "weight_decay": 0.0}]
+        return model, optimizer_of(stage)(groups, torch.optim.AdamW, lr=0.1)
+
+    def step(model, optimizer):
+        model[0].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = a_run(1.0)
+    step(model, optimizer)
+    checkpoint.save(path, model, optimizer)
+    full = checkpoint.full_state_dict(optimizer, to_all=True)
+    again, again_optimizer = a_run(7.0)
+    checkpoint.load(path, again, again_optimizer)
+    checkpoint.load_full_state_dict(again_optimizer, full)
+    step(model, optimizer)
+    step(again, again_optimizer)
+    assert torch.equal(model[0], again[0])
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_checkpoint_with_an_empty_group(run, stage, tmp_path):
+    run(an_empty_group, stage, tmp_path / "one")
