@@ -186,7 +186,9 @@ def collect(model, optimizer, names, layouts, tensors, parts, to_cpu) -> dict:
 
     def kept(value):
         value = value.detach()
-        return value.to("cpu", copy=True).contiguous() if to_cpu else value.contiguous()
+        if to_cpu:  # a copy, also of what is there already
+            return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
+        return value.contiguous()
 
     tree = {"model": {}, "optimizer": {"state": {}, "param_groups": parts.named_groups}, "extra": {}}
     for name, value in state_of(model).items():
