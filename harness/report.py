@@ -58,7 +58,7 @@ def _load_of(device, name, arguments=""):
 def _load_bench():
     result = _load_of("cpu", "bench.json")
     right = {row["name"] for row in result["rows"] if "error" not in row}
-    if not {"model_state", "gathered"} <= result.keys() or {rung.row for rung in LADDER} - right:
+    if not {"model_state", "gathered", "host"} <= result.keys() or {rung.row for rung in LADDER} - right:
         raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
     return result
 
@@ -75,6 +75,10 @@ def _state_sheets():
 
 def _gathered_sheets():
     return [tables.sheet_text(tables.gathered_sheet(_load_bench()["gathered"]))]
+
+
+def _host_sheets():
+    return [tables.sheet_text(tables.host_sheet(rows)) for rows in _load_bench()["host"]]
 
 
 def _network_sheets():
@@ -193,6 +197,7 @@ BLOCKS = {
     "bench": _bench_sheets,
     "state": _state_sheets,
     "gathered": _gathered_sheets,
+    "host": _host_sheets,
     "network": _network_sheets,
     "machines": _machines_sheets,
     "accumulation": _accumulation_sheets,

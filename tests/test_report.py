@@ -193,7 +193,7 @@ def test_an_unknown_block_is_an_error():
         report.rewritten("<!-- report: nothing -->\n<!-- end -->\n")
 
 
-@pytest.mark.parametrize("part", ["model_state", "gathered", "rows"])
+@pytest.mark.parametrize("part", ["model_state", "gathered", "host", "rows"])
 def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
     """What --quick and --rows leave out."""
     whole = json.loads((report.ROOT / "results" / "bench.json").read_text())
