@@ -143,12 +143,9 @@ def read_state(path, manifest, name, param, piece):
 
 
 def latest(folder) -> Path | None:
-    """The newest complete checkpoint in `folder`, by name, in which step-9 is before step-10; None: there is none."""
-    folder = Path(folder)
-    complete = [path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.suffix != ".partial"]
-    return max(complete, key=lambda path: in_order(path.name), default=None)
+    """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
-
-def in_order(name) -> list:
-    """A key to sort names by, in which numbers count as such."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    What has no number there, as best, is no checkpoint of the run.
+    """
+    complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if re.search(r"\d$", path.parent.name)]
+    return max(complete, key=lambda path: (int(re.search(r"\d+$", path.name)[0]), path.name), default=None)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .boxes import Shard
 from .face import all_params, group_of, inner_of, packed_groups, pieces_of
+from .folder import claim, refuse_existing
 from .full_state import filled, flat
 from .manifest import FORMAT, MANIFEST, checksum, manifest_of, opened, parsed, verify_sizes
 from .model import names_of, state_of, unwrapped
@@ -43,7 +44,8 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
 
     Args:
-        path: a folder that doesn't exist, where all ranks can write; until it does, there is one with ".partial" more.
+        path: a folder that doesn't exist, where all ranks can write; until it does, there is a "….partial" beside it.
+            Other runs can't save folders beside it whose names differ in the number at their end only.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names; DDP and
             torch.compile add nothing to them. What is not the optimizer's is saved as the first rank has it: experts
             of another process group need another folder, in each group, and are loaded after this.
@@ -66,14 +68,14 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     path, group, model = Path(path), group_of(optimizer), unwrapped(model)
     names = names_of(model, optimizer)
     rank, world_size = rank_in(group)
-    partial, what = path.with_name(path.name + ".partial"), f"checkpoint {path} can't be written"
+    what = f"checkpoint {path} can't be written"
     if earlier := getattr(optimizer, "last_save", lambda: None)():
-        wait([earlier])  # it may be writing to `partial`
+        wait([earlier])  # one at a time
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     with errors_on_all(what, group):
         parts = packed(optimizer, names, extra, rank)
     layouts, tensors = loadable_states(optimizer, names, what, group)
-    make_folder(path, partial, what, rank, group)
+    partial = make_folder(path, what, rank, group)
     tree = collect(model, optimizer, names, layouts, tensors, parts, to_cpu=asynchronous)
     manifest = {"optimizer": type(inner_of(optimizer)).__name__, "ranks": world_size, "groups": parts.groups,
                 "model": list(state_of(model)), "states": packed_states(names, layouts), "extra": parts.extra}
@@ -133,17 +135,17 @@ def packed(optimizer, names, extra, rank) -> Packed:
     return Packed(for_manifest, groups, packed_extra, large)
 
 
-def make_folder(path, partial, what, rank, group):
-    error = None
+def make_folder(path, what, rank, group) -> Path:
+    """-> where it is written until it is complete."""
+    name = error = None
     if rank == 0:
         try:
-            if path.exists():
-                raise FileExistsError(17, "it exists already")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            name = claim(path, dist.get_rank() if dist.is_initialized() else 0)
         except OSError as refusal:
             error = refusal.strerror
-    agree(all_gather(error, group)[0], what, group)  # only rank 0 can have one: all raise it, in its words
+    name, error = all_gather((name, error), group)[0]
+    agree(error, what, group)  # only rank 0 can have one: all raise it, in its words
+    return path.with_name(name)
 
 
 def writer_of(optimizer, group):
@@ -365,6 +367,7 @@ def finish(path, partial, text):
         os.fsync(file.fileno())
     verify_sizes(partial, manifest_of(partial)[0])  # as `load` will
     sync_folder(partial)
+    refuse_existing(path)  # of another run, where there are no locks
     partial.rename(path)
     sync_folder(path.parent)
 

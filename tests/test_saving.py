@@ -1,0 +1,138 @@
+"""What a cluster's ways do to a save: a second run in the folder, a slow rank, a full disk, a failure nobody asks for."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import checkpoint
+from checkpoint import folder as folders
+from checkpoint.folder import LOCK
+from tests.common import STAGES, optimizer_of
+from tests.ranks import ROOT
+
+REFUSED = "can't be written: another run saves in .*: end it, or save in another folder"
+
+
+def made(rank, stage, fill=1.0, bias=False, n=64):
+    model = torch.nn.Linear(n, n, bias=bias).to(rank.device)
+    torch.nn.init.constant_(model.weight, fill)
+    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+    model(torch.ones(1, n, device=rank.device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class OtherRun:
+    """A process that saves `path`, then lives on until the `with` ends."""
+
+    def __init__(self, path, then=""):
+        script = f"""
+            import sys, torch, checkpoint
+            model = torch.nn.Linear(3, 3)
+            checkpoint.save({str(path)!r}, model, torch.optim.AdamW(model.parameters()), "other run")
+            {then}
+            print("saved", flush=True)
+            sys.stdin.read()
+        """
+        self.process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self):
+        assert self.process.stdout.readline() == "saved\n"
+        return self
+
+    def __exit__(self, *exception):
+        self.process.kill()
+        self.process.communicate()
+
+
+def save_beside(rank, stage, folder, is_refused):
+    model, optimizer = made(rank, stage)
+    if is_refused:
+        for asynchronous in (False, True):
+            with pytest.raises(checkpoint.CheckpointError, match=REFUSED) as refusal:
+                checkpoint.save(folder / "step-2", model, optimizer, asynchronous=asynchronous)
+            assert len(str(refusal.value).splitlines()) == 1
+        checkpoint.save(folder / "best-2", model, optimizer)  # which is no step of the other run
+        return str(refusal.value)
+    checkpoint.save(folder / "step-2", model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES[3:])
+@pytest.mark.parametrize("world_size", [2])
+def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(run, stage, tmp_path):
+    """Also between two saves of the first. What a dead one has left is removed, and what a living one writes is not."""
+    left = tmp_path / "step-1.0-0123456789ab-0.partial"
+    with OtherRun(tmp_path / "step-1"):
+        left.mkdir()
+        assert len(set(run(save_beside, stage, tmp_path, True))) == 1
+        assert left.exists() and checkpoint.latest(tmp_path).name == "best-2"
+    run(save_beside, stage, tmp_path, False)
+    assert not left.exists() and checkpoint.latest(tmp_path).name == "step-2"
+
+
+def test_what_nobody_here_has_left_is_not_removed(tmp_path):
+    """A folder of the user's, another process group's, another series', and one that this process writes now."""
+    model = torch.nn.Linear(3, 3)
+    names = ["mine.partial", "step-1.partial", "step-1.1-0123456789ab-0.partial", "best-1.0-0123456789ab-0.partial"]
+    for name in [*names, f"step-2.0-{folders.token(os.getpid())}-77.partial", "step-3.0-0123456789ab-0.partial"]:
+        (tmp_path / name).mkdir()
+    checkpoint.save(tmp_path / "step-9", model, torch.optim.AdamW(model.parameters()))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *names, f"step-2.0-{folders.token(os.getpid())}-77.partial", "step-9", LOCK}
+
+
+@pytest.mark.parametrize("why", ["no locks", "of another user"])
+def test_without_locks_it_saves_all_the_same(why, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied") if why == "of another user" else OSError(37, "No locks available")
+    monkeypatch.setattr(folders.fcntl, "lockf", refuse)
+    if why == "of another user":
+        monkeypatch.setattr(folders, "open", refuse, raising=False)
+    (tmp_path / "step-3.0-0123456789ab-0.partial").mkdir()
+    model = torch.nn.Linear(3, 3)
+    checkpoint.save(tmp_path / "step-9", model, torch.optim.AdamW(model.parameters()))
+    assert checkpoint.latest(tmp_path).name == "step-9" and len(list(tmp_path.glob("*.partial"))) == 1
+
+
+
+
+def test_a_lock_that_was_removed_is_taken_anew(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(tmp_path / "step-1", model, optimizer)
+    (tmp_path / LOCK).unlink()
+    checkpoint.save(tmp_path / "step-2", model, optimizer)
+    assert (tmp_path / LOCK).exists()
+
+
+def test_without_locks_two_runs_at_once_never_mix(tmp_path, monkeypatch):
+    """The second saves the same step as a whole while the first is in the middle of it."""
+    def refuse(*args):
+        raise OSError(37, "No locks available")
+
+    def save(fill):
+        model = torch.nn.Linear(3, 3)
+        torch.nn.init.constant_(model.weight, fill)
+        checkpoint.save(tmp_path / "step-1", model, torch.optim.AdamW(model.parameters()), fill)
+
+    def second_in_between(*args):
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+        future = write(*args)
+        save(2)
+        return future
+
+    monkeypatch.setattr(folders.fcntl, "lockf", refuse)
+    write = dcp.FileSystemWriter.write_data
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", second_in_between)
+    with pytest.raises(checkpoint.CheckpointError, match="can't be written: it exists already"):
+        save(1)
+    model = torch.nn.Linear(3, 3)
+    assert checkpoint.load(tmp_path / "step-1", model, torch.optim.AdamW(model.parameters())) == 2
+    assert model.weight.eq(2).all() and {path.name for path in tmp_path.iterdir()} == {"step-1", LOCK}
