@@ -127,6 +127,8 @@ def connect(timeout_s=120):
     sys.excepthook = _report_lost_rank
     if "RANK" not in os.environ:
         return _connect(0, 1, 0, 1, timeout_s, dist.HashStore())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        cli.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
     # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

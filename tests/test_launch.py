@@ -218,3 +218,24 @@ def test_ctrl_c_is_one_word_for_a_rank(capsys):
     with pytest.raises(SystemExit) as end:
         launch._report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_ranks_end_when_torchrun_is_killed(tmp_path):
+    """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nfrom harness.launch import connect\nconnect()\n"
+                      "print(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as torchrun:
+        ranks = [int(torchrun.stdout.readline()) for _ in range(2)]
+        torchrun.kill()
+    try:
+        deadline = time.monotonic() + 20
+        while not all(map(gone, ranks)):
+            assert time.monotonic() < deadline, "a rank lives on"
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            if not gone(rank):
+                os.kill(rank, signal.SIGKILL)
