@@ -5,6 +5,7 @@ torch.distributed.checkpoint's own tools read it. What they need, its pickled `.
 Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM's distributed optimizer.
 """
 
+import atexit
 import copy
 import io
 import json
@@ -37,7 +38,8 @@ from .states import NotKept, agree_on_states, fitting_probes, local_states, path
 # The group of a thread that writes is not what torch.distributed.checkpoint looks at.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-WRITERS = weakref.WeakKeyDictionary()  # process group, or optimizer if there is none -> see `writer_of`
+WRITERS = weakref.WeakKeyDictionary()  # the group of all ranks, or optimizer if there is none -> see `writer_of`
+UNTOLD = {}  # path of an asynchronous save that failed -> why; until somebody has heard of it
 
 
 def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
@@ -56,7 +58,8 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
             before.
 
     Returns a Future: `.result()` waits, and raises what went wrong; call that of the last one before
-    destroy_process_group(). Without `asynchronous` it is done.
+    destroy_process_group(). Where nobody does, the next save raises it, or a line says it when Python ends. Without
+    `asynchronous` it is done.
 
     Raises:
         CheckpointError: on every rank; `path` exists, or can't be written, or `extra`, a parameter group or a state not
@@ -71,6 +74,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     what = f"checkpoint {path} can't be written"
     if earlier := getattr(optimizer, "last_save", lambda: None)():
         wait([earlier])  # one at a time
+    tell_failures(group)
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     with errors_on_all(what, group):
         parts = packed(optimizer, names, extra, rank)
@@ -83,9 +87,48 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
         future = Future()
         future.set_result(write(path, partial, tree, manifest, group))
         return future
-    future = thread.submit(write, path.absolute(), partial.absolute(), tree, manifest, own_group)
+    future = Saving(path)
+    thread.submit(write_behind, future, path.absolute(), partial.absolute(), tree, manifest, own_group)
     optimizer.last_save = weakref.ref(future)  # one that failed has `tree` in its traceback
     return future
+
+
+class Saving(Future):
+    """Of an asynchronous save."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def result(self, timeout=None):
+        try:
+            return super().result(timeout)
+        finally:
+            if self.done():
+                UNTOLD.pop(self.path, None)
+
+
+def write_behind(saving, *args):
+    try:
+        write(*args)
+    except BaseException as error:
+        UNTOLD[saving.path] = first_line(error)
+        saving.set_exception(error)
+    else:
+        saving.set_result(None)
+
+
+def tell_failures(group):
+    """Raise, on every rank, what nobody has asked the futures of earlier saves for. Collective."""
+    lines = [UNTOLD.pop(path) for path in list(UNTOLD)]
+    for line in filter(None, all_gather("; ".join(lines), group)):
+        raise CheckpointError(line)
+
+
+@atexit.register
+def tell_at_the_end():
+    for line in UNTOLD.values():
+        print(f"error: {line}", file=sys.stderr)
 
 
 def loadable_states(optimizer, names, what, group):
@@ -149,22 +192,27 @@ def make_folder(path, what, rank, group) -> Path:
 
 
 def writer_of(optimizer, group):
-    """-> a thread that writes one checkpoint after the other, and its group: what two threads send must not mix."""
-    key = optimizer if not dist.is_initialized() else group or dist.group.WORLD
-    if key not in WRITERS:
-        device, own_group = all_params(optimizer)[0].device, None
+    """-> a thread that writes one checkpoint after the other, and its group: what two threads send must not mix.
+
+    The next process group of the same ranks, as after reshard(), has the same: torch keeps each group to the end.
+    """
+    device, own_group, ranks, timeout = all_params(optimizer)[0].device, None, (), None
+    if dist.is_initialized():
+        training = group or dist.group.WORLD
+        ranks, timeout = dist.get_process_group_ranks(training), training._get_backend(device).options._timeout
+    writers = WRITERS.setdefault(dist.group.WORLD if dist.is_initialized() else optimizer, {})
+    key = tuple(ranks), timeout
+    if key not in writers:
         if dist.is_initialized():  # gloo, since everything is on the CPU
-            ranks = dist.get_process_group_ranks(key)
             is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this, and ...
             n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it after these
             if not is_everyone and len(set(n_groups)) > 1:
                 raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
-            timeout = key._get_backend(device).options._timeout
             own_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=not is_everyone)
         # A thread begins with GPU 0, for torch.distributed.checkpoint too.
         set_device = torch.cuda.set_device if device.type == "cuda" else lambda _: None
-        WRITERS[key] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
-    return WRITERS[key]
+        writers[key] = ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)), own_group
+    return writers[key]
 
 
 def packed_states(names, layouts) -> dict:
@@ -231,9 +279,20 @@ class Writer(dcp.FileSystemWriter):
     """Keeps where this rank has put what."""
 
     def write_data(self, plan, planner):
-        future = super().write_data(plan, planner)
+        try:
+            future = super().write_data(plan, planner)
+        except Exception as error:
+            raise cause_of(error) from None
         self.results = future.wait()
         return future
+
+
+def cause_of(error):
+    """What the disk said: torch.save raises something else after that."""
+    found = error
+    while found and not isinstance(found, OSError):
+        found = found.__context__
+    return found or error
 
 
 def write(path, partial, tree, manifest, group):

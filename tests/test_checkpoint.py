@@ -9,6 +9,7 @@ import pickle
 import resource
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -835,7 +836,9 @@ def save_from_two_optimizers(rank, stage, path):
         future.result(30)
         kept = weakref.ref(future)
         del future
-        gc.collect()
+        deadline = time.monotonic() + 10
+        while kept() is not None and time.monotonic() < deadline:  # the thread has yet to turn to something else
+            gc.collect()
         assert kept() is None  # nor what it may have of the tensors, if it has failed
         n_groups.append(len(dist.distributed_c10d._world.pg_names))
     return n_groups
@@ -1175,7 +1178,7 @@ def save_where_it_cannot(rank, stage, path, limit, message):
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("world_size", [2])
 def test_a_full_disk_leaves_nothing_behind(run, stage, world_size, tmp_path):
-    message = f"can't be written: rank {world_size - 1}: .*(File too large|write)"
+    message = f"can't be written: rank {world_size - 1}: File too large$"
     run(save_where_it_cannot, stage, tmp_path / "one", 10_000, message)
     assert [left.name for left in tmp_path.iterdir()] == [LOCK]
     run(save_once, stage, tmp_path / "one")
@@ -1648,7 +1651,7 @@ def test_an_interrupt_in_a_save_stays_one(run, stage, tmp_path):
 def look_at_the_time_out(rank, stage, path):
     model, optimizer = a_run(rank, stage, None)
     checkpoint.save(path / "one", model, optimizer, asynchronous=True).result()
-    _, group = writing.WRITERS[dist.group.WORLD]
+    ((_, group),) = writing.WRITERS[dist.group.WORLD].values()
     ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
     assert ours == writers != dist.distributed_c10d.default_pg_timeout
 

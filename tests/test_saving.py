@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import wait
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
 from checkpoint import folder as folders
+from checkpoint import reshard
 from checkpoint.folder import LOCK
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
@@ -136,3 +139,84 @@ def test_without_locks_two_runs_at_once_never_mix(tmp_path, monkeypatch):
     model = torch.nn.Linear(3, 3)
     assert checkpoint.load(tmp_path / "step-1", model, torch.optim.AdamW(model.parameters())) == 2
     assert model.weight.eq(2).all() and {path.name for path in tmp_path.iterdir()} == {"step-1", LOCK}
+
+
+def not_enough(*args):
+    raise OSError(28, "No space left on device")
+
+
+def fails_behind(rank, stage, folder):
+    """On rank 1 the disk is full. Rank 0 alone asks how the second save went. -> what the third says"""
+    model, optimizer = made(rank, stage)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(dcp.FileSystemWriter, "write_data", not_enough)
+        for name in ("one", "two"):
+            saving = checkpoint.save(folder / name, model, optimizer, asynchronous=True)
+            if name == "two":
+                wait([saving])
+                if rank.rank == 0:
+                    with pytest.raises(checkpoint.CheckpointError, match="two can't be written: rank 1: No space left"):
+                        saving.result()
+            else:
+                with pytest.raises(checkpoint.CheckpointError, match="one can't be written: rank 1: No space") as told:
+                    checkpoint.save(folder / "none", model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError) as told_again:
+        checkpoint.save(folder / "none", model, optimizer)
+    checkpoint.save(folder / "three", model, optimizer, asynchronous=True).result()
+    checkpoint.save(folder / "four", model, optimizer)
+    return str(told.value), str(told_again.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_failed_asynchronous_save_is_told_by_the_next(run, stage, tmp_path):
+    (lines,) = set(run(fails_behind, stage, tmp_path))
+    assert [line.split(": ", 1)[1] for line in lines] == ["rank 1: No space left on device"] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"three", "four", LOCK}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_failed_asynchronous_save_is_told_at_the_end(asks, tmp_path):
+    """One that the program has heard of is not told again."""
+    script = f"""
+        import resource, signal, torch, checkpoint
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        model = torch.nn.Linear(99, 99)
+        saving = checkpoint.save({str(tmp_path / "one")!r}, model, torch.optim.AdamW(model.parameters()),
+                                 asynchronous=True)
+        if {asks}:
+            try:
+                saving.result()
+            except checkpoint.CheckpointError:
+                pass
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = f"error: checkpoint {tmp_path}/one can't be written: rank 0: File too large\n"
+    assert (ended.returncode, ended.stderr) == (0, "" if asks else line)
+
+
+def resources():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def moves_and_saves(rank, stage, folder):
+    """-> descriptors and threads after each move to a new process group of the same ranks."""
+    model, optimizer = made(rank, stage)
+    found = []
+    for number in range(5):
+        group = dist.new_group([0, 1])
+        reshard(optimizer, group)
+        checkpoint.save(folder / f"step-{number}", model, optimizer, asynchronous=True).result()
+        reshard(optimizer, None)
+        dist.destroy_process_group(group)
+        found.append(resources())
+    return found[1:]
+
+
+@pytest.mark.parametrize("stage", STAGES[2:])
+@pytest.mark.parametrize("world_size", [2])
+def test_new_process_groups_leave_nothing_behind(run, stage, tmp_path):
+    for found in run(moves_and_saves, stage, tmp_path):
+        assert len(set(found)) == 1, found
