@@ -1,9 +1,16 @@
 """What the ranks of a process group tell each other: one error on all of them, and not a hang."""
 
 import contextlib
+import threading
+import time
+import weakref
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+
+BEAT_S = 1.0
+SILENT_S = 30  # a rank at work that says nothing for so long is dead
+MEETINGS = weakref.WeakKeyDictionary()  # process group -> how often its ranks have waited for each other
 
 
 class CheckpointError(RuntimeError):
@@ -40,13 +47,73 @@ def rank_in(group):
 
 
 @contextlib.contextmanager
+def at_own_pace(what, group):
+    """Work that takes some ranks longer, such as reading a large file. At its end they wait for each other. Collective.
+
+    No collective waits meanwhile, whose time would run out. Each rank says in the group's store every second that it is
+    at work. Raises dist.DistError, which names the rank, if nothing is heard of one: of one at work for SILENT_S, of
+    one that doesn't come for as long as a collective would wait.
+    """
+    rank, world_size = rank_and_size(group)
+    if world_size == 1:
+        yield
+        return
+    group = group or dist.group.WORLD
+    number = MEETINGS[group] = MEETINGS.get(group, 0) + 1
+    store = dist.PrefixStore("checkpoint", dist.distributed_c10d._get_process_group_store(group))
+    is_done = threading.Event()
+    thread = threading.Thread(target=beat, args=(store, rank, number, is_done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+    wait_for_others(store, number, what, group)
+
+
+def beat(store, rank, number, is_done):
+    """Each value differs from the one before: that is heard."""
+    with contextlib.suppress(dist.DistError):  # the launcher is gone: collectives can still tell who is there
+        beats = 0
+        while not is_done.is_set():
+            store.set(str(rank), f"{number} works {beats}")
+            beats += 1
+            is_done.wait(BEAT_S)
+        store.set(str(rank), f"{number} waits")
+
+
+def wait_for_others(store, number, what, group):
+    timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+    late = {str(rank): ("", time.monotonic()) for rank in range(dist.get_world_size(group))}
+    pause = 0.001
+    while late:
+        for rank, (heard, when) in list(late.items()):
+            try:
+                said = store.get(rank).decode() if store.check([rank]) else ""
+            except dist.DistError:
+                return
+            is_at_work = said.startswith(f"{number} works")
+            limit = min(timeout, SILENT_S) if is_at_work else timeout
+            if said != heard:
+                late[rank] = said, time.monotonic()
+            elif time.monotonic() - when > limit:
+                raise dist.DistError(f"{what}: rank {rank} is missing: nothing was heard of it for {limit:.0f} s")
+            if said and int(said.split()[0]) >= number and not is_at_work:
+                del late[rank]
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+@contextlib.contextmanager
 def errors_on_all(what, group):
     """Whatever goes wrong inside, on some rank, is a CheckpointError on all. Collective."""
     error = None
-    try:
-        yield
-    except Exception as refusal:  # whatever an optimizer says of its hyperparameters, say, or too little memory
-        error = first_line(refusal)
+    with at_own_pace(what, group):
+        try:
+            yield
+        except Exception as refusal:  # whatever an optimizer says of its hyperparameters, say, or too little memory
+            error = first_line(refusal)
     agree(error, what, group)
 
 

@@ -32,7 +32,8 @@ from .full_state import filled, flat
 from .manifest import FORMAT, MANIFEST, checksum, manifest_of, opened, parsed, verify_sizes
 from .model import names_of, state_of, unwrapped
 from .packing import SMALL, NotPackable, pack, pack_data, tensors_in, unpack
-from .ranks import CheckpointError, agree, all_gather, errors_on_all, first_line, rank_and_size, rank_in
+from .ranks import CheckpointError, agree, all_gather, at_own_pace, errors_on_all, first_line
+from .ranks import rank_and_size, rank_in
 from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
 
 # The group of a thread that writes is not what torch.distributed.checkpoint looks at.
@@ -74,7 +75,7 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     what = f"checkpoint {path} can't be written"
     if earlier := getattr(optimizer, "last_save", lambda: None)():
         wait([earlier])  # one at a time
-    tell_failures(group)
+    tell_failures(what, group)
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     with errors_on_all(what, group):
         parts = packed(optimizer, names, extra, rank)
@@ -118,9 +119,10 @@ def write_behind(saving, *args):
         saving.set_result(None)
 
 
-def tell_failures(group):
+def tell_failures(what, group):
     """Raise, on every rank, what nobody has asked the futures of earlier saves for. Collective."""
-    lines = [UNTOLD.pop(path) for path in list(UNTOLD)]
+    with at_own_pace(what, group):
+        lines = [UNTOLD.pop(path) for path in list(UNTOLD)]
     for line in filter(None, all_gather("; ".join(lines), group)):
         raise CheckpointError(line)
 
@@ -181,11 +183,12 @@ def packed(optimizer, names, extra, rank) -> Packed:
 def make_folder(path, what, rank, group) -> Path:
     """-> where it is written until it is complete."""
     name = error = None
-    if rank == 0:
-        try:
-            name = claim(path, dist.get_rank() if dist.is_initialized() else 0)
-        except OSError as refusal:
-            error = refusal.strerror
+    with at_own_pace(what, group):  # there may be much to remove
+        if rank == 0:
+            try:
+                name = claim(path, dist.get_rank() if dist.is_initialized() else 0)
+            except OSError as refusal:
+                error = refusal.strerror
     name, error = all_gather((name, error), group)[0]
     agree(error, what, group)  # only rank 0 can have one: all raise it, in its words
     return path.with_name(name)
@@ -276,15 +279,23 @@ def for_torchs_tools(packed_value, leaves):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Keeps where this rank has put what."""
+    """Keeps where this rank has put what, and which rank was missing then."""
+
+    def __init__(self, path, what, group):
+        super().__init__(path)
+        self.what, self.group, self.missing = what, group, None
 
     def write_data(self, plan, planner):
         try:
-            future = super().write_data(plan, planner)
+            with at_own_pace(self.what, self.group):
+                future = super().write_data(plan, planner)
+                self.results = future.wait()
+                return future
+        except dist.DistError as error:
+            self.missing = error
+            raise
         except Exception as error:
             raise cause_of(error) from None
-        self.results = future.wait()
-        return future
 
 
 def cause_of(error):
@@ -301,34 +312,38 @@ def write(path, partial, tree, manifest, group):
     rank, _ = rank_and_size(group)
     results = write_files(partial, tree, what, rank, group)
     error, mine = None, ({}, {}, None)
-    try:
-        own = [".metadata"] * (rank == 0) + [file.name for file in partial.glob(f"__{rank}_*")]
-        stored = stored_by(results, tree, partial, wanted_keys(manifest))
-        mine = {name: checksum(partial / name) for name in own}, stored, manifest.get("extra")
-    except Exception as refusal:  # the other ranks wait to hear of it
-        error = first_line(refusal)
+    with at_own_pace(what, group):
+        try:
+            own = [".metadata"] * (rank == 0) + [file.name for file in partial.glob(f"__{rank}_*")]
+            stored = stored_by(results, tree, partial, wanted_keys(manifest))
+            mine = {name: checksum(partial / name) for name in own}, stored, manifest.get("extra")
+        except Exception as refusal:  # the other ranks wait to hear of it
+            error = first_line(refusal)
     everyone = all_gather((error, mine), group)
     error = next((theirs for theirs, _ in everyone if theirs), None)
     if len(everyone) < manifest["ranks"]:
         error = "the process group was destroyed meanwhile: call result() before"
-    if rank == 0 and error is None:
-        try:
-            finish(path, partial, complete_manifest(manifest, [theirs for _, theirs in everyone]))
-        except Exception as refusal:
-            error = first_line(refusal)
-    if rank == 0 and error:
-        shutil.rmtree(partial, ignore_errors=True)
+    with at_own_pace(what, group):
+        if rank == 0 and error is None:
+            try:
+                finish(path, partial, complete_manifest(manifest, [theirs for _, theirs in everyone]))
+            except Exception as refusal:
+                error = first_line(refusal)
+        if rank == 0 and error:
+            shutil.rmtree(partial, ignore_errors=True)
     agree(error, what, group)
 
 
 def write_files(partial, tree, what, rank, group) -> list:
     """-> where torch.distributed.checkpoint has put what this rank has written."""
-    writer = Writer(partial)
+    writer = Writer(partial, what, group)
     try:
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what all have, such as buffers
         no_dist = not dist.is_initialized()
         dcp.save(tree, storage_writer=writer, planner=planner, process_group=group, no_dist=no_dist)
-    except dcp.api.CheckpointException as failure:
+    except (RuntimeError, dcp.api.CheckpointException) as failure:
+        if writer.missing or isinstance(failure, RuntimeError):
+            raise writer.missing or failure from None
         shutil.rmtree(partial, ignore_errors=True)
         raise_interrupt(failure, rank)
         raise CheckpointError(f"{what}: rank {next(iter(failure.failures))}: {first_line(failure)}") from None

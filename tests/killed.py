@@ -8,10 +8,15 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.nn.modules.module import register_module_forward_pre_hook, register_module_full_backward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import ranks
 
 
 def dies_at_call(last):
@@ -40,6 +45,7 @@ MOMENTS = {
 }
 
 if __name__ == "__main__":
+    ranks.SILENT_S = 5  # that the others wait for word of the one that was killed while it wrote
     moment, script, *arguments = sys.argv[1:]
     if os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         MOMENTS[moment]()

@@ -1651,7 +1651,7 @@ def test_an_interrupt_in_a_save_stays_one(run, stage, tmp_path):
 def look_at_the_time_out(rank, stage, path):
     model, optimizer = a_run(rank, stage, None)
     checkpoint.save(path / "one", model, optimizer, asynchronous=True).result()
-    ((_, group),) = writing.WRITERS[dist.group.WORLD].values()
+    _, group = writing.writer_of(optimizer, None)  # the one that has written it
     ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
     assert ours == writers != dist.distributed_c10d.default_pg_timeout
 

@@ -1,10 +1,13 @@
 """What a cluster's ways do to a save: a second run in the folder, a slow rank, a full disk, a failure nobody asks for."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import wait
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import reshard
+from checkpoint import manifest, ranks, reshard, writing
 from checkpoint.folder import LOCK
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
@@ -21,11 +24,10 @@ from tests.ranks import ROOT
 REFUSED = "can't be written: another run saves in .*: end it, or save in another folder"
 
 
-def made(rank, stage, fill=1.0, bias=False, n=64):
-    model = torch.nn.Linear(n, n, bias=bias).to(rank.device)
-    torch.nn.init.constant_(model.weight, fill)
-    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.AdamW, lr=0.0, weight_decay=0.0)
-    model(torch.ones(1, n, device=rank.device)).sum().backward()
+def made(rank, stage, group=None):
+    model = torch.nn.Linear(64, 64).to(rank.device)
+    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.AdamW, process_group=group)
+    model(torch.ones(1, 64, device=rank.device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
@@ -220,3 +222,68 @@ def moves_and_saves(rank, stage, folder):
 def test_new_process_groups_leave_nothing_behind(run, stage, tmp_path):
     for found in run(moves_and_saves, stage, tmp_path):
         assert len(set(found)) == 1, found
+
+
+def late(function, seconds):
+    def after(*args):
+        time.sleep(seconds)
+        return function(*args)
+    return after
+
+
+def slow(rank, stage, folder):
+    """On rank 1 each disk is slower than any collective of this group would wait."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    model, optimizer = made(rank, stage, group)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(dcp.FileSystemWriter, "write_data", late(dcp.FileSystemWriter.write_data, 3))
+            patch.setattr(writing, "checksum", late(writing.checksum, 3))
+            patch.setattr(manifest, "checksum", late(manifest.checksum, 3))
+        else:
+            patch.setattr(writing, "finish", late(writing.finish, 3))
+        checkpoint.save(folder / "one", model, optimizer)
+        checkpoint.load(folder / "one", model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES[3:])
+@pytest.mark.parametrize("world_size", [2])
+def test_a_slow_rank_is_waited_for(run, stage, tmp_path):
+    run(slow, stage, tmp_path)
+
+
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def missing(rank, stage, folder, where):
+    """Rank 1 doesn't come, or stops in the middle of its work, until rank 0 has noticed. -> what rank 0 says"""
+    everyone = [None, None]
+    dist.all_gather_object(everyone, os.getpid())
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    model, optimizer = made(rank, stage, group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "SILENT_S", 2)
+        if rank.rank == 0:
+            with pytest.raises(dist.DistError) as error:
+                checkpoint.save(folder / "one", model, optimizer)
+            os.kill(everyone[1], signal.SIGCONT)
+            dist.barrier()
+            return str(error.value)
+        if where == "not there":
+            stop()
+        else:
+            patch.setattr(*(dcp.FileSystemWriter, "write_data") if where == "writes" else (writing, "checksum"), stop)
+            with pytest.raises(Exception):
+                checkpoint.save(folder / "one", model, optimizer)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("where, seconds", [("not there", 3), ("writes", 2), ("checks", 2)])
+@pytest.mark.parametrize("stage", STAGES[3:])
+@pytest.mark.parametrize("world_size", [2])
+def test_a_missing_rank_is_named(run, stage, where, seconds, tmp_path):
+    line, _ = run(missing, stage, tmp_path, where)
+    assert line == (f"checkpoint {tmp_path}/one can't be written: rank 1 is missing: nothing was heard of it for "
+                    f"{seconds} s")
+    assert not (tmp_path / "one").exists()
