@@ -1,6 +1,7 @@
 """What a cluster's ways do to a save: a second run in the folder, a slow rank, a full disk, a failure nobody asks for."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import manifest, ranks, reshard, writing
+from checkpoint import manifest, ranks, reshard, states, writing
 from checkpoint.folder import LOCK
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
@@ -287,3 +288,25 @@ def test_a_missing_rank_is_named(run, stage, where, seconds, tmp_path):
     assert line == (f"checkpoint {tmp_path}/one can't be written: rank 1 is missing: nothing was heard of it for "
                     f"{seconds} s")
     assert not (tmp_path / "one").exists()
+
+
+def test_a_full_disk_says_so_each_time(tmp_path):
+    """In the middle of a tensor, where torch.save says "unexpected pos 704 vs 598". The limit stands for the disk."""
+    model, line = torch.nn.Linear(300, 300), f"checkpoint {tmp_path}/one can't be written: rank 0: File too large"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        for asynchronous in (False, True, False):
+            with pytest.raises(checkpoint.CheckpointError) as refusal:
+                checkpoint.save(tmp_path / "one", model, torch.optim.AdamW(model.parameters()),
+                                asynchronous=asynchronous).result()
+            assert str(refusal.value) == line and not list(tmp_path.glob("one*"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_leads_that_differ_are_no_stack():
+    """Of two ranks that keep stacks of 2 and of 3: one of them would be read as the other."""
+    parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, (0, 5, torch.zeros(5)))[0]) for rank in (0, 1)]
+    with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
+        states.layout_of(parts, None, "weight")
