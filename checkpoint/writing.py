@@ -63,9 +63,11 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     `asynchronous` it is done.
 
     Raises:
-        CheckpointError: on every rank; `path` exists, or can't be written, or `extra`, a parameter group or a state not
-            be read again: the message names the parameter and the key; or `asynchronous`, the optimizer's ranks are not
-            all there are, and some are in more groups than others.
+        dist.DistError: a rank is missing, see `at_own_pace`.
+        CheckpointError: on every rank; `path` exists, or can't be written, or another run saves there, or `extra`, a
+            parameter group or a state not be read again: the message names the parameter and the key; or an earlier
+            asynchronous save has failed; or `asynchronous`, the optimizer's ranks are not all there are, and some are
+            in more groups than others.
         ValueError: on every rank, before anything is written; `optimizer` is of another model, or of DTensors, or the
             model's state_dict() has copies of its tensors, or an extra state.
     """

@@ -1,4 +1,4 @@
-"""What a cluster's ways do to a save: a second run in the folder, a slow rank, a full disk, a failure nobody asks for."""
+"""What a cluster does to a save: a second run in the folder, a slow rank, a full disk, a failure nobody asks for."""
 
 import os
 import resource
@@ -97,7 +97,7 @@ def test_what_nobody_here_has_left_is_not_removed(tmp_path):
 @pytest.mark.parametrize("why", ["no locks", "of another user"])
 def test_without_locks_it_saves_all_the_same(why, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied") if why == "of another user" else OSError(37, "No locks available")
+        raise OSError(13, "Permission denied") if why == "of another user" else OSError(37, "No locks available")
     monkeypatch.setattr(folders.fcntl, "lockf", refuse)
     if why == "of another user":
         monkeypatch.setattr(folders, "open", refuse, raising=False)
