@@ -1,6 +1,7 @@
 """What the ranks of a process group tell each other: one error on all of them, and not a hang."""
 
 import contextlib
+import itertools
 import threading
 import time
 import weakref
@@ -62,6 +63,7 @@ def at_own_pace(what, group):
     number = MEETINGS[group] = MEETINGS.get(group, 0) + 1
     store = dist.PrefixStore("checkpoint", dist.distributed_c10d._get_process_group_store(group))
     is_done = threading.Event()
+    say(store, rank, f"{number} works")
     thread = threading.Thread(target=beat, args=(store, rank, number, is_done), daemon=True)
     thread.start()
     try:
@@ -69,18 +71,21 @@ def at_own_pace(what, group):
     finally:
         is_done.set()
         thread.join()
+        say(store, rank, f"{number} waits")
     wait_for_others(store, number, what, group)
 
 
 def beat(store, rank, number, is_done):
     """Each value differs from the one before: that is heard."""
+    for beats in itertools.count():
+        if is_done.wait(BEAT_S):
+            return
+        say(store, rank, f"{number} works {beats}")
+
+
+def say(store, rank, what):
     with contextlib.suppress(dist.DistError):  # the launcher is gone: collectives can still tell who is there
-        beats = 0
-        while not is_done.is_set():
-            store.set(str(rank), f"{number} works {beats}")
-            beats += 1
-            is_done.wait(BEAT_S)
-        store.set(str(rank), f"{number} waits")
+        store.set(str(rank), what)
 
 
 def wait_for_others(store, number, what, group):

@@ -18,7 +18,7 @@ from .packing import SMALL, NotPackable, bytes_of, pack, pack_data
 from .ranks import all_gather
 
 
-PROBE_NUMEL = 13  # a number that nothing else in a state is likely to have
+PROBE_SHAPE = (13, 3, 2, 2, 2)  # 13: a number that nothing else in a state is likely to have
 
 
 class NotKept(RuntimeError):
@@ -213,21 +213,22 @@ class Probe(NamedTuple):
     kinds: dict[str, tuple]  # path of a tensor -> kind_of its dtype
 
 
-def probed(optimizer, saved_groups=None) -> list[Probe | None]:
+def probed(optimizer, saved_groups=None, as_whole=False) -> list[Probe | None]:
     """-> for each parameter its Probe; None: that can't be found out.
 
-    For each group: its hyperparameters may matter, or those saved of it.
+    For each group: its hyperparameters may matter, or those saved of it. `as_whole`: the number of dimensions may, too.
     """
     inner, probes = inner_of(optimizer), []
     make = getattr(optimizer, "make_optimizer", type(inner))
     for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
-        if group["params"]:  # one may be empty
-            probes += [probe(make, group, saved)] * len(group["params"])
+        n_dims = [param.dim() if as_whole else 1 for param in group["params"]]
+        known = {n: probe(make, group, saved, PROBE_SHAPE[:n]) for n in set(n_dims)}
+        probes += [known[n] for n in n_dims]
     return probes
 
 
-def probe(make_optimizer, group, saved) -> Probe | None:
-    param, shapes, kinds = torch.zeros(PROBE_NUMEL, device=group["params"][0].device), {}, {}
+def probe(make_optimizer, group, saved, shape) -> Probe | None:
+    param, shapes, kinds = torch.zeros(shape, device=group["params"][0].device), {}, {}
     param.grad = torch.zeros_like(param)
 
     def tensor(path, value):
@@ -252,13 +253,12 @@ def fitting_probes(optimizer, names, keys, saved_groups) -> list[Probe | None]:
     They differ where momentum was set to 0 since, say. More may have been saved: what comes later than the first step.
     Raises ValueError where less was; a parameter that was never stepped has nothing.
     """
-    if not steps_ranges(optimizer):  # what whole parameters have may depend on their shape
-        return [None] * len(names)
-    fitting = []
-    for name, *probes in zip(names, probed(optimizer, saved_groups), probed(optimizer)):
+    are_ranges, fitting = steps_ranges(optimizer), []
+    both = (probed(optimizer, groups, as_whole=not are_ranges) for groups in (saved_groups, None))
+    for name, *probes in zip(names, *both):
         found = {key: None for key in keys.get(name, ()) if key != "main_param"}
         known = [probe for probe in probes if probe is not None]
-        if None in probes and known:
+        if None in probes and known and are_ranges:
             raise ValueError(f"the optimizer can't step {name} with the hyperparameters that were saved")
         fits = [probe for probe in known if not found or probe.keys.keys() <= found.keys()]
         if known and not fits:
@@ -266,4 +266,4 @@ def fitting_probes(optimizer, names, keys, saved_groups) -> list[Probe | None]:
             raise ValueError(f"the state of {name} is of another optimizer: {', '.join(map(str, keys[name]))}, "
                              f"this one keeps {keeps}")
         fitting.append(next(iter(sorted(fits, key=lambda probe: -len(probe.keys))), None))
-    return fitting
+    return fitting if are_ranges else [None] * len(names)  # a whole one's tensors may depend on its size

@@ -349,6 +349,30 @@ def test_a_state_dict_of_something_else_is_refused_on_every_rank(run, stage, wha
     run(refuse_dict, stage, what)
 
 
+def refuse_other_names(rank, stage, path):
+    """Of an optimizer that is called SGD too, but keeps what Adam does."""
+    def made(cls, **kwargs):
+        model = Net(seed=0).to(rank.device)
+        wrap = optimizer_of(stage) if stage else lambda params, cls, **kwargs: cls(params, **kwargs)
+        return model, wrap(model.parameters(), cls, lr=0.01, **kwargs)
+
+    model, sgd = made(torch.optim.SGD, momentum=0.9)
+    train(rank, model, sgd, range(1))
+    checkpoint.save(path, model, sgd)
+    other, adam = made(type("SGD", (torch.optim.Adam,), {}))
+    message = "the state of .* is of another optimizer: momentum_buffer, this one keeps step, exp_avg, exp_avg_sq"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.load(path, other, adam)
+    with pytest.raises(ValueError, match=message):
+        load_full_state_dict(adam, full_state_dict(sgd))
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("world_size", [2])
+def test_a_state_of_other_names_is_refused(run, stage, world_size, tmp_path):
+    run(refuse_other_names, stage, tmp_path / "one")
+
+
 def refuse_dtensors(rank, stage):
     """What fully_shard leaves on each rank is a part of the moments, of the same global shape."""
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
