@@ -312,28 +312,21 @@ def write(path, partial, tree, manifest, group):
     """Write `tree` to `partial`, then the manifest, and give the folder its name. Collective over `group`."""
     what = f"checkpoint {path} can't be written"
     rank, _ = rank_and_size(group)
-    results = write_files(partial, tree, what, rank, group)
-    error, mine = None, ({}, {}, None)
-    with at_own_pace(what, group):
-        try:
+    try:
+        results = write_files(partial, tree, what, rank, group)
+        with errors_on_all(what, group):
             own = [".metadata"] * (rank == 0) + [file.name for file in partial.glob(f"__{rank}_*")]
             stored = stored_by(results, tree, partial, wanted_keys(manifest))
             mine = {name: checksum(partial / name) for name in own}, stored, manifest.get("extra")
-        except Exception as refusal:  # the other ranks wait to hear of it
-            error = first_line(refusal)
-    everyone = all_gather((error, mine), group)
-    error = next((theirs for theirs, _ in everyone if theirs), None)
-    if len(everyone) < manifest["ranks"]:
-        error = "the process group was destroyed meanwhile: call result() before"
-    with at_own_pace(what, group):
-        if rank == 0 and error is None:
-            try:
-                finish(path, partial, complete_manifest(manifest, [theirs for _, theirs in everyone]))
-            except Exception as refusal:
-                error = first_line(refusal)
-        if rank == 0 and error:
-            shutil.rmtree(partial, ignore_errors=True)
-    agree(error, what, group)
+        everyone = all_gather(mine, group)
+        with errors_on_all(what, group):
+            if len(everyone) < manifest["ranks"]:
+                raise RuntimeError("the process group was destroyed meanwhile: call result() before")
+            if rank == 0:
+                finish(path, partial, complete_manifest(manifest, everyone))
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def write_files(partial, tree, what, rank, group) -> list:
@@ -346,7 +339,6 @@ def write_files(partial, tree, what, rank, group) -> list:
     except (RuntimeError, dcp.api.CheckpointException) as failure:
         if writer.missing or isinstance(failure, RuntimeError):
             raise writer.missing or failure from None
-        shutil.rmtree(partial, ignore_errors=True)
         raise_interrupt(failure, rank)
         raise CheckpointError(f"{what}: rank {next(iter(failure.failures))}: {first_line(failure)}") from None
     return writer.results

@@ -310,3 +310,26 @@ def test_leads_that_differ_are_no_stack():
     parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, (0, 5, torch.zeros(5)))[0]) for rank in (0, 1)]
     with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
         states.layout_of(parts, None, "weight")
+
+
+def damaged(rank, stage, path):
+    """-> what a rank says of a checkpoint of which one file is damaged. Only one rank reads that file."""
+    model, optimizer = made(rank, stage)
+    checkpoint.save(path, model, optimizer)
+    if rank.rank == 0:
+        content = bytearray((path / "__1_0.distcp").read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / "__1_0.distcp").write_bytes(content)
+    dist.barrier()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(checkpoint.CheckpointError) as refusal:
+        checkpoint.load(path, model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_say_the_same_of_a_damaged_checkpoint(run, stage, world_size, tmp_path):
+    (line,) = set(run(damaged, stage, tmp_path / "one"))
+    assert "__1_0.distcp is damaged: " in line and len(line.splitlines()) == 1
