@@ -94,7 +94,7 @@ def set_aside(folder, step):
 
 
 def settings_of(args, world_size):
-    """What a checkpoint says of its run: option -> value. DATA_ORDER: with another value a step would see other text."""
+    """What a checkpoint says of its run: option -> value. With other values of DATA_ORDER a step sees other text."""
     return {"--seed": args.seed, "--data": args.text, "ranks x --batch-size": world_size * args.batch_size,
             "--accumulate": args.accumulate, "--sequence-length": args.sequence_length,
             "--steps": args.steps, "--clip": args.clip, "--dtype": args.dtype,

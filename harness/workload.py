@@ -498,22 +498,27 @@ class Checkpoints:
             except OSError as error:
                 raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
 
+    def _steps_to_try(self):
+        """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
+        folder, wanted = self.args.checkpoint, self.args.resume_from
+        everything = [resume.complete(folder)]
+        dist.broadcast_object_list(everything, src=0)
+        steps = everything[0]
+        if wanted is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restart goes on
+            return steps
+        if wanted not in steps:
+            there_are = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"argument --resume-from: {folder} has no complete checkpoint of step {wanted}, but of "
+                             f"{there_are}")
+        return [wanted]
+
     def _load(self):
         """The newest complete checkpoint, or, where that is damaged, the one before -> its step or None, its `extra`,
         and what to say of damage."""
-        folder, wanted = self.args.checkpoint, self.args.resume_from
-        steps = [resume.complete(folder)]
-        dist.broadcast_object_list(steps, src=0)
-        is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if wanted is not None and not is_restart:  # torchrun's restart is to go on from the newest
-            if wanted not in steps[0]:
-                raise ValueError(f"argument --resume-from: {folder} has no complete checkpoint of step {wanted}, but of "
-                                 f"{', '.join(map(str, steps[0])) or 'none'}")
-            steps = [[wanted]]
         first_error = None
-        for step in steps[0]:
+        for step in self._steps_to_try():
             try:
-                extra = checkpoint.load(resume.path_of(folder, step), self.model, self.optimizer)
+                extra = checkpoint.load(resume.path_of(self.args.checkpoint, step), self.model, self.optimizer)
             except checkpoint.CheckpointError as error:
                 first_error = first_error or error
                 if not any(text in str(error) for text in resume.DAMAGED):

@@ -2,8 +2,8 @@
 
     python tests/killed.py MOMENT[:SIGNAL] stage4_overlap/train.py [arguments of train.py …]
 
-With a signal it sends itself that one. After SIGSTOP, which no signal but SIGKILL and SIGCONT gets through, it is killed
-some seconds later.
+With a signal it sends itself that one. After SIGSTOP, which only SIGKILL and SIGCONT get through, it is killed some
+seconds later.
 """
 
 import itertools

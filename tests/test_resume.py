@@ -1,4 +1,4 @@
-"""train.py stops and goes on: signals, how many checkpoints stay, which one it goes on from, and what must not change."""
+"""train.py stops and goes on: signals, how many checkpoints stay, which one is taken, and what must not change."""
 
 import re
 import shutil
@@ -45,7 +45,8 @@ def copied(undisturbed, tmp_path):
 
 def alone(folder, *args, steps=1, script=f"{STAGES[0]}/train.py"):
     """One rank, started as `python train.py` -> Ended."""
-    return run_alone(ROOT / script, "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder, *args)
+    options = "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder
+    return run_alone(ROOT / script, *options, *args)
 
 
 def error_of(ended):
@@ -69,7 +70,7 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same
     ended = run_ranks(2, "tests/killed.py", moment, *command)
     assert [rank.code for rank in ended] == [75, 75], ended[0].stderr + ended[1].stderr
     name = moment.split(":")[1]
-    assert f"stopped by {name} after step {step}, which is saved: the same command goes on (exit code 75)" in ended[0].stdout
+    assert f"stopped by {name} after step {step}, which is saved: the same command goes on " in ended[0].stdout
     assert latest(folder).name == f"step-{step:08}" and "stopped" not in ended[1].stdout
     again = run_ranks(2, *command)
     assert [rank.code for rank in again] == [0, 0] and f"resumed from {folder}/step-{step:08}\n" in again[0].stdout
@@ -77,7 +78,8 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
-    ended = run_ranks(2, "tests/killed.py", "backward:SIGTERM", TRAIN, *OPTIONS, "--steps", "15", "--checkpoint", tmp_path)
+    command = [TRAIN, *OPTIONS, "--steps", "15", "--checkpoint", tmp_path]
+    ended = run_ranks(2, "tests/killed.py", "backward:SIGTERM", *command)
     assert [rank.code for rank in ended] == [0, 0] and "validation loss after" in ended[0].stdout
     assert steps_in(tmp_path) == names(15)
 
