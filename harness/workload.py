@@ -324,8 +324,11 @@ class _Parser(argparse.ArgumentParser):
         _leave(status)
 
 
-def parse_args(description):
-    """The options of all train.py -> argparse.Namespace. A mistake is one line from rank 0, and exit code 2 on all."""
+def parse_args(description, arguments=None):
+    """The options of all train.py -> argparse.Namespace. A mistake is one line from rank 0, and exit code 2 on all.
+
+    `arguments`: a list of them, in place of the command line.
+    """
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=_positive(int), default=200, help="optimizer steps (default 200)")
@@ -350,7 +353,7 @@ def parse_args(description):
         f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
 
     def parse():
-        args = parser.parse_args()
+        args = parser.parse_args(arguments)
         cli.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
         if args.seed >= 2**63:
             parser.error(f"argument --seed: {args.seed} is too large, torch takes at most 2**63 - 1")
