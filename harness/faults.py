@@ -45,8 +45,8 @@ fail = functools.partial(cli.fail, "faults")
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVE_EVERY = 20
-STEPS_A_KILL = 80  # more than an attempt gets done on average, so that there is something left to kill
-LONGEST_S = 1.5  # that an attempt is left alone, after it has said where it goes on
+STEPS_A_KILL = 200  # more than an attempt gets done on average, so that there is something left to kill
+LONGEST_S = 1.0  # that an attempt is left alone, after it has said where it goes on
 START_LIMIT_S = 120  # an attempt that says nothing for so long hangs
 TIMEOUT_S = 5  # where a rank is stopped
 SIGNALLED_STEPS = 800  # of a run that is signalled: more than it gets done before
