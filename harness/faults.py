@@ -49,7 +49,7 @@ STEPS_A_KILL = 200  # more than an attempt gets done on average, so that there i
 LONGEST_S = 1.0  # that an attempt is left alone, after it has said where it goes on
 START_LIMIT_S = 120  # an attempt that says nothing for so long hangs
 TIMEOUT_S = 5  # where a rank is stopped
-SIGNALLED_STEPS = 800  # of a run that is signalled: more than it gets done before
+SIGNALLED_STEPS = 500  # of a run that is signalled: more than it gets done before
 
 
 class Run:
@@ -264,9 +264,10 @@ def two_runs(stage, ranks, folder, say=print, steps=200):
                                                 resume.complete(folder / which))}
 
     script, more = train_script(stage), ("--keep=0",)
-    for seed in (0, 1):
-        with Run(script, ranks, steps, folder / f"seed {seed}", *more, seed=seed) as run:
-            check_undisturbed(run)
+    with (Run(script, ranks, steps, folder / "seed 0", *more, seed=0) as one,
+          Run(script, ranks, steps, folder / "seed 1", *more, seed=1) as other):
+        check_undisturbed(one)
+        check_undisturbed(other)
     with (Run(script, ranks, steps, folder / "both", *more, seed=0) as one,
           Run(script, ranks, steps, folder / "both", *more, seed=1) as other):
         at_once(one, other)
@@ -278,7 +279,10 @@ def two_runs(stage, ranks, folder, say=print, steps=200):
     check(0 in codes, "both were refused:", *refusals)
     n_checkpoints = 0
     for name, path in checkpoints_of("both").items():
-        found = converted(path, folder / "one.pt")["model"]
+        try:
+            found = converted(path, folder / "one.pt")["model"]
+        except ValueError as error:
+            raise AssertionError(f"{name} of two runs is complete, and can't be read: {error}") from None
         wanted = [converted(folder / f"seed {seed}" / name, folder / "other.pt")["model"] for seed in (0, 1)]
         check(any(all(torch.equal(found[key], one[key]) for key in one) for one in wanted), f"{name} is of both runs")
         n_checkpoints += 1
