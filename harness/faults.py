@@ -310,7 +310,8 @@ def journey(folder, say=print, steps=1500, save_every=100):
     """-> list of dicts, one for each stop: after which step, where it was trained until there, its loss, and DDP's."""
     stops = []
     for script, ranks, until in ((train_script(3), 3, steps // 3), (train_script(4), 2, steps * 2 // 3)):
-        with Run(script, ranks, steps, folder / "run", batch_size=12 // ranks, save_every=save_every) as run:
+        options = {"batch_size": 12 // ranks, "save_every": save_every}
+        with Run(script, ranks, steps, folder / "run", "--keep=0", **options) as run:
             say(f"$ {run.command}")
             say(f"goes on from {next(run.starts()) or 'the beginning'}")
             while getattr(latest(folder / "run"), "name", "") < f"step-{until:08}":

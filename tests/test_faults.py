@@ -16,8 +16,10 @@ import torch
 
 from checkpoint import latest
 from harness import faults as program
-from harness import resume, workload
+from harness import operations, resume, workload
 from harness.faults import Run, faults, final_state
+from harness.launch import WorkerError
+from harness.operations import kills_at_operations
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
@@ -195,6 +197,49 @@ def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
     run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
     assert run.code == 2 and "Traceback" not in run.stderr
     assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
+
+
+def test_a_rank_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
+    """Files are written, synced and renamed, and an old checkpoint is removed."""
+    assert kills_at_operations(STAGES[2], 2, tmp_path) >= 15
+
+
+@pytest.mark.parametrize("begin, found, kept, message", [
+    (2, "right", [4, 3], None), (3, "right", [4, 3], None), (1, "right", [4, 3], "went on from step 1, and ended right"),
+    (2, "wrong", [4, 3], "ended otherwise"), (3, "right", [4], r"of steps \[4\]"),
+])
+def test_what_is_lost_at_a_file_operation_is_found(begin, found, kept, message, tmp_path, monkeypatch):
+    """One rank, with one operation, and a run that goes on from step `begin`."""
+    class Recorded(nullcontext):
+        def close(self):
+            pass
+
+        def __init__(self, ranks):
+            self.answers = iter([[(0, "right")], WorkerError("rank 0 was killed by signal 9"), [(begin, found)], None])
+            super().__init__(self)
+
+        def run(self, *_):
+            answer = next(self.answers)
+            if isinstance(answer, WorkerError):
+                (tmp_path / "0.0").mkdir()
+                raise answer
+            return answer
+
+    monkeypatch.setattr(operations, "Workers", Recorded)
+    monkeypatch.setattr(operations.resume, "complete", lambda folder: kept)
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        assert kills_at_operations(STAGES[3], 1, tmp_path) == 1
+
+
+def test_a_shorter_loop_of_kills_does_not_replace_a_longer_one(tmp_path):
+    path = tmp_path / "faults.json"
+    new = {"kills": 2, "seed": 1, "scenarios": "new", "journey": "new"}
+    assert program.with_the_longest_loop(new, path) == new
+    for text in ("", "[]", '{"kills": 2}', '{"kills": null}'):
+        path.write_text(text)
+        assert program.with_the_longest_loop(new, path) == new
+    path.write_text('{"kills": 3, "seed": 0, "journey": "old"}')
+    assert program.with_the_longest_loop(new, path) == {**new, "kills": 3, "seed": 0}
 
 
 @pytest.mark.parametrize("args", [["--kills", "0"], ["--stage", "5"]], ids=str)

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from checkpoint import latest
+from checkpoint import latest, save
 from harness import resume
-from harness.faults import final_state
+from harness.faults import converted, final_state
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -193,9 +193,14 @@ def test_when_all_are_damaged_the_run_does_not_begin_anew(copied):
     assert "step-00000030 can't be loaded" in ended[0].stderr and steps_in(copied) == names(10, 20, 30)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
-    error = error_of(run_alone(ROOT / TRAIN, "--model", "tiny", "--checkpoint", copied))
-    assert "step-00000030 can't be loaded: it is of another model" in error and steps_in(copied) == names(10, 20, 30)
+    model = torch.nn.Linear(2, 2)
+    save(copied / "step-00000040", model, torch.optim.AdamW(model.parameters()))
+    for args in (OPTIONS, ["--model", "tiny"]):
+        error = error_of(run_alone(ROOT / TRAIN, *args, "--checkpoint", copied))
+        assert "step-00000040 can't be loaded: it is of another model" in error
+    assert steps_in(copied) == names(10, 20, 30, 40)
 
 
 # -------------------------------------------------------------------------------------------------------- what changed
@@ -206,11 +211,18 @@ def test_learning_rate_and_weight_decay_are_those_of_the_command_or_else_of_the_
     assert ended.code == 0 and "lr 0.002, weight decay 0.3" in ended.stdout
     ended = alone(tmp_path, "--clip", "0", steps=2)
     assert "lr 0.002, weight decay 0.3" in ended.stdout and "changed since then: --steps 1 -> 2\n" in ended.stdout
-    ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=2)
-    assert "changed since then: --lr 0.002 -> 0.5, --weight-decay 0.3 -> 0.0\n" in ended.stdout
-    assert "lr 0.5, weight decay 0," in ended.stdout and "nothing is left to do: --steps 2\n" in ended.stdout
-    ended = alone(tmp_path, "--lr", "0.002", "--weight-decay", "0.3", steps=2)
-    assert "changed" not in ended.stdout and "resumed" in ended.stdout
+    assert stepped(tmp_path) == (0.002, 0.3)
+    ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=3)
+    assert "changed since then: --steps 2 -> 3, --lr 0.002 -> 0.5, --weight-decay 0.3 -> 0.0\n" in ended.stdout
+    assert "lr 0.5, weight decay 0," in ended.stdout and stepped(tmp_path) == (0.5, 0)
+    ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=3)
+    assert "changed" not in ended.stdout and "nothing is left to do: --steps 3\n" in ended.stdout
+
+
+def stepped(folder):
+    """-> highest learning rate and weight decay with which the last step was done."""
+    (group,) = converted(latest(folder), folder / "one.pt")["optimizer"]["param_groups"]
+    return group["initial_lr"], group["weight_decay"]
 
 
 @pytest.mark.parametrize("world_size", [1])
