@@ -61,36 +61,40 @@ def path_of(folder, step):
     return Path(folder) / f"step-{step:08}"
 
 
-def complete(folder):
-    """-> steps of which the run in `folder` has a complete checkpoint, the newest first. Other names are not its."""
+def steps_in(folder):
+    """-> the steps of which the run in `folder` has a checkpoint, complete or not, the newest first.
+
+    Other names are not the run's: zzz-best, step-00000010.partial.
+    """
     found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in Path(folder).glob("step-*")]
-    steps = sorted({int(match[1]) for match in found if match}, reverse=True)
-    return [step for step in steps if (path_of(folder, step) / MANIFEST).is_file()]
+    return sorted({int(match[1]) for match in found if match}, reverse=True)
+
+
+def complete(folder):
+    """-> the steps of complete checkpoints, the newest first."""
+    return [step for step in steps_in(folder) if (path_of(folder, step) / MANIFEST).is_file()]
 
 
 def remove_old(folder, keep):
-    """Removes what is older than the `keep` newest complete checkpoints, if `keep` isn't 0. Links are not followed.
+    """Removes what is older than the `keep` newest complete checkpoints, if `keep` isn't 0. Links stay.
 
     The manifest goes first: a checkpoint that is half removed isn't complete. What can't be removed is one line.
     """
     kept = complete(folder)[:keep] if keep else []
-    for path in sorted(Path(folder).glob("step-*")) if kept else []:
-        is_ours = re.fullmatch(r"step-\d{8,}", path.name) and not path.is_symlink()
-        if is_ours and int(path.name.removeprefix("step-")) < kept[-1]:
-            try:
+    for path in [path_of(folder, step) for step in steps_in(folder) if kept and step < kept[-1]]:
+        try:
+            if not path.is_symlink():
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
-            except OSError as error:
-                print(f"{Path(sys.argv[0]).name}: {path} can't be removed: {error.strerror}", file=sys.stderr)
+        except OSError as error:
+            print(f"{Path(sys.argv[0]).name}: {path} can't be removed: {error.strerror}", file=sys.stderr)
 
 
-def set_aside(folder, step):
-    """Renames the checkpoints after `step`, to step-….aside: the run goes on from `step`, and will write new ones."""
-    for path in sorted(Path(folder).glob("step-*")):
-        match = re.fullmatch(r"step-(\d{8,})", path.name)
-        if match and int(match[1]) > step:
-            names = [f"{path.name}.aside", *(f"{path.name}.aside-{number}" for number in range(2, 1000))]
-            path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
+def set_aside(folder, steps):
+    """Renames these checkpoints to step-….aside: the run goes on from one before, and will write new ones."""
+    for path in [path_of(folder, step) for step in steps]:
+        names = [f"{path.name}.aside", *(f"{path.name}.aside-{number}" for number in range(2, 1000))]
+        path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
 
 
 def settings_of(args, world_size):

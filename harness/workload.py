@@ -497,13 +497,14 @@ class Checkpoints:
             if self.first_step >= self.args.steps:
                 print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
             try:
-                resume.set_aside(self.args.checkpoint, step)
+                resume.set_aside(self.args.checkpoint, [other for other in self.steps_found if other > step])
             except OSError as error:
                 raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
 
     def _steps_to_try(self):
         """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
         folder, wanted = self.args.checkpoint, self.args.resume_from
+        self.steps_found = resume.steps_in(folder)  # what another run may save from here on is none of these
         everything = [resume.complete(folder)]
         dist.broadcast_object_list(everything, src=0)
         steps = everything[0]
