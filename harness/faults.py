@@ -1,5 +1,5 @@
-"""Does to training runs what a cluster does: kills, signals, a stopped rank, a second run in the same folder; then moves
-a run through stages, numbers of ranks, and plain torch.
+"""Does to training runs what a cluster does: kills, signals, a stopped rank, a second run in the same folder; then
+moves a run through stages, numbers of ranks, and plain torch.
 
     python -m harness.faults [--kills 10] [--stage 4] [--ranks 2]        # or: make faults
 
@@ -187,7 +187,7 @@ def undisturbed_run(stage, ranks, folder, **options):
 
 
 def signals(stage, ranks, folder, undisturbed, say=print):
-    """SIGUSR1 for one rank, after which torchrun starts all anew; SIGTERM for torchrun; then the same command -> rows."""
+    """SIGUSR1 for one rank: torchrun starts all anew. SIGTERM for torchrun; then the same command again -> rows."""
     arguments = train_script(stage), ranks, SIGNALLED_STEPS, folder / "signalled"
     options = {"save_every": SIGNALLED_STEPS}  # no other checkpoint but of a signal
     with Run(*arguments, **options, max_restarts=1) as run:
@@ -229,7 +229,7 @@ def stopped(stage, ranks, folder, undisturbed, say=print):
             os.kill(processes[-1], signal.SIGKILL)
         begin = next(starts)
         check(not list(starts) and run.end() == 0, *run.lines[-20:])
-    say(f"a rank was stopped: the others named it after {waited:.0f} s, and all went on from {begin or 'the beginning'}")
+    say(f"a rank was stopped: named by the others after {waited:.0f} s, and all went on from {begin or 'step 0'}")
     check_same(folder / "stopped", undisturbed, folder / "state.pt")
     return [{"fault": "SIGSTOP to one rank", "times": 1,
              "seen": f"named by the others after {waited:.0f} s (--timeout {TIMEOUT_S}); equal at the end"}]
@@ -294,7 +294,7 @@ def two_runs(stage, ranks, folder, say=print, steps=200):
 
 
 def scenarios(stage, ranks, folder, say=print):
-    """-> dict: rows of what was done to runs, how often, and what was seen. Raises AssertionError if anything is lost."""
+    """-> dict: rows of what was done to runs, how often, and what was seen. AssertionError if anything was lost."""
     (folder / "operations").mkdir()
     n_kills = operations.kills_at_operations(Path(train_script(stage)).parent.name, ranks, folder / "operations", say)
     rows = [{"fault": "SIGKILL before a file operation of a save", "times": n_kills,

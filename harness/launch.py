@@ -144,9 +144,9 @@ def _report_lost_rank(kind, error, trace):
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
         return cli.say_interrupted(kind, error, trace)
     sys.stdout.flush()
-    lost = ", ".join(map(str, _missing_ranks()))
-    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} lost "
-          f"{f'rank {lost}' if lost else 'another rank'}: {first_line}", file=sys.stderr, flush=True)
+    missing = ", ".join(map(str, _missing_ranks()))
+    lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
+    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} {lost}", file=sys.stderr, flush=True)
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 

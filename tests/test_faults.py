@@ -205,7 +205,7 @@ def test_a_rank_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("begin, found, kept, message", [
-    (2, "right", [4, 3], None), (3, "right", [4, 3], None), (1, "right", [4, 3], "went on from step 1, and ended right"),
+    (2, "right", [4, 3], None), (3, "right", [4, 3], None), (1, "right", [4, 3], "from step 1, and ended right"),
     (2, "wrong", [4, 3], "ended otherwise"), (3, "right", [4], r"of steps \[4\]"),
 ])
 def test_what_is_lost_at_a_file_operation_is_found(begin, found, kept, message, tmp_path, monkeypatch):
