@@ -181,6 +181,10 @@ def check_same(folder, other, scratch):
     check(not differ, f"different at the end: {', '.join(differ)}")
 
 
+def row(fault, times, seen, end="equal"):
+    return {"fault": fault, "times": times, "seen": seen, "end": end}
+
+
 def undisturbed_run(stage, ranks, folder, **options):
     with Run(train_script(stage), ranks, SIGNALLED_STEPS, folder, **options) as run:
         check_undisturbed(run)
@@ -207,9 +211,8 @@ def signals(stage, ranks, folder, undisturbed, say=print):
         begin = list(run.starts())
         check(begin == [f"step-{int(second):08}"] and run.end() == 0, f"it went on from {begin}", *run.lines[-20:])
     check_same(folder / "signalled", undisturbed, folder / "state.pt")
-    went_on = "and went on from there; equal at the end"
-    return [{"fault": "SIGUSR1 to one rank", "times": 1, "seen": f"all ranks saved after step {first}, {went_on}"},
-            {"fault": "SIGTERM to torchrun", "times": 1, "seen": f"all ranks saved after step {second}, {went_on}"}]
+    return [row("SIGUSR1 to one rank", 1, f"saved by all after step {first}"),
+            row("SIGTERM to torchrun", 1, f"saved by all after step {second}")]
 
 
 def stopped(stage, ranks, folder, undisturbed, say=print):
@@ -231,8 +234,7 @@ def stopped(stage, ranks, folder, undisturbed, say=print):
         check(not list(starts) and run.end() == 0, *run.lines[-20:])
     say(f"a rank was stopped: named by the others after {waited:.0f} s, and all went on from {begin or 'step 0'}")
     check_same(folder / "stopped", undisturbed, folder / "state.pt")
-    return [{"fault": "SIGSTOP to one rank", "times": 1,
-             "seen": f"named by the others after {waited:.0f} s (--timeout {TIMEOUT_S}); equal at the end"}]
+    return [row(f"SIGSTOP to one rank, --timeout {TIMEOUT_S}", 1, f"named by the others after {waited:.0f} s")]
 
 
 def at_once(*runs):
@@ -288,17 +290,15 @@ def two_runs(stage, ranks, folder, say=print, steps=200):
         n_checkpoints += 1
     end = f"one was refused: {refusals[0].removeprefix('train.py: error: ')}" if refusals else "both finished"
     say(f"two runs in one folder: {end}")
-    return [{"fault": "two runs begin in one folder", "times": 1,
-             "seen": f"{'one was refused in one line' if refusals else 'both finished'}; {n_checkpoints} complete "
-                     "checkpoints, each of one run"}]
+    return [row("two runs begin at once in one folder", 1, "one refused" if refusals else "both finished",
+                f"{n_checkpoints} whole")]
 
 
 def scenarios(stage, ranks, folder, say=print):
     """-> dict: rows of what was done to runs, how often, and what was seen. AssertionError if anything was lost."""
     (folder / "operations").mkdir()
     n_kills = operations.kills_at_operations(Path(train_script(stage)).parent.name, ranks, folder / "operations", say)
-    rows = [{"fault": "SIGKILL before a file operation of a save", "times": n_kills,
-             "seen": "the checkpoint before or the new one is complete; equal at the end"}]
+    rows = [row("SIGKILL to a rank, in a save: before each operation", n_kills, "the new checkpoint, or the one before")]
     undisturbed_run(stage, ranks, folder / "straight")
     rows += signals(stage, ranks, folder, folder / "straight", say)
     rows += stopped(stage, ranks, folder, folder / "straight", say)
@@ -391,8 +391,8 @@ def main():
         result["journey"] = journey(Path(folder))
     print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
           f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
-    for row in result["scenarios"]["rows"]:
-        print(f"{row['fault']}, {row['times']} x: {row['seen']}")
+    for done in result["scenarios"]["rows"]:
+        print(f"{done['fault']}, {done['times']} x: {done['seen']}, {done['end']} at the end")
     if args.json:
         result = with_the_longest_loop(result, args.json)
         cli.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)

@@ -118,12 +118,12 @@ def _faults_sheets():
     scenarios = result["scenarios"]
     survived = tables.Sheet(
         "What was done to a run, and what was seen",
-        [("", ""), ("times", "counted"), ("", "")],
-        [["SIGKILL to a rank, at a random moment", f"{result['kills']}", "nothing lost; equal at the end"],
-         *([row["fault"], f"{row['times']}", row["seen"]] for row in scenarios["rows"])],
+        [("", ""), ("times", "counted"), ("went on from", ""), ("at the\nend", "compared")],
+        [["SIGKILL to a rank, at a random moment", f"{result['kills']}", "the newest complete checkpoint", "equal"],
+         *([row["fault"], f"{row['times']}", row["seen"], row["end"]] for row in scenarios["rows"])],
         [f"Stage {scenarios['stage']} on {scenarios['ranks']} ranks. Equal: parameters and optimizer state are, to the "
-         "bit, those of an undisturbed run.",
-         f"torch {scenarios['torch']} · {scenarios['date']}"])
+         "bit, those of an undisturbed run. Whole: each checkpoint is, to the bit, of one of the two runs.",
+         f"torch {scenarios['torch']} · {scenarios['date']}; random kills: torch {result['torch']} · {result['date']}"])
     losses = tables.Sheet(
         "A run that moves on, beside DDP undisturbed",
         [("after\nstep", ""), ("trained until there by", ""), ("validation\nloss", "measured"),
@@ -135,7 +135,7 @@ def _faults_sheets():
          f"{result['ranks']} ranks; {result['while_saving']} of them while a checkpoint was written, which was every "
          f"{result['save_every']} steps. Nothing before a complete checkpoint was lost, and at the end all "
          f"{result['tensors']} tensors of parameters and state were, to the bit, those of an undisturbed run.",
-         f"torch {result['torch']} · {result['date']}"])
+         f"torch {scenarios['torch']} · {scenarios['date']}; random kills: torch {result['torch']} · {result['date']}"])
     return [tables.sheet_text(survived), tables.sheet_text(losses)]
 
 
