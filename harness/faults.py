@@ -298,7 +298,7 @@ def scenarios(stage, ranks, folder, say=print):
     """-> dict: rows of what was done to runs, how often, and what was seen. AssertionError if anything was lost."""
     (folder / "operations").mkdir()
     n_kills = operations.kills_at_operations(Path(train_script(stage)).parent.name, ranks, folder / "operations", say)
-    rows = [row("SIGKILL to a rank, in a save: before each operation", n_kills, "the new checkpoint, or the one before")]
+    rows = [row("SIGKILL to a rank, at each operation of a save", n_kills, "that checkpoint or the one before")]
     undisturbed_run(stage, ranks, folder / "straight")
     rows += signals(stage, ranks, folder, folder / "straight", say)
     rows += stopped(stage, ranks, folder, folder / "straight", say)

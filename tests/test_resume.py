@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoint import latest, save
-from harness import resume
+from harness import resume, workload
 from harness.faults import converted, final_state
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
@@ -295,6 +295,12 @@ def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(tmp_pa
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
         assert line.startswith(f"train.py: error: rank {rank} lost rank 1: ")
     assert any("imed out" in ended[rank].stderr for rank in (0, 2))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/reference.md"])
+def test_a_page_says_how_long_a_rank_waits(page):
+    text = " ".join((ROOT / page).read_text().split())
+    assert re.search(rf"--timeout.{{0,40}}\b{workload.TIMEOUT_S}\b|\b{workload.TIMEOUT_S} s \(`--timeout`", text)
 
 
 @pytest.mark.parametrize("args, message", [
