@@ -490,14 +490,16 @@ class Checkpoints:
             if "cuda" in extra["random"] and self.rank.device.type == "cuda":
                 torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
         if is_rank_0():
-            print(f"resumed from {resume.path_of(self.args.checkpoint, step)}{damage}", flush=True)
+            later = [other for other in self.steps_found if other > step]
+            aside = ", and later ones set aside" if later else ""
+            print(f"resumed from {resume.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
             if changed:
                 print("changed since then: " + ", ".join(f"{option} {before} -> {now}" for option, (before, now)
                                                          in changed.items()), flush=True)
             if self.first_step >= self.args.steps:
                 print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
             try:
-                resume.set_aside(self.args.checkpoint, [other for other in self.steps_found if other > step])
+                resume.set_aside(self.args.checkpoint, later)
             except OSError as error:
                 raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
 
@@ -528,7 +530,7 @@ class Checkpoints:
                 if not any(text in str(error) for text in resume.DAMAGED):
                     break
                 continue
-            return step, extra, f", and later ones set aside: {first_error}" if first_error else ""
+            return step, extra, f": {first_error}" if first_error else ""
         if first_error:
             raise ValueError(str(first_error))
         return None, None, ""
