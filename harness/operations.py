@@ -97,11 +97,12 @@ def kills_at_operations(stage, ranks, folder, say=print):
                 except WorkerError as end:
                     if str(end) != f"rank {killed} was killed by signal {signal.SIGKILL.value}":
                         raise AssertionError(f"rank {killed} at operation {at}: {end}") from None
+                newest = [*resume.complete(run), None][0]
                 (begin, found), *_ = workers.run(trained, stage, run, STEPS)
-                if begin not in (SAVED - 1, SAVED) or found != expected or resume.complete(run) != [STEPS, STEPS - 1]:
-                    raise AssertionError(f"rank {killed} killed at operation {at}: it went on from step {begin}, and "
-                                         f"ended {'right' if found == expected else 'otherwise'} with checkpoints "
-                                         f"of steps {resume.complete(run)}")
+                end, kept = "right" if found == expected else "otherwise", resume.complete(run)
+                if (begin, end, kept) != (newest, "right", [STEPS, STEPS - 1]) or begin not in (SAVED - 1, SAVED):
+                    raise AssertionError(f"rank {killed} killed at operation {at}, with a complete checkpoint of step "
+                                         f"{newest}: it went on from step {begin}, ended {end}, and kept {kept}")
                 shutil.rmtree(run)
                 n_kills += 1
             say(f"rank {killed} killed before each of its {at} file operations of a save: nothing lost")

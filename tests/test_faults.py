@@ -204,11 +204,12 @@ def test_a_rank_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
     assert kills_at_operations(STAGES[2], 2, tmp_path) >= 15
 
 
-@pytest.mark.parametrize("begin, found, kept, message", [
-    (2, "right", [4, 3], None), (3, "right", [4, 3], None), (1, "right", [4, 3], "from step 1, and ended right"),
-    (2, "wrong", [4, 3], "ended otherwise"), (3, "right", [4], r"of steps \[4\]"),
+@pytest.mark.parametrize("newest, begin, found, kept, message", [
+    (2, 2, "right", [4, 3], None), (3, 3, "right", [4, 3], None), (1, 1, "right", [4, 3], "from step 1, ended right"),
+    (3, 2, "right", [4, 3], "of step 3: it went on from step 2"), (2, 2, "wrong", [4, 3], "ended otherwise"),
+    (3, 3, "right", [4], r"kept \[4\]"), (None, 0, "right", [4, 3], "of step None: it went on from step 0"),
 ])
-def test_what_is_lost_at_a_file_operation_is_found(begin, found, kept, message, tmp_path, monkeypatch):
+def test_what_is_lost_at_a_file_operation_is_found(newest, begin, found, kept, message, tmp_path, monkeypatch):
     """One rank, with one operation, and a run that goes on from step `begin`."""
     class Recorded(nullcontext):
         def close(self):
@@ -226,7 +227,8 @@ def test_what_is_lost_at_a_file_operation_is_found(begin, found, kept, message, 
             return answer
 
     monkeypatch.setattr(operations, "Workers", Recorded)
-    monkeypatch.setattr(operations.resume, "complete", lambda folder: kept)
+    there_are = iter([[newest] if newest else [], kept])
+    monkeypatch.setattr(operations.resume, "complete", lambda folder: next(there_are))
     with pytest.raises(AssertionError, match=message) if message else nullcontext():
         assert kills_at_operations(STAGES[3], 1, tmp_path) == 1
 
