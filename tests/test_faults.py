@@ -233,6 +233,42 @@ def test_what_is_lost_at_a_file_operation_is_found(newest, begin, found, kept, m
         assert kills_at_operations(STAGES[3], 1, tmp_path) == 1
 
 
+REFUSED = "train.py: error: another run writes here"
+
+
+@pytest.mark.parametrize("codes, lines, weights, message", [
+    ((0, 0), ([], []), (1, 2), None),
+    ((0, 1), ([], [REFUSED]), (1, 1), None),
+    ((1, 1), ([REFUSED], [REFUSED]), (1, 1), "both were refused"),
+    ((0, 1), ([], ["Traceback"]), (1, 1), "ended with 1"),
+    ((0, 0), ([], []), (1, 3), "step-00000040 is of both runs"),
+    ((0, 1), ([], [REFUSED]), (1, ValueError("damaged")), "step-00000040 of two runs is complete, and can't be read"),
+], ids=["both finish", "one refused", "both refused", "no line", "a mixture", "a damaged one"])
+def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path, monkeypatch):
+    """The runs have weights 1 and 2."""
+    runs = iter([(0, []), (0, []), *zip(codes, lines)])
+
+    class Recorded(nullcontext):
+        def __init__(self, *_, **options):
+            code, self.lines = next(runs)
+            self.process = SimpleNamespace(wait=lambda limit: code)
+            super().__init__(self)
+
+    def converted(path, scratch):
+        found = {"seed 0": 1, "seed 1": 2, "both": weights[path.name == "step-00000040"]}[path.parent.name]
+        if isinstance(found, ValueError):
+            raise found
+        return {"model": {"weight": torch.tensor(found)}}
+
+    for name, fake in (("Run", Recorded), ("at_once", lambda *_: None), ("check_undisturbed", lambda run: None),
+                       ("converted", converted)):
+        monkeypatch.setattr(program, name, fake)
+    monkeypatch.setattr(resume, "complete", lambda folder: [40, 20])
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        (row,) = program.two_runs(4, 2, tmp_path)
+        assert row["end"] == "2 whole" and row["seen"] == ("one refused" if any(codes) else "both finished")
+
+
 def test_a_shorter_loop_of_kills_does_not_replace_a_longer_one(tmp_path):
     path = tmp_path / "faults.json"
     new = {"kills": 2, "seed": 1, "scenarios": "new", "journey": "new"}
