@@ -25,7 +25,7 @@ help:
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
-	@echo 'make faults                 kill ranks of a training run at random, 50 times: is anything lost?'
+	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'

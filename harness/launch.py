@@ -136,6 +136,7 @@ def connect(timeout_s=120):
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     me = _connect(rank, world_size, local_rank, local_world_size, timeout_s, store)
     sys.excepthook = _report_lost_rank  # again: init_process_group wraps it, and collects what it prints
+    _met.append((store, rank, world_size))
     return me
 
 
@@ -145,9 +146,41 @@ def _report_lost_rank(kind, error, trace):
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
         return cli.say_interrupted(kind, error, trace)
     sys.stdout.flush()
-    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} lost another rank: {first_line}",
-          file=sys.stderr, flush=True)
+    missing = ", ".join(map(str, _missing_ranks()))
+    lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
+    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} {lost}", file=sys.stderr, flush=True)
     os._exit(1)  # without leaving the process group, which would wait for the others
+
+
+_met = []  # where the ranks met: (store, rank, world_size)
+MISSING_S = 3  # that ranks which have lost another one wait for each other's word
+
+
+def _missing_ranks():
+    """Each rank that has lost another one says so in the store -> those that don't: dead, stopped or still busy.
+
+    Somebody is missing: whoever is the only one left is it at once. [] if the store doesn't answer.
+    """
+    missing = []
+
+    def ask():
+        store, rank, world_size = _met[-1]
+        store.set(f"lost another: {rank}", "")
+        others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
+        while len(others) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            others = [other for other in others if not store.check([f"lost another: {other}"])]
+        missing.extend(others)
+
+    def try_to_ask():
+        try:
+            ask()
+        except (LookupError, RuntimeError):  # it was never reached, or has gone
+            return
+    thread = threading.Thread(target=try_to_ask, daemon=True)  # a store whose process is stopped never answers
+    thread.start()
+    thread.join(MISSING_S + 2)
+    return missing
 
 
 def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
@@ -171,7 +204,20 @@ def _connect(rank, world_size, local_rank, local_world_size, timeout_s, store):
     return Rank(rank, world_size, device, backend)
 
 
+_beside = []  # the group of `beside`, once there is one
 _left = []  # process groups until just before Python ends
+
+
+def beside(timeout_s):
+    """A gloo group of all ranks for small messages, which don't queue behind what the default group sends.
+
+    The first call makes it, and is collective.
+    """
+    if not _beside:
+        before = own_threads()
+        _beside.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        let_computing_go_first(own_threads() - before)
+    return _beside[0]
 
 
 def disconnect():
@@ -180,7 +226,8 @@ def disconnect():
     # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
     # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
     # ask for it while it ends: 1 run of 25 aborted, with such threads delayed. So it is done in between, without it.
-    _left.append(dist.group.WORLD)
+    _left.extend([dist.group.WORLD, *_beside])
+    _beside.clear()
     atexit.register(_left.clear)
     dist.destroy_process_group()
 

@@ -113,8 +113,17 @@ def _accumulation_sheets():
 
 
 def _faults_sheets():
-    """The loop of kills, and the run that moved on: results/faults.json."""
+    """What was done to runs, the loop of kills, and the run that moved on: results/faults.json."""
     result = _load("faults.json")
+    scenarios = result["scenarios"]
+    survived = tables.Sheet(
+        "What was done to a run, and what was seen",
+        [("", ""), ("times", "counted"), ("went on from", ""), ("at the\nend", "compared")],
+        [["SIGKILL to a rank, at a random moment", f"{result['kills']}", "the newest complete checkpoint", "equal"],
+         *([row["fault"], f"{row['times']}", row["seen"], row["end"]] for row in scenarios["rows"])],
+        [f"Stage {scenarios['stage']} on {scenarios['ranks']} ranks. Equal: parameters and optimizer state are, to the "
+         "bit, those of an undisturbed run. Whole: each checkpoint is, to the bit, of one of the two runs.",
+         f"torch {scenarios['torch']} · {scenarios['date']}; random kills: torch {result['torch']} · {result['date']}"])
     losses = tables.Sheet(
         "A run that moves on, beside DDP undisturbed",
         [("after\nstep", ""), ("trained until there by", ""), ("validation\nloss", "measured"),
@@ -126,8 +135,8 @@ def _faults_sheets():
          f"{result['ranks']} ranks; {result['while_saving']} of them while a checkpoint was written, which was every "
          f"{result['save_every']} steps. Nothing before a complete checkpoint was lost, and at the end all "
          f"{result['tensors']} tensors of parameters and state were, to the bit, those of an undisturbed run.",
-         f"torch {result['torch']} · {result['date']}"])
-    return [tables.sheet_text(losses)]
+         f"torch {scenarios['torch']} · {scenarios['date']}; random kills: torch {result['torch']} · {result['date']}"])
+    return [tables.sheet_text(survived), tables.sheet_text(losses)]
 
 
 def _cuda_sheets():

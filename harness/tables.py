@@ -296,7 +296,8 @@ def _rich_table(sheet):
 
 
 def _is_text(column):
-    return column in (("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""))
+    return column in (("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""),
+                      ("went on from", ""))
 
 
 def _dim(text):

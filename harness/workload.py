@@ -10,6 +10,7 @@ import platform
 import sys
 import sysconfig
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from harness import cli
-from harness.launch import connect as connect
+from harness import cli, launch, resume
 from harness.launch import disconnect
 
 VOCABULARY = 256  # one symbol a byte
@@ -33,6 +33,8 @@ VALIDATION_PART = 0.1  # the end of the text
 VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over that part
 BAR_WIDTH = 72  # columns that a progress bar with its numbers takes, at least
 REPORT_EVERY = 10  # steps between two looks at the loss: each look waits for the device, and for all ranks
+WEIGHT_DECAY = 0.1
+TIMEOUT_S, MOST_TIMEOUT_S = 600, 10**6  # that a rank waits for another one
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,6 +255,7 @@ def load_data(args, rank):
             needed = math.ceil((args.sequence_length + 1) / VALIDATION_PART)
             raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
                              f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
+        args.text = args.data or "stdlib", len(data), zlib.crc32(data)  # for checkpoints, to be recognized
         sizes = args.batch_size, args.sequence_length, rank.rank, rank.world_size
         return (Batches(train, *sizes, args.seed, rank.device),
                 validation_batches(validation, *sizes, rank.device))
@@ -261,6 +264,17 @@ def load_data(args, rank):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the train.py have in common
+
+
+def connect():
+    """Joins the other ranks -> Rank. --timeout is needed for that; whatever is wrong with it, parse_args will say."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--timeout", type=_positive(float), default=TIMEOUT_S)
+    try:
+        timeout_s = parser.parse_known_args()[0].timeout
+    except argparse.ArgumentError:
+        timeout_s = TIMEOUT_S
+    return launch.connect(min(timeout_s, MOST_TIMEOUT_S))
 
 
 def on_all_ranks(function):
@@ -310,27 +324,36 @@ class _Parser(argparse.ArgumentParser):
         _leave(status)
 
 
-def parse_args(description):
-    """The options of all train.py -> argparse.Namespace. A mistake is one line from rank 0, and exit code 2 on all."""
+def parse_args(description, arguments=None):
+    """The options of all train.py -> argparse.Namespace. A mistake is one line from rank 0, and exit code 2 on all.
+
+    `arguments`: a list of them, in place of the command line.
+    """
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=_positive(int), default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
-    add("--weight-decay", type=_not_negative(float), default=0.1, help="of AdamW (default 0.1)")
+    add("--weight-decay", type=_not_negative(float), help=f"of AdamW (default {WEIGHT_DECAY})")
     add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=_positive(int), help="bytes per sequence (default 128, with nano 64)")
     add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
     add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
-    add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it")
+    add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it, and save "
+        f"on SIGTERM and SIGUSR1: exit code {resume.PREEMPTED}, and the same command goes on")
     add("--save-every", type=_positive(int), metavar="N", help="steps between two of them (default 100)")
+    add("--keep", type=_not_negative(int), metavar="N", help="how many of them, the newest; 0: all (default 3)")
+    add("--resume-from", type=_positive(int), metavar="STEP", help="go on from this one; later ones are set aside")
+    add("--force", action="store_true", help="go on from a checkpoint of other data, or another seed or batch size")
+    add("--timeout", type=_positive(float), metavar="SECONDS", help="that a rank waits for another one "
+        f"(default {TIMEOUT_S})")
     add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
         f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
 
     def parse():
-        args = parser.parse_args()
+        args = parser.parse_args(arguments)
         cli.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
         if args.seed >= 2**63:
             parser.error(f"argument --seed: {args.seed} is too large, torch takes at most 2**63 - 1")
@@ -341,10 +364,17 @@ def parse_args(description):
                          f"most {block_size}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
-        if args.save_every and not args.checkpoint:
-            parser.error("argument --save-every: there is no --checkpoint DIR to save in")
-        args.save_every = args.save_every or 100
-        args.lr = args.lr or MODELS[args.model].lr
+        for option in ("save_every", "keep", "resume_from"):
+            if getattr(args, option) is not None and not args.checkpoint:
+                parser.error(f"argument --{option.replace('_', '-')}: there is no --checkpoint DIR to save in")
+        if args.timeout and args.timeout > MOST_TIMEOUT_S:
+            parser.error(f"argument --timeout: {args.timeout:g} is too long, it must be at most {MOST_TIMEOUT_S}")
+        args.given = {option for option in ("lr", "weight_decay") if getattr(args, option) is not None}
+        defaults = {"save_every": 100, "keep": 3, "timeout": TIMEOUT_S, "weight_decay": WEIGHT_DECAY,
+                    "lr": MODELS[args.model].lr}
+        for option, default in defaults.items():
+            if getattr(args, option) is None:
+                setattr(args, option, default)
         return args
     return on_all_ranks(parse)
 
@@ -397,6 +427,8 @@ def evaluate(model, validation):
 class Checkpoints:
     """Saves a checkpoint every args.save_every steps and after the last, if args.checkpoint names a folder for them.
 
+    And when a rank is told to stop, by SIGTERM or SIGUSR1: all save after the same step, and exit with PREEMPTED.
+
     `first_step`: how many steps were done when the newest complete one was saved, which is loaded; 0 if there is none.
     The position in the data is the number of the step. Random states go on where they were on the same number of ranks.
     """
@@ -407,24 +439,37 @@ class Checkpoints:
         if args.checkpoint:
             on_all_ranks(self._check_folder)
             on_all_ranks(self._resume)
+            self.stop_signal = resume.StopSignal(optimizer, args.timeout)
 
     def step_done(self):
-        """Counts a step, and saves if it is time to. Collective."""
+        """Counts a step, and saves if it is time to; after a signal it doesn't return. Collective."""
         self.steps_done += 1
-        if self.args.checkpoint and (self.steps_done % self.args.save_every == 0 or self.steps_done == self.args.steps):
+        if not self.args.checkpoint:
+            return
+        is_last = self.steps_done == self.args.steps
+        signal_name = self.stop_signal.agreed()
+        if signal_name or is_last or self.steps_done % self.args.save_every == 0:
             on_all_ranks(self._save)
+        if signal_name and not is_last:
+            if is_rank_0():
+                print(f"stopped by {signal_name} after step {self.steps_done}, which is saved: the same command goes "
+                      f"on (exit code {resume.PREEMPTED})", flush=True)
+            _leave(resume.PREEMPTED)
 
     def _save(self):
         random = {"cpu": torch.get_rng_state()}
         if self.rank.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.rank.device)
         extra = {"step": self.steps_done, "scheduler": self.scheduler.state_dict(), "random": random,
-                 "rank": self.rank.rank, "world_size": self.rank.world_size}
-        path = Path(self.args.checkpoint) / f"step-{self.steps_done:08}"
+                 "rank": self.rank.rank, "world_size": self.rank.world_size,
+                 "settings": resume.settings_of(self.args, self.rank.world_size)}
+        path = resume.path_of(self.args.checkpoint, self.steps_done)
         try:
             checkpoint.save(path, self.model, self.optimizer, extra)
         except checkpoint.CheckpointError as error:
             raise ValueError(str(error)) from None
+        if is_rank_0():
+            resume.remove_old(self.args.checkpoint, self.args.keep)
 
     def _check_folder(self):
         """Now, and not at the first save."""
@@ -433,26 +478,76 @@ class Checkpoints:
         cli.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
 
     def _resume(self):
-        newest = [checkpoint.latest(self.args.checkpoint)]
-        dist.broadcast_object_list(newest, src=0)
-        if newest[0] is None:
+        step, extra, damage = self._load()
+        if step is None:
             return
-        try:
-            extra = checkpoint.load(newest[0], self.model, self.optimizer)
-        except checkpoint.CheckpointError as error:
-            raise ValueError(str(error)) from None
         self.first_step = self.steps_done = extra["step"]
         self.scheduler.load_state_dict(extra["scheduler"])
-        self.args.lr = self.scheduler.base_lrs[0]  # for the Report: those of the checkpoint are in use now
-        self.args.weight_decay = self.optimizer.param_groups[0]["weight_decay"]
+        changed = self._changes(extra.get("settings", {}))
+        resume.take_hyperparameters(self.args, self.optimizer, self.scheduler)
         if (extra["rank"], extra["world_size"]) == self.rank[:2]:
             torch.set_rng_state(extra["random"]["cpu"])
             if "cuda" in extra["random"] and self.rank.device.type == "cuda":
                 torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
         if is_rank_0():
-            print(f"resumed from {newest[0]}", flush=True)
+            later = [other for other in self.steps_found if other > step]
+            aside = ", and later ones set aside" if later else ""
+            print(f"resumed from {resume.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
+            if changed:
+                print("changed since then: " + ", ".join(f"{option} {before} -> {now}" for option, (before, now)
+                                                         in changed.items()), flush=True)
             if self.first_step >= self.args.steps:
                 print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
+            try:
+                resume.set_aside(self.args.checkpoint, later)
+            except OSError as error:
+                raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
+
+    def _steps_to_try(self):
+        """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
+        folder, wanted = self.args.checkpoint, self.args.resume_from
+        self.steps_found = resume.steps_in(folder)  # what another run may save from here on is none of these
+        everything = [resume.complete(folder)]
+        dist.broadcast_object_list(everything, src=0)
+        steps = everything[0]
+        if wanted is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restart goes on
+            return steps
+        if wanted not in steps:
+            there_are = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"argument --resume-from: {folder} has no complete checkpoint of step {wanted}, but of "
+                             f"{there_are}")
+        return [wanted]
+
+    def _load(self):
+        """The newest complete checkpoint, or, where that is damaged, the one before -> its step or None, its `extra`,
+        and what to say of damage."""
+        first_error = None
+        for step in self._steps_to_try():
+            try:
+                extra = checkpoint.load(resume.path_of(self.args.checkpoint, step), self.model, self.optimizer)
+            except checkpoint.CheckpointError as error:
+                first_error = first_error or error
+                if not any(text in str(error) for text in resume.DAMAGED):
+                    break
+                continue
+            return step, extra, f": {first_error}" if first_error else ""
+        if first_error:
+            raise ValueError(str(first_error))
+        return None, None, ""
+
+    def _changes(self, before):
+        """-> {option: (before, now)}. Raises ValueError where a step would see other data, unless --force is given."""
+        args, group = self.args, self.optimizer.param_groups[0]
+        before = {**before, "--lr": self.scheduler.base_lrs[0], "--weight-decay": group["weight_decay"]}
+        args.lr = args.lr if "lr" in args.given else before["--lr"]
+        args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
+        changed = resume.changes(before, resume.settings_of(args, self.rank.world_size))
+        refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
+                   for option in resume.DATA_ORDER if option in changed]
+        if refused and not args.force:
+            raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
+                             "--force goes on nevertheless")
+        return changed
 
 
 class Report:

@@ -1,18 +1,32 @@
 """Runs a train.py whose rank 1 ends itself by SIGKILL, at a chosen moment of the first attempt.
 
-    python tests/killed.py MOMENT stage4_overlap/train.py [arguments of train.py …]
+    python tests/killed.py MOMENT[:SIGNAL] stage4_overlap/train.py [arguments of train.py …]
+
+With a signal it sends itself that one. After SIGSTOP, which only SIGKILL and SIGCONT get through, it is killed some
+seconds later.
 """
 
 import itertools
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.nn.modules.module import register_module_forward_pre_hook, register_module_full_backward_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+STOPPED_S = 12
+number = signal.SIGKILL  # that rank 1 sends itself
+
+
+def die():
+    if number == signal.SIGSTOP:
+        subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -9 {os.getpid()}"])
+    os.kill(os.getpid(), number)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,9 +34,9 @@ from checkpoint import ranks
 
 
 def dies_at_call(last):
-    """A hook that does nothing, `last` - 1 times."""
+    """A hook that does nothing but at the call of that number."""
     calls = itertools.count(1)
-    return lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == last else None
+    return lambda *_: die() if next(calls) == last else None
 
 
 def in_step(last):
@@ -40,6 +54,7 @@ def while_saving():
 MOMENTS = {
     "backward": lambda: register_module_full_backward_hook(dies_at_call(21 * 15)),
     "step": lambda: register_optimizer_step_pre_hook(in_step(15)),
+    "after step": lambda: register_optimizer_step_post_hook(in_step(15)),
     "prefetch": lambda: register_module_forward_pre_hook(dies_at_call(21 * (11 + 15) + 9)),  # parameters travel
     "save": while_saving,
 }
@@ -47,6 +62,8 @@ MOMENTS = {
 if __name__ == "__main__":
     ranks.SILENT_S = 5  # that the others wait for word of the one that was killed while it wrote
     moment, script, *arguments = sys.argv[1:]
+    moment, _, name = moment.partition(":")
+    number = getattr(signal, name) if name else number
     if os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         MOMENTS[moment]()
     sys.argv = [script, *arguments]

@@ -16,8 +16,10 @@ import torch
 
 from checkpoint import latest
 from harness import faults as program
-from harness import workload
+from harness import operations, resume, workload
 from harness.faults import Run, faults, final_state
+from harness.launch import WorkerError
+from harness.operations import kills_at_operations
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
@@ -107,7 +109,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(
     assert [rank.code for rank in ended] == [1, -9, 1]
     for rank in (0, 2):
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
-        assert line.startswith(f"train.py: error: rank {rank} lost another rank: ")
+        assert line.startswith(f"train.py: error: rank {rank} lost rank 1: ")
         assert "Traceback" not in ended[rank].stderr
     if moment == "save":
         assert latest(folder).name == "step-00000010" and any(folder.glob("step-00000020.*.partial"))
@@ -116,7 +118,9 @@ def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(
 
 
 def random_states(rank, folder):
-    args = SimpleNamespace(checkpoint=folder, save_every=1, steps=3)
+    args = SimpleNamespace(checkpoint=folder, save_every=1, steps=3, keep=3, resume_from=None, force=False, timeout=30,
+                           given=set(), lr=None, weight_decay=None, seed=0, text=None, batch_size=1, accumulate=1,
+                           sequence_length=1, clip=0, dtype="float32")
 
     def start():
         model = torch.nn.Linear(3, 3).to(rank.device)
@@ -131,6 +135,8 @@ def random_states(rank, folder):
     checkpoints.step_done()
     expected = torch.rand(3)
     again, other_scheduler, checkpoints = start()
+    for number in resume.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
     assert checkpoints.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
     assert torch.equal(torch.rand(3), expected)
     return expected
@@ -192,6 +198,87 @@ def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
     run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
     assert run.code == 2 and "Traceback" not in run.stderr
     assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
+
+
+def test_a_rank_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
+    """Files are written, synced and renamed, and an old checkpoint is removed."""
+    assert kills_at_operations(STAGES[2], 2, tmp_path) >= 15
+
+
+@pytest.mark.parametrize("newest, begin, found, kept, message", [
+    (2, 2, "right", [4, 3], None), (3, 3, "right", [4, 3], None), (1, 1, "right", [4, 3], "from step 1, ended right"),
+    (3, 2, "right", [4, 3], "of step 3: it went on from step 2"), (2, 2, "wrong", [4, 3], "ended otherwise"),
+    (3, 3, "right", [4], r"kept \[4\]"), (None, 0, "right", [4, 3], "of step None: it went on from step 0"),
+])
+def test_what_is_lost_at_a_file_operation_is_found(newest, begin, found, kept, message, tmp_path, monkeypatch):
+    """One rank, with one operation, and a run that goes on from step `begin`."""
+    class Recorded(nullcontext):
+        def close(self):
+            pass
+
+        def __init__(self, ranks):
+            self.answers = iter([[(0, "right")], WorkerError("rank 0 was killed by signal 9"), [(begin, found)], None])
+            super().__init__(self)
+
+        def run(self, *_):
+            answer = next(self.answers)
+            if isinstance(answer, WorkerError):
+                (tmp_path / "0.0").mkdir()
+                raise answer
+            return answer
+
+    monkeypatch.setattr(operations, "Workers", Recorded)
+    there_are = iter([[newest] if newest else [], kept])
+    monkeypatch.setattr(operations.resume, "complete", lambda folder: next(there_are))
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        assert kills_at_operations(STAGES[3], 1, tmp_path) == 1
+
+
+REFUSED = "train.py: error: another run writes here"
+
+
+@pytest.mark.parametrize("codes, lines, weights, message", [
+    ((0, 0), ([], []), (1, 2), None),
+    ((0, 1), ([], [REFUSED]), (1, 1), None),
+    ((1, 1), ([REFUSED], [REFUSED]), (1, 1), "both were refused"),
+    ((0, 1), ([], ["Traceback"]), (1, 1), "ended with 1"),
+    ((0, 0), ([], []), (1, 3), "step-00000040 is of both runs"),
+    ((0, 1), ([], [REFUSED]), (1, ValueError("damaged")), "step-00000040 of two runs is complete, and can't be read"),
+], ids=["both finish", "one refused", "both refused", "no line", "a mixture", "a damaged one"])
+def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path, monkeypatch):
+    """The runs have weights 1 and 2."""
+    runs = iter([(0, []), (0, []), *zip(codes, lines)])
+
+    class Recorded(nullcontext):
+        def __init__(self, *_, **options):
+            code, self.lines = next(runs)
+            self.process = SimpleNamespace(wait=lambda limit: code)
+            super().__init__(self)
+
+    def converted(path, scratch):
+        found = {"seed 0": 1, "seed 1": 2, "both": weights[path.name == "step-00000040"]}[path.parent.name]
+        if isinstance(found, ValueError):
+            raise found
+        return {"model": {"weight": torch.tensor(found)}}
+
+    for name, fake in (("Run", Recorded), ("at_once", lambda *_: None), ("check_undisturbed", lambda run: None),
+                       ("converted", converted)):
+        monkeypatch.setattr(program, name, fake)
+    monkeypatch.setattr(resume, "complete", lambda folder: [40, 20])
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        (row,) = program.two_runs(4, 2, tmp_path)
+        assert row["end"] == "2 whole" and row["seen"] == ("one refused" if any(codes) else "both finished")
+
+
+def test_a_shorter_loop_of_kills_does_not_replace_a_longer_one(tmp_path):
+    path = tmp_path / "faults.json"
+    new = {"kills": 2, "seed": 1, "scenarios": "new", "journey": "new"}
+    assert program.with_the_longest_loop(new, path) == new
+    for text in ("", "[]", '{"kills": 2}', '{"kills": null}'):
+        path.write_text(text)
+        assert program.with_the_longest_loop(new, path) == new
+    path.write_text('{"kills": 3, "seed": 0, "journey": "old"}')
+    assert program.with_the_longest_loop(new, path) == {**new, "kills": 3, "seed": 0}
 
 
 @pytest.mark.parametrize("args", [["--kills", "0"], ["--stage", "5"]], ids=str)

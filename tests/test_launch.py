@@ -188,6 +188,7 @@ def count_threads():
 def main():
     launch.connect(timeout_s=30)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    torch.distributed.all_reduce(torch.ones(1), group=launch.beside(30))
     count_threads()
     launch.disconnect()
 

@@ -84,18 +84,6 @@ def test_bad_input_is_one_line(args, message, tmp_path):
     assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
 
 
-def test_what_a_resumed_run_says_of_itself_is_what_it_does(tmp_path):
-    """Learning rate and weight decay are those of the checkpoint, whatever the command says now."""
-    command = [ROOT / STAGES[2] / "train.py", "--model", "nano", "--batch-size", "2", "--checkpoint", tmp_path / "a"]
-    first = run_alone(*command, "--steps", "1", "--lr", "0.002", "--weight-decay", "0.3")
-    second = run_alone(*command, "--steps", "2", "--lr", "0.5", "--weight-decay", "0")
-    assert (first.code, second.code) == (0, 0)
-    assert "lr 0.002, weight decay 0.3" in first.stdout and "lr 0.002, weight decay 0.3" in second.stdout
-    third = run_alone(*command, "--steps", "1")
-    assert third.code == 0 and "nothing is left to do: --steps 1\n" in third.stdout
-    assert "nothing is left" not in first.stdout + second.stdout
-
-
 @pytest.mark.parametrize("term, columns, is_bar", [("xterm", 80, True), ("dumb", 80, False), ("xterm", 40, False)])
 def test_a_terminal_that_can_draw_no_bar_gets_lines(term, columns, is_bar, monkeypatch):
     monkeypatch.setenv("TERM", term)

@@ -1,0 +1,315 @@
+"""train.py stops and goes on: signals, how many checkpoints stay, which one is taken, and what must not change."""
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from checkpoint import latest, save
+from harness import resume, workload
+from harness.faults import converted, final_state
+from tests.common import STAGES
+from tests.ranks import ROOT, run_alone, run_ranks
+
+OPTIONS = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
+TRAIN = f"{STAGES[3]}/train.py"
+
+
+def steps_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def names(*steps):
+    return [f"step-{step:08}" for step in steps]
+
+
+def same(folder, other, scratch):
+    one, other = final_state(folder, scratch / "one.pt"), final_state(other, scratch / "other.pt")
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of 30 steps on 2 ranks, with all checkpoints: every 10 steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = run_ranks(2, TRAIN, *OPTIONS, "--steps", "30", "--save-every", "10", "--keep", "0", "--checkpoint", folder)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr
+    return folder
+
+
+@pytest.fixture
+def copied(undisturbed, tmp_path):
+    return shutil.copytree(undisturbed, tmp_path / "run")
+
+
+def alone(folder, *args, steps=1, script=f"{STAGES[0]}/train.py"):
+    """One rank, started as `python train.py` -> Ended."""
+    options = "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder
+    return run_alone(ROOT / script, *options, *args)
+
+
+def error_of(ended):
+    """-> its one line."""
+    assert ended.code == 2 and "Traceback" not in ended.stderr, ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if "error" in line]
+    return line
+
+
+# ------------------------------------------------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize("stage, moment, step", [
+    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGTERM", 16), (2, "save:SIGTERM", 21),
+])
+def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same_command_goes_on(
+        stage, moment, step, undisturbed, tmp_path):
+    """It comes in step 15, or in the save after step 20. Too late for the step's own exchange: after the next one."""
+    folder = tmp_path / "run"
+    command = [f"{STAGES[stage]}/train.py", *OPTIONS, "--steps", "30", "--save-every", "10", "--checkpoint", folder]
+    ended = run_ranks(2, "tests/killed.py", moment, *command)
+    assert [rank.code for rank in ended] == [75, 75], ended[0].stderr + ended[1].stderr
+    name = moment.split(":")[1]
+    assert f"stopped by {name} after step {step}, which is saved: the same command goes on " in ended[0].stdout
+    assert latest(folder).name == f"step-{step:08}" and "stopped" not in ended[1].stdout
+    again = run_ranks(2, *command)
+    assert [rank.code for rank in again] == [0, 0] and f"resumed from {folder}/step-{step:08}\n" in again[0].stdout
+    assert same(folder, undisturbed, tmp_path)
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
+    command = [TRAIN, *OPTIONS, "--steps", "15", "--checkpoint", tmp_path]
+    ended = run_ranks(2, "tests/killed.py", "backward:SIGTERM", *command)
+    assert [rank.code for rank in ended] == [0, 0] and "validation loss after" in ended[0].stdout
+    assert steps_in(tmp_path) == names(15)
+
+
+def test_without_a_folder_sigterm_ends_a_rank_as_ever():
+    ended = run_ranks(2, "tests/killed.py", "backward:SIGTERM", TRAIN, *OPTIONS, "--steps", "30")
+    assert [rank.code for rank in ended] == [1, -15]
+
+
+# ------------------------------------------------------------------------------------------------------- which are kept
+
+
+@pytest.mark.parametrize("args, steps", [([], (3, 4, 5)), (["--keep", "1"], (5,)), (["--keep", "0"], (1, 2, 3, 4, 5))],
+                         ids=str)
+def test_so_many_checkpoints_stay(args, steps, tmp_path):
+    assert alone(tmp_path, "--save-every", "1", *args, steps=5).code == 0
+    assert steps_in(tmp_path) == names(*steps)
+
+
+def make(folder, *steps, is_complete=True):
+    for step in steps:
+        resume.path_of(folder, step).mkdir()
+        (resume.path_of(folder, step) / "data").touch()
+        if is_complete:
+            (resume.path_of(folder, step) / resume.MANIFEST).touch()
+
+
+def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
+    """What isn't complete doesn't count, and goes if it is old: the rest of one that was half removed."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    for path in (elsewhere, folder):
+        path.mkdir()
+    make(folder, 2, 3, 10, 123456789)
+    make(folder, 1, 11, is_complete=False)
+    make(elsewhere, 4)
+    others = ["best", "step-00000001.aside", "step-00000001.partial", "step-1", "zzz-best"]
+    for name in others:
+        (folder / name).mkdir()
+        (folder / name / resume.MANIFEST).touch()
+    resume.path_of(folder, 4).symlink_to(resume.path_of(elsewhere, 4))
+    assert resume.complete(folder) == [123456789, 10, 4, 3, 2]
+    resume.remove_old(folder, 2)
+    assert steps_in(folder) == sorted([*others, *names(4, 10, 11, 123456789)])
+    assert resume.complete(elsewhere) == [4] and resume.complete(folder) == [123456789, 10, 4]
+    resume.remove_old(folder, 0)
+    assert len(steps_in(folder)) == 9
+
+
+def test_what_can_not_be_removed_is_one_line_and_no_error(tmp_path, monkeypatch, capsys):
+    make(tmp_path, 1, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    resume.remove_old(tmp_path, 1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{tmp_path}/step-00000001 can't be removed: Permission denied")
+    assert resume.complete(tmp_path) == [2]  # and the rest goes at the next save
+
+
+# -------------------------------------------------------------------------------------------------- which one is taken
+
+
+def on_two_ranks(folder, *args):
+    return run_ranks(2, TRAIN, *OPTIONS, "--steps", "30", "--save-every", "10", "--checkpoint", folder, *args)
+
+
+def test_a_run_goes_back_to_a_step_and_sets_later_ones_aside(copied, undisturbed, tmp_path):
+    ended = on_two_ranks(copied, "--resume-from", "10")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr
+    assert f"resumed from {copied}/step-00000010, and later ones set aside\n" in ended[0].stdout
+    aside = ["step-00000020.aside", "step-00000030.aside"]
+    assert steps_in(copied) == sorted([*names(10, 20, 30), *aside])
+    (copied / aside[1]).rename(tmp_path / "before")
+    assert same(copied, undisturbed, tmp_path)
+
+
+def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(copied):
+    error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied, "--resume-from", "15"))
+    assert error.endswith(f"argument --resume-from: {copied} has no complete checkpoint of step 15, but of 30, 20, 10")
+
+
+def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monkeypatch):
+    """And not from where the command goes back to."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr("tests.ranks.OF_TORCHRUN", ())
+    ended = on_two_ranks(copied, "--resume-from", "10")
+    assert f"resumed from {copied}/step-00000030\n" in ended[0].stdout
+    assert steps_in(copied) == names(10, 20, 30)
+
+
+def damage(path):
+    file = max(path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(copied, undisturbed, tmp_path):
+    damage(copied / "step-00000030")
+    ended = on_two_ranks(copied)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr
+    (line,) = [line for line in ended[0].stdout.splitlines() if "resumed" in line]
+    assert line.startswith(f"resumed from {copied}/step-00000020, and later ones set aside: checkpoint "
+                           f"{copied}/step-00000030 can't be loaded: ") and "is damaged" in line
+    assert "step-00000030.aside" in steps_in(copied) and "resumed" not in ended[1].stdout
+    (copied / "step-00000030.aside").rename(tmp_path / "damaged")
+    assert same(copied, undisturbed, tmp_path)
+
+
+def test_when_all_are_damaged_the_run_does_not_begin_anew(copied):
+    for path in copied.iterdir():
+        damage(path)
+    ended = on_two_ranks(copied)
+    assert all(rank.code for rank in ended)
+    assert "step-00000030 can't be loaded" in ended[0].stderr and steps_in(copied) == names(10, 20, 30)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
+    model = torch.nn.Linear(2, 2)
+    save(copied / "step-00000040", model, torch.optim.AdamW(model.parameters()))
+    for args in (OPTIONS, ["--model", "tiny"]):
+        error = error_of(run_alone(ROOT / TRAIN, *args, "--checkpoint", copied))
+        assert "step-00000040 can't be loaded: it is of another model" in error
+    assert steps_in(copied) == names(10, 20, 30, 40)
+
+
+# -------------------------------------------------------------------------------------------------------- what changed
+
+
+def test_learning_rate_and_weight_decay_are_those_of_the_command_or_else_of_the_run(tmp_path):
+    ended = alone(tmp_path, "--lr", "0.002", "--weight-decay", "0.3")
+    assert ended.code == 0 and "lr 0.002, weight decay 0.3" in ended.stdout
+    ended = alone(tmp_path, "--clip", "0", steps=2)
+    assert "lr 0.002, weight decay 0.3" in ended.stdout and "changed since then: --steps 1 -> 2\n" in ended.stdout
+    assert stepped(tmp_path) == (0.002, 0.3)
+    ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=3)
+    assert "changed since then: --steps 2 -> 3, --lr 0.002 -> 0.5, --weight-decay 0.3 -> 0.0\n" in ended.stdout
+    assert "lr 0.5, weight decay 0," in ended.stdout and stepped(tmp_path) == (0.5, 0)
+    ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=3)
+    assert "changed" not in ended.stdout and "nothing is left to do: --steps 3\n" in ended.stdout
+
+
+def stepped(folder):
+    """-> highest learning rate and weight decay with which the last step was done."""
+    (group,) = converted(latest(folder), folder / "one.pt")["optimizer"]["param_groups"]
+    return group["initial_lr"], group["weight_decay"]
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_what_the_command_says_is_what_the_optimizer_steps_with(run, world_size):
+    run(stepped_with)
+
+
+def stepped_with(rank):
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer.step()
+    scheduler.step()
+
+    class args:
+        lr, weight_decay = 0.5, 0.125
+    resume.take_hyperparameters(args, optimizer, scheduler)
+    weight.grad = torch.zeros(1)
+    optimizer.step()
+    assert weight.item() == 1 - 0.25 * 0.125
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5 / 3
+
+
+def write(path, text):
+    path.write_text(text * 300)
+    return path
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--seed", "8"], "--seed is 8, the run's is 7"),
+    (["--batch-size", "3"], "ranks x --batch-size is 3, the run's is 2"),
+    (["--accumulate", "2"], "--accumulate is 2, the run's is 1"),
+    (["--sequence-length", "16"], "--sequence-length is 16, the run's is 32"),
+    (["--data", "other.txt"], "--data is {0}/other.txt (1500 bytes, checksum ), the run's is {0}/text.txt "
+                              "(1200 bytes, checksum )"),
+    (["--seed", "8", "--batch-size", "3"], "--seed is 8, the run's is 7; ranks x --batch-size is 3, the run's is 2"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_what_decides_on_the_data_must_not_change_but_by_force(args, message, tmp_path):
+    write(tmp_path / "text.txt", "text"), write(tmp_path / "other.txt", "other")
+    args = [str(tmp_path / arg) if arg.endswith(".txt") else arg for arg in args]
+    command = ["--sequence-length", "32", "--data", tmp_path / "text.txt", "--seed", "7"]
+    folder = tmp_path / "run"
+    assert alone(folder, *command).code == 0
+    error = re.sub(r"checksum \w{8}", "checksum ", error_of(alone(folder, *command, *args, steps=2)))
+    assert error.endswith(f"--checkpoint {folder} is of a run with other data: {message.format(tmp_path)}: "
+                          "--force goes on nevertheless")
+    assert steps_in(folder) == names(1)
+    forced = alone(folder, *command, *args, "--force", steps=2)
+    assert forced.code == 0 and steps_in(folder) == names(1, 2)
+    assert "changed since then: " in forced.stdout and f"{args[0].lstrip('-')} " in forced.stdout
+
+
+def test_the_same_text_in_another_place_is_the_same(tmp_path):
+    assert alone(tmp_path / "run", "--data", write(tmp_path / "one.txt", "text of a run")).code == 0
+    ended = alone(tmp_path / "run", "--data", write(tmp_path / "two.txt", "text of a run"), steps=2)
+    assert ended.code == 0 and "--data" not in ended.stdout.split("changed since then")[1].splitlines()[0]
+    changed = alone(tmp_path / "run", "--data", write(tmp_path / "two.txt", "text of a ruin"), steps=2)
+    assert "--data is" in error_of(changed)
+
+
+# ------------------------------------------------------------------------------------------------------------ time-outs
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(tmp_path):
+    ended = run_ranks(3, "tests/killed.py", "backward:SIGSTOP", TRAIN, *OPTIONS, "--steps", "30", "--timeout", "3",
+                      "--checkpoint", tmp_path)
+    assert [rank.code for rank in ended] == [1, -9, 1]
+    for rank in (0, 2):
+        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
+        assert line.startswith(f"train.py: error: rank {rank} lost rank 1: ")
+    assert any("imed out" in ended[rank].stderr for rank in (0, 2))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/reference.md"])
+def test_a_page_says_how_long_a_rank_waits(page):
+    text = " ".join((ROOT / page).read_text().split())
+    assert re.search(rf"--timeout.{{0,40}}\b{workload.TIMEOUT_S}\b|\b{workload.TIMEOUT_S} s \(`--timeout`", text)
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--timeout", "0"], "--timeout: must be a positive number, not '0'"),
+    (["--timeout", "1e9"], "--timeout: 1e+09 is too long, it must be at most 1000000"),
+    (["--timeout"], "--timeout: expected one argument"),
+    (["--keep", "-1"], "--keep: must be a non-negative whole number"),
+    (["--keep", "2"], "--keep: there is no --checkpoint DIR to save in"),
+    (["--resume-from", "2"], "--resume-from: there is no --checkpoint DIR to save in"),
+], ids=str)
+def test_bad_options_are_one_line(args, message):
+    assert message in error_of(run_alone(ROOT / STAGES[0] / "train.py", *args))
