@@ -7,6 +7,7 @@ is a run of its own: a row that fails, dies or hangs becomes a row with the reas
 import contextlib
 import functools
 import gc
+import os
 import platform
 import statistics
 import sys
@@ -123,20 +124,32 @@ def examine(rank, settings, name):
         phases["peak"] = memory.peak
         if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
             phases["reserved"] = memory.reserved
+    dist.barrier()
+    before_step = bytes_on_the_line()
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
+    dist.barrier()
+    line = {} if before_step is None else {"line_bytes": bytes_on_the_line() - before_step}
     params = training.full_params()
     torch.use_deterministic_algorithms(False)
     largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     difference, movement = largest.tolist()
     numel = sum(param.numel() for param in model.parameters())
-    return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes,
+    return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes, **line,
+            "message_bytes": ledger.message_bytes,
             "wire_bytes_theory": round(row.wire_bytes(numel, rank.world_size)),
             "memory_bytes": phases, "bytes_per_param": held / numel,
             "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer),
             "max_abs_diff": difference, "movement": movement}
+
+
+def bytes_on_the_line():
+    """All that the interface which gloo was told to use has sent, with headers; None: it was told none."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    counter = Path("/sys/class/net", interface or "none", "statistics", "tx_bytes")
+    return int(counter.read_text()) if interface and counter.exists() else None
 
 
 def _largest_difference(ones, others):
@@ -375,11 +388,15 @@ def _on_rank_0(workers, function, *args):
 
 
 def _over_ranks(parts):
-    """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks."""
+    """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks.
+
+    Collectives: of rank 0.
+    """
     phases = parts[0]["memory_bytes"]
     return {**parts[0],
             "memory_bytes": {phase: max(part["memory_bytes"][phase] for part in parts) for phase in phases},
-            "wire_bytes": round(statistics.mean(part["wire_bytes"] for part in parts)),
+            **{key: round(statistics.mean(part[key] for part in parts))
+               for key in ("wire_bytes", "line_bytes") if key in parts[0]},
             "bytes_per_param": statistics.mean(part["bytes_per_param"] for part in parts)}
 
 
