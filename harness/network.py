@@ -53,7 +53,8 @@ def parse():
     add("--sweep", action="store_true", help="first find the best bucket size of each row that has buckets")
     add("--tuned", default=None, metavar="NAMES", help="rows with a bucket size of their own, like 'ddp, 2 MB buckets; "
         "ddp + stage 1, 4 MB buckets' (default: the best of the last --sweep at this rate, kept in --json)")
-    add("--accumulation", action="store_true", help="also time both ways to accumulate gradients in stage 4")
+    add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
+        "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
@@ -223,7 +224,7 @@ def measure_here(args):
 
     rank = launch.connect(args.timeout)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
-    always = ("ddp", "compute only") + ("stage 4 overlap",) * args.accumulation
+    always = ("ddp", "compute only") + ("stage 3 grad buffer", "stage 4 overlap") * args.accumulation
 
     def progress(text):
         if rank.rank == 0:
@@ -237,10 +238,13 @@ def measure_here(args):
                            [name for name in tuned if args.rows in name or name.startswith("ddp,")])
     result = {**measure.measure(together, settings, names, progress), **swept}
     timeline.record_rows(together, settings, result["rows"], progress)
-    stage4 = next((row for row in result["rows"] if row["name"] == "stage 4 overlap"), None)
-    if args.accumulation and "error" not in stage4:  # what is wrong gets no time
-        measure.attempt(stage4, lambda: result.update(accumulation={
-            "conditions": result["conditions"], "rows": measure.accumulation(together, settings, progress)}))
+    accumulating = [row for row in result["rows"] if row["name"] in always]
+    if args.accumulation and not any("error" in row for row in accumulating):  # what is wrong gets no time
+        ddp = next((name for name in tuned if name.startswith("ddp,")), "ddp")
+        short = settings._replace(rounds=min(args.rounds, 2))
+        measure.attempt(accumulating[-1], lambda: result.update(accumulation={
+            "conditions": {**result["conditions"], "rounds": short.rounds}, "ddp": ddp,
+            "rows": measure.accumulation(together, short, ddp, progress)}))
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
         result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,

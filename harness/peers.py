@@ -4,6 +4,7 @@ A new row is one function and one line in ROWS. What a row should cost with Adam
 comes from: what each idea sends and holds, as its chapter says, of Ψ parameters (`numel`) on d ranks.
 """
 
+import contextlib
 import functools
 import importlib
 import re
@@ -41,6 +42,11 @@ class Training:
 
     def zero_grad(self):
         self.optimizer.zero_grad()
+
+    def no_sync(self):
+        """A context in which gradients add up, and don't travel."""
+        owner = next((one for one in (self.forward, self.optimizer) if hasattr(one, "no_sync")), None)
+        return owner.no_sync() if owner else contextlib.nullcontext()
 
     def step(self, batch):
         self.forward_backward(batch)

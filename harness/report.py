@@ -108,8 +108,12 @@ def _accumulation_sheets():
             sheet = tables.accumulation_sheet(result["accumulation"]["rows"])
             found.append((sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}"),
                           result["accumulation"]["conditions"]))
+            if "ddp" in result["accumulation"]:
+                shares = tables.share_sheet(result["accumulation"])
+                found.append((shares._replace(title=f"{shares.title}, {result['conditions']['rate']}"),
+                              result["accumulation"]["conditions"]))
     return _one_below_the_other(found) or [
-        'Not measured: make network RATE=300mbit ARGS="--accumulation", which takes an hour.']
+        'Not measured: make network RATE=300mbit ARGS="--accumulation".']
 
 
 def _faults_sheets():
@@ -253,9 +257,39 @@ def _owner(result):
     return f"{rate}: {'; '.join(found)}."
 
 
+def _share(result):
+    """The claim that communication takes more than half of a step, and where it stops being true."""
+    rate, measured = result["conditions"]["rate"], result.get("accumulation", {})
+    if "ddp" not in measured:
+        return f"{rate}: communication's share of a step: not measured, `make network RATE={rate} ARGS=--accumulation`."
+    found = []
+    for key, name in tables.SHARES.items():
+        by_count = {one["micro_batches"]: tables.shares(one)[key] for one in measured["rows"]}
+        below = next((f"below half from {k} micro-batches on" for k in by_count
+                      if all(share < 0.5 for other, share in by_count.items() if other >= k)), "never below half")
+        first = next(iter(by_count.values()))
+        found.append(f"of {name} {first:.0%}, {below if first >= 0.5 else 'less than half'}")
+    return f"{rate}: without accumulation communication takes, of a step, {'; '.join(found)}."
+
+
+def _sent(result):
+    """What of stage 4's lead over stage 3 and FSDP2 is overlap, and what gloo's reduce-scatter, which sends twice."""
+    rows, rate = _times(result), result["conditions"]["rate"]
+    cells = {row[0]: row for row in tables.line_sheet(result).rows}
+    found = [f"{name} {cells[row][5]} of the formula's floor and {cells[row][6]} of that of the bytes it sent"
+             for row, name in (("stage 3 grad buffer", "stage 3"), ("fsdp2", "FSDP2"), (buckets.STAGE_4, "stage 4"))
+             if row in rows]
+    return f"{rate}: {', '.join(found)}."
+
+
 def _found():
-    """What the rows say of peers, of overlap and of owners, in words."""
-    return [_bullets(say(result) for say in (_lead, _apart, _owner) for result in _by_rate())]
+    """What the rows say of peers, of bytes, of overlap, of owners and of accumulation, in words."""
+    return [_bullets(say(result) for say in (_lead, _sent, _apart, _owner, _share) for result in _by_rate())]
+
+
+def _caps_sheets():
+    caps = _load_bench().get("caps")
+    return [tables.sheet_text(tables.caps_sheet(caps))] if caps else ["Not measured: make bench."]
 
 
 def _buckets():
@@ -288,6 +322,7 @@ BLOCKS = {
     "state": _state_sheets,
     "gathered": _gathered_sheets,
     "host": _host_sheets,
+    "caps": _caps_sheets,
     "network": _network_sheets,
     "machines": _machines_sheets,
     "accumulation": _accumulation_sheets,

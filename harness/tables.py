@@ -58,8 +58,11 @@ def sheets(result):
     gathered = [gathered_sheet(result["gathered"])] if "gathered" in result else []
     accumulation = [accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
     host = [host_sheet(rows) for rows in result.get("host", [])]
+    if accumulation and "ddp" in result["accumulation"]:
+        accumulation.append(share_sheet(result["accumulation"]))
+    caps = [caps_sheet(result["caps"])] if "caps" in result else []
     sweep = [buckets_sheet(result["sweep"])] if "sweep" in result else []
-    return [time, *line, *sweep, *accumulation, memory, *state, *gathered, *host]
+    return [time, *line, *sweep, *accumulation, memory, *state, *gathered, *caps, *host]
 
 
 def _label(row):
@@ -117,6 +120,28 @@ def accumulation_sheet(accumulation):
          "are reduced into the shard.",
          f"Break-even: {where} an exchange each costs more time than the noise of this run.",
          f"~ within that noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round."])
+
+
+SHARES = {"ddp_ms": "DDP", "stage3_ms": "stage 3", "stage4_ms": "stage 4"}
+
+
+def shares(one):
+    """Of one number of micro-batches: what communication takes of a step -> {"ddp_ms": median over rounds, …}."""
+    times = {**one, "stage4_ms": one["no_sync_ms"]}
+    return {key: statistics.median(1 - alone / mine for alone, mine in zip(one["compute_ms"], times[key]))
+            for key in SHARES}
+
+
+def share_sheet(accumulation):
+    """Of a result's "accumulation", where it has the time of computing alone."""
+    rows = [[str(one["micro_batches"]), f"{statistics.median(one['compute_ms']):.0f}",
+             *(f"{share:.0%}" for share in shares(one).values())] for one in accumulation["rows"]]
+    return Sheet(
+        "What communication takes of a step, one exchange a step",
+        [("micro-batches\na step", ""), ("compute only,\nms a micro-batch", "measured"),
+         *((f"{name}\n", "measured") for name in SHARES.values())], rows,
+        ["1 - compute only / this row, of the time of a micro-batch; medians, round by round. "
+         f"DDP: the row {accumulation['ddp']}."])
 
 
 def line_sheet(result):
@@ -215,6 +240,19 @@ def gathered_sheet(rows):
         [("", ""), *((f"d = {d}", "counted") for d in ranks)],
         [[row["name"], *(f"{row['over_numel'][d]:.2f}" for d in ranks)] for row in rows],
         ["What is above 1.00 is padding."])
+
+
+def caps_sheet(rows):
+    return Sheet(
+        f"The default bucket of stage 4, fp32, {rows[0]['ranks']} ranks",
+        [("", ""), ("model\nMB", "counted"), ("buckets\n", "counted"), ("their MB,\nmedian", "counted"),
+         ("\nlargest", "counted"), ("b, native\n", "counted"), ("b, exchanged\n", "counted"),
+         ("bytes a\nparameter", "counted")],
+        [[row["model"], f"{row['model_bytes'] / 1e6:,.1f}", str(row["buckets"]),
+          *(f"{row[key] / 1e6:.1f}" for key in ("median_bytes", "largest_bytes")),
+          *(f"{row[key]:.2f}" for key in ("b_native", "b_exchanged", "bytes_per_param"))] for row in rows],
+        ["b: bytes a parameter of the two bucket buffers, with a native reduce-scatter (NCCL), or where parts are "
+         "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])
 
 
 class Notes(list):

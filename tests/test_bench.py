@@ -40,7 +40,7 @@ def result(tmp_path_factory):
 def test_schema(result):
     keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
     keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff"}
-    assert set(result) == {"conditions", "rows", "model_state", "gathered", "host"}
+    assert set(result) == {"conditions", "rows", "model_state", "gathered", "host", "caps"}
     for row in result["rows"]:
         assert keys <= set(row), row["name"]
         assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}
@@ -217,7 +217,7 @@ def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
 
 def gradients_sent(rank, settings, in_no_sync):
     with Ledger() as ledger:
-        measure.time_accumulation(rank, settings, 4, in_no_sync)
+        measure.time_accumulation(rank, settings, "stage 4 overlap", 4, in_no_sync)
     return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
 
 
