@@ -11,7 +11,7 @@ from html import escape
 
 from harness import peers
 
-PEERS = ["ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]
+PEERS = ["ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # the buckets of all are DDP's: it is swept
 PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB; the default is 25
 STAGE_4 = "stage 4 overlap"
 SIZES = [peers.ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
@@ -19,8 +19,8 @@ SIZES = [peers.ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
 
 def names(text=""):
     """The rows of a sweep whose name holds `text`, and the reference."""
-    swept = [name for base in PEERS for name in (base, *(peers.sized_name(base, size) for size in PEER_SIZES))]
-    swept += [peers.sized_name(STAGE_4, size) for size in SIZES]
+    swept = [peers.REFERENCE, *(peers.sized_name(peers.REFERENCE, size) for size in PEER_SIZES),
+             *(peers.sized_name(STAGE_4, size) for size in SIZES)]
     return [name for name in swept if text in name or name == peers.REFERENCE]
 
 
@@ -39,9 +39,14 @@ def median(row):
 
 
 def best(rows):
-    """Of a sweep: for each peer the name of its fastest row, where that hasn't the default size. Stage 4 keeps its."""
-    found = [min((row for row in rows if base_of(row["name"]) == base), key=median, default=None) for base in PEERS]
-    return [row["name"] for row in found if row and row["name"] not in PEERS and median(row) < math.inf]
+    """Of a sweep: the names of all PEERS with the size with which DDP is fastest; none where that is the default.
+
+    Stage 4 keeps its default.
+    """
+    found = min((row for row in rows if base_of(row["name"]) == peers.REFERENCE), key=median, default=None)
+    if found is None or found["name"] == peers.REFERENCE or median(found) == math.inf:
+        return []
+    return [found["name"].replace(peers.REFERENCE, base, 1) for base in PEERS]
 
 
 def beside(names, tuned):

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import measure, peers
 from harness.ledger import Ledger
 from harness.owner_reduce import owner_buckets
 from harness.replicated import DistributedOptimizer
+from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
 from tests.test_house import code_lines
 from tests.ranks import ROOT
@@ -143,3 +145,41 @@ def test_rung_0_is_replicated_training_with_the_face_of_a_stage(run, beneath_ddp
 
 def test_rung_0_is_short():
     assert len(code_lines(ROOT / "harness" / "replicated.py")) <= 60
+
+
+# ------------------------------------------------------------------------------------- accumulation, default buckets
+
+
+def gradients_sent(rank, name, in_no_sync):
+    with Ledger() as ledger:
+        measure.time_accumulation(rank, SETTINGS, name, 4, in_no_sync)
+    return sum(entry.wire_bytes for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", ["ddp", "stage 3 grad buffer", "stage 4 overlap"])
+def test_in_no_sync_micro_batches_share_an_exchange(run, name):
+    once, each = run(gradients_sent, name, True)[0], run(gradients_sent, name, False)[0]
+    assert each > (2 if name == "ddp" else 3) * once > 0 or name == "stage 3 grad buffer" and each == once
+
+
+def cap_of(monkeypatch, nbytes):
+    """-> bytes at which stage 4 closes a bucket of parameters that are as large together."""
+    caps = []
+    monkeypatch.setattr(optimizer, "bucket_layout", lambda sizes, dtypes, cap: caps.append(cap) or [range(len(sizes))])
+    with measure.rank_0_of(2), FakeTensorMode():
+        optimizer.ShardedOptimizer([torch.zeros(nbytes // 8, requires_grad=True) for _ in range(2)])
+    return caps[0]
+
+
+@pytest.mark.parametrize("model_mb, cap_mb", [(1, 1), (20, 1), (40, 2), (400, 20), (500, 25), (5000, 25)])
+def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_mb, cap_mb):
+    assert cap_of(monkeypatch, model_mb * 2**20) == pytest.approx(cap_mb * 2**20)
+
+
+def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
+    nano, *others = measure.caps()
+    assert nano["buckets"] == 1 and [row["model"] for row in others] == ["tiny", "small", "medium", "large"]
+    for row in others:
+        assert row["buckets"] >= 15 and row["bytes_per_param"] < 11  # of stages 1 to 3: 12
+        assert row["b_exchanged"] == pytest.approx(2 * row["b_native"])

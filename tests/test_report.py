@@ -126,6 +126,21 @@ def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
     assert "0.50 " in found([50, 50, 50], [97, 97, 97]) and "0.97~" in found([50, 50, 50], [97, 97, 97])
 
 
+def test_communications_share_of_a_step_is_said():
+    """Computing takes 100 ms a micro-batch; what is above is communication's."""
+    def row(k, ddp, stage3, stage4):
+        return {"micro_batches": k, "compute_ms": [100, 100], "ddp_ms": ddp, "stage3_ms": stage3, "no_sync_ms": stage4,
+                "each_ms": stage4}
+    measured = {"ddp": "ddp, 2 MB buckets", "rows": [row(1, [400, 400], [500, 500], [125, 125]),
+                                                     row(2, [160, 160], [250, 250], [110, 110])]}
+    assert tables.share_sheet(measured).rows == [["1", "100", "75%", "80%", "20%"], ["2", "100", "38%", "60%", "9%"]]
+    assert "the row ddp, 2 MB buckets" in tables.share_sheet(measured).notes[0]
+    said = report._share({"conditions": {"rate": "9gbit"}, "accumulation": measured})
+    assert said == ("9gbit: without accumulation communication takes, of a step, of DDP 75%, below half from 2 "
+                    "micro-batches on; of stage 3 80%, never below half; of stage 4 20%, less than half.")
+    assert "not measured" in report._share({"conditions": {"rate": "9gbit"}})
+
+
 def test_machines_have_the_figures_of_their_own_tables():
     """A row a machine and rate; what it hasn't measured has a dash."""
     one = json.loads((report.ROOT / "results" / "network.json").read_text())
