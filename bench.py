@@ -76,6 +76,7 @@ def main():
                     timeline.keep_exposed_only(result["rows"])
                 progress("model state at any number of ranks")
                 result["model_state"], result["gathered"] = measure.model_state(settings), measure.gathered(settings)
+                result["caps"] = measure.caps()
                 result["host"] = host.measure_ranks(result["conditions"]["device"], progress=progress)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")

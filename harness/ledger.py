@@ -134,6 +134,14 @@ class Ledger(TorchDispatchMode):
         return dict(Counter(entry.kind for entry in self.entries))
 
     @property
+    def message_bytes(self):
+        """{"all_reduce": bytes of all of them together, …}"""
+        total = Counter()
+        for entry in self.entries:
+            total[entry.kind] += entry.size
+        return dict(total)
+
+    @property
     def wire_bytes(self):
         return round(sum(entry.wire_bytes for entry in self.entries))
 

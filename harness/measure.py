@@ -7,6 +7,7 @@ is a run of its own: a row that fails, dies or hangs becomes a row with the reas
 import contextlib
 import functools
 import gc
+import os
 import platform
 import statistics
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stage2_allgather
 import stage3_gradbuffer
@@ -29,6 +31,7 @@ from harness.ledger import Ledger
 from harness.memory import Memory
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
+MICRO_BATCHES = (1, 2, 4, 8)  # a step
 CHECKED_STEPS = 3  # the second is the first that reads parameters which were exchanged, and moments which are not zero
 
 
@@ -123,20 +126,32 @@ def examine(rank, settings, name):
         phases["peak"] = memory.peak
         if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
             phases["reserved"] = memory.reserved
+    dist.barrier()
+    before_step = bytes_on_the_line()
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
+    dist.barrier()
+    line = {} if before_step is None else {"line_bytes": bytes_on_the_line() - before_step}
     params = training.full_params()
     torch.use_deterministic_algorithms(False)
     largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     difference, movement = largest.tolist()
     numel = sum(param.numel() for param in model.parameters())
-    return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes,
+    return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes, **line,
+            "message_bytes": ledger.message_bytes,
             "wire_bytes_theory": round(row.wire_bytes(numel, rank.world_size)),
             "memory_bytes": phases, "bytes_per_param": held / numel,
             "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer),
             "max_abs_diff": difference, "movement": movement}
+
+
+def bytes_on_the_line():
+    """All that the interface which gloo was told to use has sent, with headers; None: it was told none."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    counter = Path("/sys/class/net", interface or "none", "statistics", "tx_bytes")
+    return int(counter.read_text()) if interface and counter.exists() else None
 
 
 def _largest_difference(ones, others):
@@ -167,22 +182,23 @@ def time_steps(rank, settings, name):
     return slowest.item()
 
 
-def time_accumulation(rank, settings, micro_batches, in_no_sync):
-    """Milliseconds a micro-batch of stage 4: one exchange a step (`in_no_sync`), or one for each micro-batch."""
-    row, batches = peers.find("stage 4 overlap"), make_batches(settings, rank)
+def time_accumulation(rank, settings, name, micro_batches, in_no_sync):
+    """Milliseconds a micro-batch: one exchange a step (`in_no_sync`), or one for each micro-batch."""
+    row, batches = peers.find(name), make_batches(settings, rank)
+    gc.collect()
     training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
 
     def step():
         for micro in range(micro_batches):
             is_last = micro == micro_batches - 1
-            with training.optimizer.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
+            with training.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
     step()
     training.finish()
     dist.barrier()
-    n_steps = max(2, settings.steps // micro_batches)
+    n_steps = max(2, settings.steps // 2 // micro_batches)
     start = time.perf_counter()
     for _ in range(n_steps):
         step()
@@ -293,6 +309,29 @@ def gathered(settings):
     return rows
 
 
+def caps(d=2):
+    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of dicts.
+
+    Tensors are without memory: the largest model has 4.8 GB of parameters.
+    """
+    rows = []
+    for name, config in workload.MODELS.items():
+        with rank_0_of(d), FakeTensorMode():
+            params = list(workload.GPT(config).parameters())
+            native, exchanged = (stage4_overlap.optimizer.ShardedOptimizer(params, reduce_dtype=dtype)
+                                 for dtype in (None, torch.float32))
+            numel = sum(param.numel() for param in params)
+            b_native, b_exchanged = (
+                sum(flat.nbytes for buffer in optimizer.idle for flat in {buffer.sent, buffer.received}) / numel
+                for optimizer in (native, exchanged))
+            rows.append({"model": name, "ranks": d, "model_bytes": 4 * numel, "buckets": len(native.buckets),
+                         "median_bytes": statistics.median(bucket.flat_params.nbytes for bucket in native.buckets),
+                         "largest_bytes": max(bucket.flat_params.nbytes for bucket in native.buckets),
+                         "b_native": b_native, "b_exchanged": b_exchanged,
+                         "bytes_per_param": 4 + 12 / d + b_native})
+    return rows
+
+
 def measure(workers, settings, names, progress=lambda text: None):
     """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}; bench.py adds the rest.
 
@@ -317,17 +356,21 @@ def measure(workers, settings, names, progress=lambda text: None):
     return {"conditions": conditions, "rows": rows}
 
 
-MICRO_BATCHES = (1, 2, 4, 8)
+def accumulation(workers, settings, ddp=peers.REFERENCE, progress=lambda text: None):
+    """One exchange a step in several rows, and in stage 4 also one for each micro-batch, interleaved.
 
-
-def accumulation(workers, settings, progress=lambda text: None):
-    """Both ways to accumulate in stage 4, interleaved -> list of dicts, one for each number of micro-batches."""
-    times = {(k, in_no_sync): [] for k in MICRO_BATCHES for in_no_sync in (True, False)}
+    `ddp`: the row that stands for DDP -> list of dicts, one for each number of micro-batches.
+    """
+    ways = {"no_sync_ms": ("stage 4 overlap", True), "each_ms": ("stage 4 overlap", False),
+            "compute_ms": ("compute only", True), "ddp_ms": (ddp, True), "stage3_ms": ("stage 3 grad buffer", True)}
+    found = [{"micro_batches": k, **{key: [] for key in ways}} for k in MICRO_BATCHES]
     for turn in range(settings.rounds):
-        for (k, in_no_sync), found in times.items():
-            progress(f"round {turn + 1}: {k} micro-batches {'in no_sync' if in_no_sync else 'reduced one by one'}")
-            found.append(_on_rank_0(workers, time_accumulation, settings, k, in_no_sync))
-    return [{"micro_batches": k, "no_sync_ms": times[k, True], "each_ms": times[k, False]} for k in MICRO_BATCHES]
+        for one in found:
+            for key, (name, in_no_sync) in ways.items():
+                k = one["micro_batches"]
+                progress(f"round {turn + 1}: {k} micro-batches, {name}{'' if in_no_sync else ', reduced one by one'}")
+                one[key].append(_on_rank_0(workers, time_accumulation, settings, name, k, in_no_sync))
+    return found
 
 
 def is_wrong(result):
@@ -375,11 +418,15 @@ def _on_rank_0(workers, function, *args):
 
 
 def _over_ranks(parts):
-    """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks."""
+    """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks.
+
+    Collectives: of rank 0.
+    """
     phases = parts[0]["memory_bytes"]
     return {**parts[0],
             "memory_bytes": {phase: max(part["memory_bytes"][phase] for part in parts) for phase in phases},
-            "wire_bytes": round(statistics.mean(part["wire_bytes"] for part in parts)),
+            **{key: round(statistics.mean(part[key] for part in parts))
+               for key in ("wire_bytes", "line_bytes") if key in parts[0]},
             "bytes_per_param": statistics.mean(part["bytes_per_param"] for part in parts)}
 
 

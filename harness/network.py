@@ -26,10 +26,13 @@ from harness import cli
 fail = functools.partial(cli.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = ["compute only", "compute + bytes", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 1 naive broadcast",
-        "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
+ROWS = ["compute only", "compute + bytes", "ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
+        "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "owner reduce",
+        "owner reduce, 2 MB buckets", "stage 4 neither", "stage 4 only gradients", "stage 4 only parameters",
+        "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
 NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
 PORT = 29500
+SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
 TCP = "cubic"  # Linux's default, whatever this machine has set: how senders find the rate is part of a figure
 INSIDE = "DISTRIBUTED_OPTIMIZER_HOST"  # set there, and not RANK, which another launcher may have set outside
 
@@ -47,11 +50,16 @@ def parse():
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=20, help="timed in a round, end to end (default 20)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
-    add("--accumulation", action="store_true", help="also time both ways to accumulate gradients in stage 4")
+    add("--sweep", action="store_true", help="first find the best bucket size of each row that has buckets")
+    add("--tuned", default=None, metavar="NAMES", help="rows with a bucket size of their own, like 'ddp, 2 MB buckets; "
+        "ddp + stage 1, 4 MB buckets' (default: the best of the last --sweep at this rate, kept in --json)")
+    add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
+        "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
     bits_per_second(args.rate)
+    args.tuned = args.tuned if args.tuned is None else [name.strip() for name in args.tuned.split(";") if name.strip()]
     if not any(args.rows in name for name in ROWS):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(ROWS)}")
     return args
@@ -162,8 +170,10 @@ def measure_on_two_hosts(args):
         path = Path(folder, "network.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                     "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
-                   if name not in ("json", "accumulation")] + ["--accumulation"] * args.accumulation
+        flags = [name for name in ("accumulation", "sweep") if getattr(args, name)]
+        options = [*(f"--{name}" for name in flags), f"--tuned={';'.join(args.tuned)}",
+                   *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
+                     if name not in ("json", "accumulation", "sweep", "tuned"))]
         processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.network",
                                  *options, f"--json={path}") for host in (0, 1)]
         while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
@@ -210,23 +220,31 @@ class Together:
 
 def measure_here(args):
     """On every rank: the rows, interleaved; rank 0 writes the result."""
-    from harness import launch, measure, timeline
+    from harness import buckets, launch, measure, timeline
 
     rank = launch.connect(args.timeout)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
-    always = ("ddp", "compute only") + ("stage 4 overlap",) * args.accumulation
-    names = [name for name in ROWS if args.rows in name or name in always]
+    always = ("ddp", "compute only") + ("stage 3 grad buffer", "stage 4 overlap") * args.accumulation
 
     def progress(text):
         if rank.rank == 0:
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
-    together = Together(rank)
-    result = measure.measure(together, settings, names, progress)
+    together, swept, tuned = Together(rank), {}, args.tuned or []
+    if args.sweep:
+        short = settings._replace(rounds=min(args.rounds, SWEEP_ROUNDS), steps=min(args.steps, SWEEP_STEPS))
+        swept = {"sweep": measure.measure(together, short, buckets.names(args.rows), progress)}
+        tuned = buckets.best(swept["sweep"]["rows"])
+    names = buckets.beside([name for name in ROWS if args.rows in name or name in always],
+                           [name for name in tuned if args.rows in name or name.startswith("ddp,")])
+    result = {**measure.measure(together, settings, names, progress), **swept}
     timeline.record_rows(together, settings, result["rows"], progress)
-    stage4 = next((row for row in result["rows"] if row["name"] == "stage 4 overlap"), None)
-    if args.accumulation and "error" not in stage4:  # what is wrong gets no time
-        measure.attempt(stage4, lambda: result.update(accumulation={
-            "conditions": result["conditions"], "rows": measure.accumulation(together, settings, progress)}))
+    accumulating = [row for row in result["rows"] if row["name"] in always]
+    if args.accumulation and not any("error" in row for row in accumulating):  # what is wrong gets no time
+        ddp = next((name for name in tuned if name.startswith("ddp,")), "ddp")
+        short = settings._replace(rounds=min(args.rounds, 2))
+        measure.attempt(accumulating[-1], lambda: result.update(accumulation={
+            "conditions": {**result["conditions"], "rounds": short.rounds}, "ddp": ddp,
+            "rows": measure.accumulation(together, short, ddp, progress)}))
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
         result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
@@ -236,10 +254,10 @@ def measure_here(args):
 
 
 def earlier(args):
-    """What the file holds, if there is one -> the results at other rates, and of this rate the table of accumulation.
+    """What the file holds, if there is one -> the results at other rates, and of this rate what is kept of it.
 
-    That one is kept, with the conditions that it was measured under, where it isn't measured again. Fails where tables
-    and picture can't be made of what the file holds.
+    The table of accumulation and the sweep are kept, with the conditions that they were measured under, where they
+    aren't measured again. Fails where tables and picture can't be made of what the file holds.
     """
     from harness import tables, timeline  # here: see main
     if args.json is None or not args.json.exists():
@@ -252,8 +270,9 @@ def earlier(args):
         for result in [before, *before.pop("other_rates")]:
             if result["conditions"]["rate"] != args.rate:
                 others.append(result)
-            elif "accumulation" in result and not args.accumulation:
-                kept = {"accumulation": result["accumulation"]}
+            else:
+                kept = {name: result[name] for name in ("accumulation", "sweep")
+                        if name in result and not getattr(args, name)}
             tables.sheets(result)
         timeline.picture(others)
         return others, kept
@@ -280,12 +299,20 @@ def main():
     args = parse()
     if INSIDE in os.environ:
         return measure_here(args)
-    from harness import measure, tables, timeline, workload  # here: bad input is answered before torch is loaded
+    # Here: bad input is answered before torch is loaded.
+    from harness import buckets, measure, peers, tables, timeline, workload
 
     cli.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
     if args.json:
         cli.check_beside("--json", args.json, ".svg", fail)
-    earlier(args)  # fails now if the file holds something else
+    _, kept = earlier(args)  # fails now if the file holds something else
+    if args.tuned is None:
+        args.tuned = buckets.best(kept["sweep"]["rows"]) if "sweep" in kept else []
+    for name in args.tuned:
+        try:
+            peers.find(name)
+        except LookupError as error:
+            fail(f"--tuned: {error.args[0]}")
     reason = missing()
     if reason:
         sys.exit(f"network: {reason}")

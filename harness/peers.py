@@ -4,7 +4,10 @@ A new row is one function and one line in ROWS. What a row should cost with Adam
 comes from: what each idea sends and holds, as its chapter says, of Ψ parameters (`numel`) on d ranks.
 """
 
+import contextlib
+import functools
 import importlib
+import re
 from typing import Callable, NamedTuple
 
 import torch
@@ -13,7 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import stage4_overlap
+from harness.owner_reduce import OwnerReduce
+
 BYTES = 4  # of a parameter and of a gradient, fp32; AdamW's two moments are as large each
+ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
 PIECE = 2**18  # elements of a message of `compute + bytes`: 1 MiB, as in stage 4
 
 
@@ -35,6 +42,11 @@ class Training:
 
     def zero_grad(self):
         self.optimizer.zero_grad()
+
+    def no_sync(self):
+        """A context in which gradients add up, and don't travel."""
+        owner = next((one for one in (self.forward, self.optimizer) if hasattr(one, "no_sync")), None)
+        return owner.no_sync() if owner else contextlib.nullcontext()
 
     def step(self, batch):
         self.forward_backward(batch)
@@ -86,9 +98,19 @@ class ComputeAndBytes(Training):
             work.wait()
 
 
-def ddp(model, adamw):
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
+def beneath_ddp(package, bucket_cap_mb=None):
+    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps.
+
+    `bucket_cap_mb`: of DDP, in MiB; None is its default, 25.
+    """
+    def build(model, adamw):
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        optimizer = _optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
+        return Training(model, wrapped, optimizer)
+    return build
+
+
+ddp = beneath_ddp("harness.replicated")
 
 
 def replicated_16bit(model, adamw):
@@ -123,11 +145,17 @@ def compute_only_16bit(model, adamw):
     return MainParamsTraining(model, adamw, world_size=1)
 
 
-def ddp_and_zero(model, adamw):
-    """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
-    return Training(model, wrapped, optimizer)
+def ddp_and_zero(bucket_cap_mb=None):
+    """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped.
+
+    With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
+    """
+    def build(model, adamw):
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
+                                            parameters_as_bucket_view=bucket_cap_mb is not None, **adamw)
+        return Training(model, wrapped, optimizer)
+    return build
 
 
 def fsdp2(reshard_after_forward):
@@ -147,15 +175,6 @@ class ShardedTraining(Training):
         return [param.full_tensor().detach() for param in self.model.parameters()]
 
 
-def ddp_and_stage(package):
-    """Stages 1 and 2 beneath DDP, which averages the gradients while backward runs, in buckets."""
-    def build(model, adamw):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = _optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
-        return Training(model, wrapped, optimizer)
-    return build
-
-
 def stage(package, **settings):
     def build(model, adamw):
         optimizer = _optimizer_class(package)(model.parameters(), torch.optim.AdamW, **settings, **adamw)
@@ -168,6 +187,36 @@ def stage_with_prefetch(package, **settings):
         training = stage(package, **settings)(model, adamw)
         training.optimizer.prefetch_params(model)
         return training
+    return build
+
+
+def owner_reduce(bucket_cap_mb=None):
+    def build(model, adamw):
+        return Training(model, model, OwnerReduce(model.parameters(), bucket_cap_mb=bucket_cap_mb, **adamw))
+    return build
+
+
+class LeavesLate(stage4_overlap.DistributedOptimizer):
+    """Stage 4 whose buckets leave when the backward pass has ended, and none earlier."""
+
+    pass_has_ended = False
+
+    def send_full_buckets(self):
+        if self.pass_has_ended:
+            super().send_full_buckets()
+
+    def finish_round(self):
+        self.pass_has_ended = True
+        super().finish_round()
+        self.pass_has_ended = False
+
+
+def leaves_late(prefetch, bucket_cap_mb=None):
+    def build(model, adamw):
+        optimizer = LeavesLate(model.parameters(), torch.optim.AdamW, bucket_cap_mb=bucket_cap_mb, **adamw)
+        if prefetch:
+            optimizer.prefetch_params(model)
+        return Training(model, model, optimizer)
     return build
 
 
@@ -192,6 +241,7 @@ class Row(NamedTuple):
     starts_apart: bool = True
     dtype: str = "float32"
     reference: Callable = ddp
+    sized: Callable | None = None
 
 
 def travels(times):
@@ -215,6 +265,10 @@ def sharded_all(numel, d, optimizer):
     return 4 * BYTES / d  # the whole parameters are there from the forward to the backward pass only
 
 
+def sharded_by_owner(numel, d, optimizer):
+    return BYTES + 3 * BYTES / d
+
+
 def sharded_gradients(numel, d, optimizer):
     """Parameters are whole, gradients and moments 1/d; plus the two buffers that buckets of gradients go through."""
     return BYTES + 3 * BYTES / d + optimizer.bucket_buffer_bytes / numel
@@ -228,30 +282,62 @@ def sharded_main_params(numel, d, optimizer):
     return 2 + 4 * BYTES / d + optimizer.bucket_buffer_bytes / numel
 
 
+STAGE_1, STAGE_2, STAGE_3, STAGE_4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"
+
+
+def row_of_stage_4(name, make):
+    """`make(bucket_cap_mb=None)` -> build."""
+    return Row(name, "stage", make(), travels(2), sharded_gradients, sized=lambda mb: make(bucket_cap_mb=mb))
+
+
 # The shortest names that say what a row is: the table has to fit a terminal.
 ROWS = [
     Row("compute only", "floor", compute_only, travels(0), replicated, starts_apart=False),
     Row("compute + bytes", "floor", ComputeAndBytes, travels(2), replicated_and_two_pieces, starts_apart=False),
-    Row("ddp", "reference", ddp, travels(2), replicated),
-    Row("ddp + stage 1", "stage", ddp_and_stage("stage1_naive_broadcast"), travels(3), sharded_moments),
-    Row("ddp + stage 2", "stage", ddp_and_stage("stage2_allgather"), travels(3), sharded_moments),
-    Row("stage 1 naive broadcast", "stage", stage("stage1_naive_broadcast"), travels(3), sharded_moments),
-    Row("stage 2 all-gather", "stage", stage("stage2_allgather"), travels(3), sharded_moments),
-    Row("stage 3 grad buffer", "stage", stage("stage3_gradbuffer"), travels(2), sharded_moments),
-    Row("stage 4 overlap", "stage", stage_with_prefetch("stage4_overlap"), travels(2), sharded_gradients),
-    Row("ddp + torch ZeRO", "peer", ddp_and_zero, travels(3), sharded_moments),
+    Row("ddp", "reference", ddp, travels(2), replicated, sized=functools.partial(beneath_ddp, "harness.replicated")),
+    Row("ddp + stage 1", "stage", beneath_ddp(STAGE_1), travels(3), sharded_moments,
+        sized=functools.partial(beneath_ddp, STAGE_1)),
+    Row("ddp + stage 2", "stage", beneath_ddp(STAGE_2), travels(3), sharded_moments,
+        sized=functools.partial(beneath_ddp, STAGE_2)),
+    Row("rung 0 replicated", "stage", stage("harness.replicated"), travels(2), replicated),
+    Row("stage 1 naive broadcast", "stage", stage(STAGE_1), travels(3), sharded_moments),
+    Row("stage 2 all-gather", "stage", stage(STAGE_2), travels(3), sharded_moments),
+    Row("stage 3 grad buffer", "stage", stage(STAGE_3), travels(2), sharded_moments),
+    row_of_stage_4("stage 4 overlap", functools.partial(stage_with_prefetch, STAGE_4)),
+    Row("ddp + torch ZeRO", "peer", ddp_and_zero(), travels(3), sharded_moments, sized=ddp_and_zero),
+    Row("owner reduce", "peer", owner_reduce(), travels(2), sharded_by_owner, sized=owner_reduce),
     Row("fsdp2", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False),
     Row("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), travels(3), sharded_all, starts_apart=False),
     Row("ddp again", "noise", ddp, travels(2), replicated),
     Row("compute only bf16", "floor", compute_only_16bit, travels(0), replicated_main_params, starts_apart=False,
         dtype="bfloat16", reference=replicated_16bit),
-    Row("stage 4 overlap bf16", "stage", stage_with_prefetch("stage4_overlap", reduce_dtype=torch.float32), travels(1),
+    Row("stage 4 overlap bf16", "stage", stage_with_prefetch(STAGE_4, reduce_dtype=torch.float32), travels(1),
         sharded_main_params, dtype="bfloat16", reference=replicated_16bit),  # NCCL alone would sum in 16 bits
 ]
 REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
 # The reference and the four stages by themselves: what one picture shows.
 LADDER = [REFERENCE, *(row.name for row in ROWS if row.name.startswith("stage") and row.dtype == "float32")]
+# What each half of stage 4's overlap buys: rows of make network.
+APART = [
+    row_of_stage_4("stage 4 neither", functools.partial(leaves_late, False)),
+    row_of_stage_4("stage 4 only gradients", functools.partial(stage, STAGE_4)),
+    row_of_stage_4("stage 4 only parameters", functools.partial(leaves_late, True)),
+]
 
 
 def find(name):
-    return next(row for row in ROWS if row.name == name)
+    """The row of that name. "ddp, 2 MB buckets", and "ddp, one-parameter buckets", are row "ddp" with such buckets."""
+    for row in [*ROWS, *APART]:
+        if name == row.name:
+            return row
+        size = re.fullmatch(rf"{re.escape(row.name)}, (?:(one-parameter)|([\d.]+) MB) buckets", name)
+        if size and row.sized:
+            cap_mb = ONE_PARAMETER if size[1] else float(size[2])
+            kind = "peer" if row.kind == "reference" else row.kind
+            return row._replace(name=name, kind=kind, build=row.sized(cap_mb))
+    raise LookupError(f"there is no row {name!r}")
+
+
+def sized_name(name, cap_mb):
+    """How the row `name` is called with buckets of `cap_mb` MiB: see `find`."""
+    return f"{name}, {'one-parameter' if cap_mb == ONE_PARAMETER else f'{cap_mb:g} MB'} buckets"

@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import cli, docs, gpu, tables, timeline
+from harness import buckets, cli, docs, gpu, tables, timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,8 +108,12 @@ def _accumulation_sheets():
             sheet = tables.accumulation_sheet(result["accumulation"]["rows"])
             found.append((sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}"),
                           result["accumulation"]["conditions"]))
+            if "ddp" in result["accumulation"]:
+                shares = tables.share_sheet(result["accumulation"])
+                found.append((shares._replace(title=f"{shares.title}, {result['conditions']['rate']}"),
+                              result["accumulation"]["conditions"]))
     return _one_below_the_other(found) or [
-        'Not measured: make network RATE=300mbit ARGS="--accumulation", which takes an hour.']
+        'Not measured: make network RATE=300mbit ARGS="--accumulation".']
 
 
 def _faults_sheets():
@@ -170,23 +174,143 @@ def _ladder():
     """Formulas, what was counted on two hosts with the slowest line, and one column of measured time."""
     result = _by_rate()[0]
     rows, c = {row["name"]: row for row in result["rows"]}, result["conditions"]
+    ddp = buckets.tuned(result, "ddp") or rows["ddp"]
     lines = ["stage | collectives | bytes a parameter | MB a rank sends | code lines | time", "---|---|---|---|---|---"]
     for rung in LADDER:
-        row = rows.get(rung.row, {})
+        row = ddp if rung.row == "ddp" else rows.get(rung.row, {})
         sent, held = row.get("wire_bytes"), row.get("bytes_per_param")
         mark = "\\*" if sent and sent > 1.01 * row["wire_bytes_theory"] else ""  # what gloo's reduce-scatter sends
-        time = row.get("vs_reference")
         lines.append(" | ".join([
             rung.title, rung.collectives,
             rung.bytes_per_param + (f" = {held:.2f}" if held and rung.folder else ""),
             f"{rung.sent}: {sent / 1e6:.1f}{mark}" if sent else rung.sent,
             str(docs.core_lines(ROOT / rung.folder)) if rung.folder else tables.NONE,
-            f"{time:.2f}" if time else tables.NONE]))
+            f"{buckets.ratio(row, ddp):.2f}" if row.get("step_ms") and ddp.get("step_ms") else tables.NONE]))
+    default = (f" With its default buckets DDP takes {buckets.ratio(rows['ddp'], ddp):.2f} on this scale."
+               if ddp is not rows["ddp"] else "")
     notes = (f"Counted: on {c['ranks']} ranks, {c['parameters']:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
              "bytes (d-1)/d are sent. \\* gloo's reduce-scatter sends twice its bytes. b: two bucket buffers. Code "
-             f"lines: of the core. Measured: time of a step over that of DDP with its default buckets, on two hosts "
-             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).")
+             f"lines: of the core. Measured: time of a step over that of {_ddp_words(result)}, on two hosts "
+             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).{default}")
     return ["\n".join(lines), textwrap.fill(notes, 118)]
+
+
+def _ddp_words(result):
+    """Which DDP a sentence that says "ahead" speaks of."""
+    tuned = buckets.tuned(result, "ddp")
+    if tuned is None:
+        return "DDP with its default buckets"
+    size = buckets.size_of(tuned["name"])
+    return f"DDP with {'its default' if size == 'default' else size} buckets, the best size tried"
+
+
+def _times(result):
+    return {row["name"]: row for row in result["rows"] if row.get("step_ms")}
+
+
+def _lead(result):
+    """By how much stage 4 is ahead of DDP on one line, and what of that is bucket size -> sentences."""
+    rows, rate = _times(result), result["conditions"]["rate"]
+    stage4, ddp, tuned = rows[buckets.STAGE_4], rows["ddp"], buckets.tuned(result, "ddp")
+    text = f"{rate}: stage 4 takes {buckets.ratio(stage4, tuned or ddp):.2f} of the time of {_ddp_words(result)}"
+    if tuned is None:
+        return f"{text}. DDP with a tuned size: not measured, `make network RATE={rate} ARGS=--sweep`."
+    if tuned is ddp:
+        return f"{text}."
+    by_default, size = buckets.ratio(stage4, ddp), buckets.ratio(tuned, ddp)
+    return (f"{text}, and {by_default:.2f} of DDP with its default ones. Of these the tuned ones take {size:.2f}: so "
+            "much of the lead is bucket size, and none of ours.")
+
+
+def _ahead():
+    """README's own line for each rate, in few words."""
+    found = []
+    for result in _by_rate():
+        rows, tuned = _times(result), buckets.tuned(result, "ddp")
+        by_tuned = f"{buckets.ratio(rows[buckets.STAGE_4], tuned):.2f}" if tuned else "not measured"
+        found.append(f"{result['conditions']['rate']}: {buckets.ratio(rows[buckets.STAGE_4], rows['ddp']):.2f} of "
+                     f"default DDP; of DDP with the best size: {by_tuned}.")
+    return [_bullets(found)]
+
+
+def _bullets(sentences):
+    return "\n".join(textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+                     for text in sentences)
+
+
+APART = {"stage 4 only gradients": "gradients alone", "stage 4 only parameters": "parameters alone",
+         buckets.STAGE_4: "both"}
+
+
+def _apart(result):
+    """What each half of the overlap buys."""
+    rows, rate = _times(result), result["conditions"]["rate"]
+    if not {"stage 4 neither", *APART} <= rows.keys():
+        return f"{rate}: overlap taken apart: not measured, `make network RATE={rate}`."
+    parts = [f"{words} {buckets.ratio(rows[name], rows['stage 4 neither']):.2f}" for name, words in APART.items()]
+    return f"{rate}: of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
+
+
+def _owner(result):
+    """Beside stage 4: time, and the number and size of the messages that gradients travel in."""
+    rows, rate = _times(result), result["conditions"]["rate"]
+    if "owner reduce" not in rows:
+        return f"{rate}: a reduce to each owner: not measured, `make network RATE={rate}`."
+    stage4, found = rows[buckets.STAGE_4], []
+    for name in ("owner reduce", "owner reduce, 2 MB buckets", buckets.STAGE_4):
+        if name in rows:
+            kind = next(kind for kind in ("reduce", "send", "reduce_scatter") if kind in rows[name]["collectives"])
+            number, n_bytes = rows[name]["collectives"][kind], rows[name]["message_bytes"][kind]
+            found.append(f"{name} {number} messages of {n_bytes / number / 1e3:.0f} kB on average, and "
+                         f"{buckets.ratio(rows[name], stage4):.2f} of stage 4's time")
+    return f"{rate}: {'; '.join(found)}."
+
+
+def _share(result):
+    """The claim that communication takes more than half of a step, and where it stops being true."""
+    rate, measured = result["conditions"]["rate"], result.get("accumulation", {})
+    if "ddp" not in measured:
+        return f"{rate}: communication's share of a step: not measured, `make network RATE={rate} ARGS=--accumulation`."
+    found = []
+    for key, name in tables.SHARES.items():
+        by_count = {one["micro_batches"]: tables.shares(one)[key] for one in measured["rows"]}
+        below = next((f"below half from {k} micro-batches on" for k in by_count
+                      if all(share < 0.5 for other, share in by_count.items() if other >= k)), "never below half")
+        first = next(iter(by_count.values()))
+        found.append(f"of {name} {first:.0%}, {below if first >= 0.5 else 'less than half'}")
+    return f"{rate}: without accumulation communication takes, of a step, {'; '.join(found)}."
+
+
+def _sent(result):
+    """What of stage 4's lead over stage 3 and FSDP2 is overlap, and what gloo's reduce-scatter, which sends twice."""
+    rows, rate = _times(result), result["conditions"]["rate"]
+    cells = {row[0]: row for row in tables.line_sheet(result).rows}
+    found = [f"{name} {cells[row][5]} of the formula's floor and {cells[row][6]} of that of the bytes it sent"
+             for row, name in (("stage 3 grad buffer", "stage 3"), ("fsdp2", "FSDP2"), (buckets.STAGE_4, "stage 4"))
+             if row in rows]
+    return f"{rate}: {', '.join(found)}."
+
+
+def _found():
+    """What the rows say of peers, of bytes, of overlap, of owners and of accumulation, in words."""
+    return [_bullets(say(result) for say in (_lead, _sent, _apart, _owner, _share) for result in _by_rate())]
+
+
+def _caps_sheets():
+    caps = _load_bench().get("caps")
+    return [tables.sheet_text(tables.caps_sheet(caps))] if caps else ["Not measured: make bench."]
+
+
+def _buckets():
+    """The sweeps of bucket size as tables, and the picture of them."""
+    found = [(tables.buckets_sheet(result["sweep"]), result) for result in _by_rate()
+             if "sweep" in result]
+    if not found:
+        return ["Not measured: `make network RATE=300mbit ARGS=--sweep`."]
+    texts = _one_below_the_other([
+        (sheet._replace(title=f"{sheet.title}, {result['conditions']['rate']}"), result["sweep"]["conditions"])
+        for sheet, result in found])
+    return [*(textwrap.indent(text, "    ") for text in texts), "![ms a step by size of bucket](buckets.svg)"]
 
 
 def _reading():
@@ -207,13 +331,15 @@ BLOCKS = {
     "state": _state_sheets,
     "gathered": _gathered_sheets,
     "host": _host_sheets,
+    "caps": _caps_sheets,
     "network": _network_sheets,
     "machines": _machines_sheets,
     "accumulation": _accumulation_sheets,
     "cuda": _cuda_sheets,
     "faults": _faults_sheets,
 }
-MARKDOWN = {"ladder": _ladder, "reading": _reading}  # these, and not as it looks in a terminal
+# These, and not as it looks in a terminal.
+MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets}
 
 
 def rewritten(text):
@@ -231,7 +357,13 @@ def network_picture():
     return timeline.picture([latest, *latest["other_rates"]])
 
 
-PICTURES = {ROOT / "results" / "network.svg": network_picture}
+def buckets_picture():
+    """"" where no sweep was made."""
+    latest = _load("network.json")
+    return buckets.picture([latest, *latest["other_rates"]])
+
+
+PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" / "buckets.svg": buckets_picture}
 
 
 def files():

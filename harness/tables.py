@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harness import buckets
+
 NONE = "–"
 EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
            "with more of it.")
@@ -35,7 +37,7 @@ def sheets(result):
         "Time and traffic of a step",
         [("", ""), ("ms/step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
          ("exposed\nms", "measured"), ("collectives", "counted"), ("MB sent\na rank", "counted"), ("", "formula")],
-        [[row["name"], *_time(row, conditions), _exposed(row), collectives(row), *_wire(row, conditions, wire_notes)]
+        [[_label(row), *_time(row, conditions), _exposed(row), collectives(row), *_wire(row, conditions, wire_notes)]
          for row in rows],
         ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
          *[EXPOSED] * any("timeline" in row for row in rows), *_noise_note(conditions), *wire_notes, *failures(rows)])
@@ -44,7 +46,7 @@ def sheets(result):
         [("", ""), ("model\ninit", "counted"), ("optimizer\ninit", "counted"), ("forward\nbackward", "counted"),
          ("step", "counted"), *((key, "counted") for key in _peaks(conditions)), ("bytes a\nparam.", "counted"),
          ("", "formula"), ("largest\n|Δ|", "measured")],
-        [[row["name"], *_memory(row, conditions), *_bytes_per_param(row, memory_notes), _difference(row)]
+        [[_label(row), *_memory(row, conditions), *_bytes_per_param(row, memory_notes), _difference(row)]
          for row in rows if row["kind"] != "noise"],
         ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
          "optimizer state after a step, mean over the ranks.",
@@ -56,7 +58,42 @@ def sheets(result):
     gathered = [gathered_sheet(result["gathered"])] if "gathered" in result else []
     accumulation = [accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
     host = [host_sheet(rows) for rows in result.get("host", [])]
-    return [time, *line, *accumulation, memory, *state, *gathered, *host]
+    if accumulation and "ddp" in result["accumulation"]:
+        accumulation.append(share_sheet(result["accumulation"]))
+    caps = [caps_sheet(result["caps"])] if "caps" in result else []
+    sweep = [buckets_sheet(result["sweep"])] if "sweep" in result else []
+    return [time, *line, *sweep, *accumulation, memory, *state, *gathered, *caps, *host]
+
+
+def _label(row):
+    """The name, in two lines where it has a bucket size: the table has to fit a terminal."""
+    return row["name"].replace(", ", ",\n  ")
+
+
+def buckets_sheet(sweep):
+    """The time of each row by the size of its buckets; of stage 4 also what the size costs in messages and memory."""
+    found = {}  # size -> base -> row
+    for row in sweep["rows"]:
+        found.setdefault(buckets.size_of(row["name"]), {})[buckets.base_of(row["name"])] = row
+    order = [*(buckets.size_of(buckets.peers.sized_name("", size)) for size in buckets.SIZES), "default"]
+
+    def cells(size):
+        rows = found[size]
+        stage4 = rows.get(buckets.STAGE_4, {})
+        times = [f"{row['step_ms']['median']:.0f}" if (row := rows.get(base, {})).get("step_ms") else NONE
+                 for base in (buckets.peers.REFERENCE, buckets.STAGE_4)]
+        sent = stage4.get("collectives", {})
+        n_buckets = sent.get("send", 0) or sent.get("reduce_scatter", 0)
+        held = f"{stage4['bytes_per_param']:.2f}" if "bytes_per_param" in stage4 else NONE
+        return [size, *times, str(n_buckets or NONE), held]
+    c = sweep["conditions"]
+    return Sheet(
+        "Bucket size, ms a step",
+        [("", ""), ("ddp\n", "measured"), ("stage 4\n", "measured"), ("its messages\nof gradients", "counted"),
+         ("its bytes a\nparameter", "counted")],
+        [cells(size) for size in order if size in found],
+        [f"Medians of {c['rounds']} round(s) of {c['steps']} steps. DDP's default is 25 MB. The model's gradients have "
+         f"{c['parameters'] * 4 / 1e6:.1f} MB.", *failures(sweep["rows"])])
 
 
 def failures(rows):
@@ -84,9 +121,32 @@ def accumulation_sheet(accumulation):
          f"~ within that noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round."])
 
 
+SHARES = {"ddp_ms": "DDP", "stage3_ms": "stage 3", "stage4_ms": "stage 4"}
+
+
+def shares(one):
+    """Of one number of micro-batches: what communication takes of a step -> {"ddp_ms": median over rounds, …}."""
+    times = {**one, "stage4_ms": one["no_sync_ms"]}
+    return {key: statistics.median(1 - alone / mine for alone, mine in zip(one["compute_ms"], times[key]))
+            for key in SHARES}
+
+
+def share_sheet(accumulation):
+    """Of a result's "accumulation", where it has the time of computing alone."""
+    rows = [[str(one["micro_batches"]), f"{statistics.median(one['compute_ms']):.0f}",
+             *(f"{share:.0%}" for share in shares(one).values())] for one in accumulation["rows"]]
+    return Sheet(
+        "What communication takes of a step, one exchange a step",
+        [("micro-batches\na step", ""), ("compute only,\nms a micro-batch", "measured"),
+         *((f"{name}\n", "measured") for name in SHARES.values())], rows,
+        ["1 - compute only / this row, of the time of a micro-batch; medians, round by round. "
+         f"DDP: the row {accumulation['ddp']}."])
+
+
 def line_sheet(result):
     """What no row can be faster than, and stage 4 beside each row: ratios round by round."""
     times = {row["name"]: row["step_ms"]["rounds"] for row in result["rows"] if row["step_ms"]}
+    is_line_counted = any("line_bytes" in row for row in result["rows"])
     rate = result["conditions"]["bits_per_second"]
 
     def ratio(ones, others):
@@ -98,21 +158,25 @@ def line_sheet(result):
         others = "compute only" + bf16, "stage 4 overlap" + bf16
         mine, compute, stage4 = (times.get(name) for name in (row["name"], *others))
         if "wire_bytes_theory" not in row:  # it has failed
-            rows.append([row["name"], *[NONE] * 7])
+            rows.append([_label(row), *[NONE] * 7])
             continue
-        line_ms = row["wire_bytes_theory"] * 8 / rate * 1000
-        floors = [max(line_ms, one) for one in compute or []]
-        floor = f"{statistics.median(floors):.0f}" if floors else NONE
-        rows.append([row["name"], *_time(row, result["conditions"])[:2], _exposed(row), f"{line_ms:.0f}", floor,
-                     ratio(mine, floors), ratio(stage4, mine)])
+        by_formula, sent = (n_bytes * 8 / rate * 1000 for n_bytes in (
+            row["wire_bytes_theory"], row.get("line_bytes", row["wire_bytes"])))
+        floors, floors_sent = ([max(line_ms, one) for one in compute or []] for line_ms in (by_formula, sent))
+        median, spread, _ = _time(row, result["conditions"])
+        rows.append([_label(row), f"{median} ({spread})" if mine else NONE, _exposed(row), f"{by_formula:.0f}",
+                     f"{sent:.0f}", ratio(mine, floors), ratio(mine, floors_sent), ratio(stage4, mine)])
+    how = ("as its interface counted them, with headers" if is_line_counted else
+           "as counted by the collectives, gloo's reduce-scatter twice")
     return Sheet(
         f"What the line of {result['conditions']['rate']} allows",
-        [("", ""), ("ms a step\nmedian", "measured"), ("min–max", "measured"), ("exposed\nms", "measured"),
-         ("the line\nms", "formula"), ("the floor\nms", "measured"), ("x floor", "measured"),
-         ("stage 4\nx this row", "measured")], rows,
+        [("", ""), ("ms a step\nmedian (min–max)", "measured"), ("exposed\nms", "measured"),
+         ("line\nms", "formula"), ("as sent\nms", "measured" if is_line_counted else "counted"),
+         ("x floor", "measured"), ("x floor\nas sent", "measured"), ("stage 4\nx this", "measured")], rows,
         [EXPOSED,
-         "The line: bytes by the formula, over the rate. The floor: the larger of that and compute only, of the same "
-         "dtype. Ratios: medians, round by round.",
+         f"Line: bytes by the formula, over the rate. As sent: the bytes that were really sent, {how}, over the rate. "
+         "Floor: the larger of compute only, of the same dtype, and the line's time, by one or the other. Ratios: "
+         "medians, round by round.",
          *(["compute + bytes: while it computes as many bytes travel as in stage 4, and nothing waits for them before "
             "the step ends."] if "compute + bytes" in times else []), *failures(result["rows"])])
 
@@ -122,16 +186,18 @@ def machines_sheet(results):
     rows = []
     for result in results:
         cells = {row[0]: row for row in line_sheet(result).rows}
-        compute, ddp, zero, fsdp2, stage4 = (
-            cells.get(name, [NONE] * 8)
-            for name in ("compute only", "ddp", "ddp + torch ZeRO", "fsdp2", "stage 4 overlap"))
-        rows.append([result["conditions"]["rate"], result["conditions"]["machine"], compute[1], stage4[4],
-                     ddp[7], zero[7], fsdp2[7], stage4[6]])
+        tuned = buckets.tuned(result, "ddp")
+        names = "compute only", "ddp", _label(tuned) if tuned else None, "ddp + torch ZeRO", "fsdp2", "stage 4 overlap"
+        compute, ddp, best, zero, fsdp2, stage4 = (cells.get(name, [NONE] * 8) for name in names)
+        rows.append([result["conditions"]["rate"], result["conditions"]["machine"], compute[1].split()[0], stage4[3],
+                     best[7], ddp[7], zero[7], fsdp2[7], stage4[5]])
     return Sheet(
         "Stage 4 on several machines",
-        [("", ""), ("", ""), ("compute\nonly ms", "measured"), ("the line\nms", "formula"), ("x ddp", "measured"),
-         ("x torch\nZeRO", "measured"), ("x fsdp2", "measured"), ("x floor", "measured")], rows,
-        ["x: the time of stage 4 over that of this row, as in each machine's own table above."])
+        [("", ""), ("", ""), ("compute\nonly ms", "measured"), ("the line\nms", "formula"),
+         ("x ddp\ntuned", "measured"), ("x ddp\ndefault", "measured"), ("x torch\nZeRO", "measured"),
+         ("x fsdp2", "measured"), ("x floor", "measured")], rows,
+        ["x: the time of stage 4 over that of this row, as in each machine's own table above. Tuned: DDP with the "
+         "bucket size that was best on this line; – where none was tried."])
 
 
 def state_sheet(states):
@@ -173,6 +239,19 @@ def gathered_sheet(rows):
         [("", ""), *((f"d = {d}", "counted") for d in ranks)],
         [[row["name"], *(f"{row['over_numel'][d]:.2f}" for d in ranks)] for row in rows],
         ["What is above 1.00 is padding."])
+
+
+def caps_sheet(rows):
+    return Sheet(
+        f"The default bucket of stage 4, fp32, {rows[0]['ranks']} ranks",
+        [("", ""), ("model\nMB", "counted"), ("buckets\n", "counted"), ("their MB,\nmedian", "counted"),
+         ("\nlargest", "counted"), ("b, native\n", "counted"), ("b, exchanged\n", "counted"),
+         ("bytes a\nparameter", "counted")],
+        [[row["model"], f"{row['model_bytes'] / 1e6:,.1f}", str(row["buckets"]),
+          *(f"{row[key] / 1e6:.1f}" for key in ("median_bytes", "largest_bytes")),
+          *(f"{row[key]:.2f}" for key in ("b_native", "b_exchanged", "bytes_per_param"))] for row in rows],
+        ["b: bytes a parameter of the two bucket buffers, with a native reduce-scatter (NCCL), or where parts are "
+         "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])
 
 
 class Notes(list):

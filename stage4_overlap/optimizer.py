@@ -21,7 +21,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: dense, contiguous tensors on one device, or parameter groups. Rank 0's values are broadcast.
         optimizer_cls: an element-wise torch optimizer class: a piece of a tensor is stepped as in the whole.
         process_group: the d ranks; None is all of them.
-        bucket_cap_mb: size at which a bucket is closed, in MiB; None is 2 on a CPU and 25 on a GPU.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; None is a twentieth of the parameters, from 1 to 25.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order, on NCCL too; on gloo that is so
             anyway.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
@@ -54,8 +54,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Put the parameters of `groups` into buckets; the inner optimizer steps what this rank owns of those."""
         params = [param for group in groups for param in group["params"]]
         transport = transport_for(self.process_group, params[0].device, self.reduce_dtype)
-        cap_mb = self.bucket_cap_mb or (25 if params[0].device.type == "cuda" else 2)
-        layout = bucket_layout([self.nbytes_of(param) for param in params], [p.dtype for p in params], cap_mb * 2**20)
+        nbytes = [self.nbytes_of(param) for param in params]
+        # Two buckets are held: little of the model. Below 1 MiB latency counts; above 25, DDP's size, nothing is won.
+        cap_mb = self.bucket_cap_mb or min(25, max(1, sum(nbytes) / 20 / 2**20))
+        layout = bucket_layout(nbytes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [self.bucket_class([params[index] for index in indices], transport) for indices in layout]
         for dtype in dict.fromkeys(param.dtype for param in params):
             ParameterBuffer([bucket for bucket in buckets if bucket.params[0].dtype == dtype])

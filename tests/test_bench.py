@@ -40,7 +40,7 @@ def result(tmp_path_factory):
 def test_schema(result):
     keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
     keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff"}
-    assert set(result) == {"conditions", "rows", "model_state", "gathered", "host"}
+    assert set(result) == {"conditions", "rows", "model_state", "gathered", "host", "caps"}
     for row in result["rows"]:
         assert keys <= set(row), row["name"]
         assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}
@@ -49,7 +49,7 @@ def test_schema(result):
         assert [set(step) for step in row["timeline"]] == [{"exposed_seconds"}] * 2
     kinds = [row["kind"] for row in result["rows"]]
     assert kinds.count("reference") == kinds.count("noise") == 1
-    assert kinds.count("floor") == 2 and kinds.count("stage") == 6
+    assert kinds.count("floor") == 2 and kinds.count("stage") == 7
     assert {"torch", "backend", "ranks", "model", "batch_size", "dtype", "rounds"} <= set(result["conditions"])
 
 
@@ -64,7 +64,7 @@ def test_whoever_sends_nothing_has_nothing_exposed(result):
 
 
 def test_no_stage_differs_from_ddp(result):
-    assert [row["max_abs_diff"] for row in result["rows"] if row["kind"] == "stage"] == [0.0] * 6
+    assert [row["max_abs_diff"] for row in result["rows"] if row["kind"] == "stage"] == [0.0] * 7
 
 
 def test_what_is_counted_is_what_the_formula_says(result):
@@ -75,6 +75,7 @@ def test_what_is_counted_is_what_the_formula_says(result):
             theory += row["wire_bytes_theory"] / {"fsdp2 reshard": 3}.get(row["name"], 2)  # one trip more
         assert row["wire_bytes"] == pytest.approx(theory, rel=0.01, abs=slack), row["name"]
         assert row["bytes_per_param"] == pytest.approx(row["bytes_per_param_theory"], rel=0.005), row["name"]
+        assert row["message_bytes"].keys() == row["collectives"].keys()
 
 
 def test_collectives(result):
@@ -216,7 +217,7 @@ def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
 
 def gradients_sent(rank, settings, in_no_sync):
     with Ledger() as ledger:
-        measure.time_accumulation(rank, settings, 4, in_no_sync)
+        measure.time_accumulation(rank, settings, "stage 4 overlap", 4, in_no_sync)
     return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
 
 

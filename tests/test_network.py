@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch, measure, timeline
+from harness import buckets, launch, measure, peers, timeline
 from harness import network as program
 from harness.network import Hosts, missing
 from tests.ranks import hears_ctrl_c
@@ -69,16 +69,20 @@ def test_network_json_is_like_bench_json(result):
         timeline.keep_exposed_only(other["rows"])  # the picture is of the lowest rate, and that is this run's
     assert result["other_rates"] == others
     names = [row["name"] for row in result["rows"]]
-    assert names == ["compute only", "ddp", "stage 4 overlap", "stage 4 overlap bf16"]
+    assert names == ["compute only", "ddp", *(row.name for row in peers.APART), "stage 4 overlap",
+                     "stage 4 overlap bf16"]
     assert not any("error" in row for row in result["rows"])
-    assert [row["max_abs_diff"] for row in result["rows"][2:]] == [0, 0]  # of ddp, of replicated fp32 copies
+    assert [row["max_abs_diff"] for row in result["rows"][2:]] == [0] * 5  # of ddp, of replicated fp32 copies
+    for row in result["rows"][1:]:  # the interface counts headers too: much around small messages
+        assert row["wire_bytes_theory"] < row["line_bytes"] < 2 * row["wire_bytes_theory"] + 50_000, row["name"]
+    assert result["rows"][0]["line_bytes"] < 50_000
     wire = {row["name"]: row["wire_bytes"] for row in result["rows"]}
     assert wire["stage 4 overlap bf16"] < 0.6 * wire["stage 4 overlap"]
 
 
 @needs_hosts
 def test_the_timeline_has_both_ranks_and_what_travelled(result):
-    row = result["rows"][2]
+    row = next(row for row in result["rows"] if row["name"] == "stage 4 overlap")
     assert len(row["timeline"]) == 2
     for step in row["timeline"]:
         assert [name for name, _, _ in step["phases"]] == ["forward", "backward", "step"]
@@ -167,6 +171,7 @@ def test_without_root_it_says_so(monkeypatch):
                                           (["--timeout", "99999999999"], "at most a million"),
                                           (["--rate", "9999999gbit"], "--rate 9999999gbit"),
                                           (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
+                                          (["--tuned", "ddp, two buckets"], "--tuned: there is no row 'ddp, two"),
                                           (["--json", "/dev/null"], "--json /dev/null: it is no file"),
                                           (["--json", "results/bench.json"], "something else than results of make")])
 def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
@@ -234,6 +239,28 @@ def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(option
     assert found["conditions"]["date"] == "3000-01-01" and found["other_rates"][0]["accumulation"]
     assert found.get("accumulation") == (None if options else before["accumulation"])
     assert before["accumulation"]["conditions"]["date"] < "3000"
+
+
+def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
+    """And without a sweep at this rate there are none; what the user names comes first."""
+    path, asked = tmp_path / "network.json", []
+    before = committed_of_rate("300mbit")
+    before.pop("sweep", None)
+
+    def measured(args):
+        asked.append(args.tuned)
+        now = committed_of_rate("300mbit")
+        now.pop("sweep", None)
+        return now
+    times = {"ddp": 3.0, "ddp, 2 MB buckets": 1.0, "ddp, 4 MB buckets": 2.0, "ddp + stage 1": 1.0,
+             "ddp + stage 1, 1 MB buckets": 2.0}
+    rows = [{"name": name, "step_ms": {"median": ms}, "kind": "peer"} for name, ms in times.items()]
+    for sweep in ({}, {"sweep": {"conditions": before["conditions"], "rows": rows}}):
+        path.write_text(json.dumps({**before, **sweep, "other_rates": []}))
+        found = written_after(measured, path, monkeypatch)
+        assert found.get("sweep") == sweep.get("sweep")
+    written_after(measured, path, monkeypatch, "--tuned", "ddp, 8 MB buckets; ddp + stage 2, 1 MB buckets")
+    assert asked == [[], [f"{base}, 2 MB buckets" for base in buckets.PEERS], ["ddp, 8 MB buckets", "ddp + stage 2, 1 MB buckets"]]
 
 
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])

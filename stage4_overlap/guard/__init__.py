@@ -37,7 +37,7 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Rounds, SafeBuckets, C
             mesh.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None is all of them.
-        bucket_cap_mb: size at which a bucket is closed, in MiB; None is 2 on a CPU and 25 on a GPU.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; None is a twentieth of the parameters, from 1 to 25.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
             in 16 bits; on gloo that is so anyway.
         find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient

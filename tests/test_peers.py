@@ -1,0 +1,185 @@
+"""The rows that are no stage as it is: rung 0, tuned peers, overlap taken apart, gradients that go to an owner."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import measure, peers
+from harness.ledger import Ledger
+from harness.owner_reduce import owner_buckets
+from harness.replicated import DistributedOptimizer
+from stage4_overlap import optimizer
+from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
+from tests.test_house import code_lines
+from tests.ranks import ROOT
+
+SETTINGS = measure.Settings("nano", 2, 16, 1, 1)
+SIZED = [peers.sized_name(name, size) for name, size in [
+    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", peers.ONE_PARAMETER), ("ddp + stage 2", 0.01),
+    ("stage 4 overlap", peers.ONE_PARAMETER), ("owner reduce", 0.01)]]
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", [*SIZED, *(row.name for row in peers.APART), "owner reduce", "rung 0 replicated"])
+def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, name):
+    for found in run(measure.examine, SETTINGS, name):
+        assert found["max_abs_diff"] == 0 and found["movement"] > 0
+        assert found["wire_bytes"] == pytest.approx(found["wire_bytes_theory"], rel=0.01, abs=8 * 32)
+        if name.startswith(("owner", "stage 4")):  # shares that differ, buckets that are padded: much in a tiny model
+            assert found["bytes_per_param"] == pytest.approx(found["bytes_per_param_theory"], rel=0.05)
+        else:
+            assert found["bytes_per_param"] == pytest.approx(found["bytes_per_param_theory"], rel=0.005)
+
+
+@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.parametrize("name", ["owner reduce", SIZED[-1]])
+def test_an_owner_is_right_on_three_ranks(run, name):
+    for found in run(measure.examine, SETTINGS, name):
+        assert found["max_abs_diff"] <= measure.tolerance(3)
+
+
+def messages(rank, name):
+    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
+    for batch in measure.make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
+        training.step(batch)
+    with Ledger() as ledger:
+        training.forward_backward(measure.make_batches(SETTINGS, rank)[2])
+    n_params = sum(1 for _ in training.model.parameters())
+    training.update()
+    training.finish()
+    return ledger.collectives, n_params
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_smaller_buckets_are_more_messages(run, world_size):
+    names = ["ddp", SIZED[0], "owner reduce", SIZED[-1]]
+    (default, _), (small, _), (each, n_params), (gathered, _) = [run(messages, name)[0] for name in names]
+    assert default["all_reduce"] < small["all_reduce"]
+    assert each == {"reduce": n_params} and 2 < gathered["reduce"] < n_params
+
+
+def test_a_bucket_has_one_owner_and_leaves_when_it_is_full():
+    params = [torch.zeros(numel) for numel in (1, 2, 3, 4)]  # of 4 bytes each
+    owners = dict(zip(params, (0, 1, 0, 1)))
+    found = owner_buckets(params, owners, 16)
+    assert [(owner, [param.numel() for param in bucket]) for owner, bucket in found] == [
+        (1, [4]), (0, [3, 1]), (1, [2])]
+    assert len(owner_buckets(params, owners, 0)) == 4
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name, late", [("stage 4 neither", True), ("stage 4 only gradients", False),
+                                        ("stage 4 only parameters", True), ("stage 4 overlap", False)])
+def test_gradients_leave_late_where_the_row_says_so(run, name, late):
+    """By the order in which it happens: the first bucket leaves behind the last gradient, or before it."""
+    for order in run(order_of, peers.sized_name(name, 0.01)):
+        first_leaves, last_gradient = order.index("leaves"), len(order) - 1 - order[::-1].index("gradient")
+        assert (first_leaves > last_gradient) == late
+
+
+def order_of(rank, name):
+    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
+    optimizer, order = training.optimizer, []
+    send_grads = optimizer.send_grads
+    for param in training.model.parameters():
+        param.register_hook(lambda grad: order.append("gradient"))
+    optimizer.send_grads = lambda bucket: (order.append("leaves"), send_grads(bucket))
+    training.step(measure.make_batches(SETTINGS, rank)[0])
+    training.finish()
+    return order
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name, prefetches", [("stage 4 neither", False), ("stage 4 only gradients", False),
+                                              ("stage 4 only parameters", True), ("stage 4 overlap", True)])
+def test_parameters_come_late_where_the_row_says_so(run, name, prefetches):
+    assert run(under_way_after_step, name) == [prefetches] * 2
+
+
+def under_way_after_step(rank, name):
+    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
+    training.step(measure.make_batches(SETTINGS, rank)[0])
+    found = any(bucket.param_sync is not None for bucket in training.optimizer.buckets)
+    training.finish()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- rung 0
+
+
+@on_its_device
+def train_rung_0(rank, beneath_ddp):
+    """Clipped, accumulated, by a schedule, and loaded into another one half way."""
+    model, reference = Net(seed=rank.rank), Replicated(rank, lr=0.01)
+    optimizer = DistributedOptimizer(trainable(model), lr=0.01, average_gradients=not beneath_ddp)
+    forward = DistributedDataParallel(model) if beneath_ddp else model
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, reference.optimizer)]
+    for step in range(4):
+        if step == 2:
+            before, optimizer = optimizer, DistributedOptimizer(trainable(model), lr=0.01,
+                                                                average_gradients=not beneath_ddp)
+            optimizer.load_state_dict(before.state_dict())
+            schedules[0].optimizer = optimizer
+        for micro in (2 * step, 2 * step + 1):
+            with optimizer.no_sync():
+                loss_of(forward, *batch(micro, rank.rank)).backward()
+        reference.backward(2 * step, 2 * step + 1)
+        norm = optimizer.clip_grad_norm_(0.1)
+        expected = torch.nn.utils.clip_grad_norm_(trainable(reference.model), 0.1)
+        torch.testing.assert_close(norm, expected)
+        optimizer.step()
+        reference.optimizer.step()
+        for schedule, one in zip(schedules, (optimizer, reference.optimizer)):
+            schedule.step()
+            one.zero_grad()
+        assert optimizer.param_groups[0]["lr"] == reference.optimizer.param_groups[0]["lr"]
+    assert_same(model, reference.model, exact=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("beneath_ddp", [False, True])
+def test_rung_0_is_replicated_training_with_the_face_of_a_stage(run, beneath_ddp):
+    run(train_rung_0, beneath_ddp)
+
+
+def test_rung_0_is_short():
+    assert len(code_lines(ROOT / "harness" / "replicated.py")) <= 60
+
+
+# ------------------------------------------------------------------------------------- accumulation, default buckets
+
+
+def gradients_sent(rank, name, in_no_sync):
+    with Ledger() as ledger:
+        measure.time_accumulation(rank, SETTINGS, name, 4, in_no_sync)
+    return sum(entry.wire_bytes for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", ["ddp", "stage 3 grad buffer", "stage 4 overlap"])
+def test_in_no_sync_micro_batches_share_an_exchange(run, name):
+    once, each = run(gradients_sent, name, True)[0], run(gradients_sent, name, False)[0]
+    assert each > (2 if name == "ddp" else 3) * once > 0 or name == "stage 3 grad buffer" and each == once
+
+
+def cap_of(monkeypatch, nbytes):
+    """-> bytes at which stage 4 closes a bucket of parameters that are as large together."""
+    caps = []
+    monkeypatch.setattr(optimizer, "bucket_layout", lambda sizes, dtypes, cap: caps.append(cap) or [range(len(sizes))])
+    with measure.rank_0_of(2), FakeTensorMode():
+        optimizer.ShardedOptimizer([torch.zeros(nbytes // 8, requires_grad=True) for _ in range(2)])
+    return caps[0]
+
+
+@pytest.mark.parametrize("model_mb, cap_mb", [(1, 1), (20, 1), (40, 2), (400, 20), (500, 25), (5000, 25)])
+def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_mb, cap_mb):
+    assert cap_of(monkeypatch, model_mb * 2**20) == pytest.approx(cap_mb * 2**20)
+
+
+def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
+    nano, *others = measure.caps()
+    assert nano["buckets"] == 1 and [row["model"] for row in others] == ["tiny", "small", "medium", "large"]
+    for row in others:
+        assert row["buckets"] >= 15 and row["bytes_per_param"] < 11  # of stages 1 to 3: 12
+        assert row["b_exchanged"] == pytest.approx(2 * row["b_native"])
