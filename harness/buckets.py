@@ -80,8 +80,7 @@ def ratio(one, other):
 # ---------------------------------------------------------------------------------------------------------------------
 # The picture: ms a step over bucket size, a panel for each rate
 
-COLOURS = {"ddp": "#4a90d9", "ddp + stage 1": "#d9822b", "ddp + stage 2": "#c9a227", "ddp + torch ZeRO": "#b04a9d",
-           STAGE_4: "#3a9d5d"}
+COLOURS = {peers.REFERENCE: "#4a90d9", STAGE_4: "#3a9d5d"}
 
 
 def round_step(span, most_ticks=6):

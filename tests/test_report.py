@@ -53,9 +53,10 @@ def test_every_block_is_in_the_readme_or_among_the_results_once():
     assert sorted(names) == sorted([*report.BLOCKS, *report.MARKDOWN])
 
 
-@pytest.mark.parametrize("path", report.files(), ids=lambda path: path.parent.name + "/" + path.name)
+@pytest.mark.parametrize("path", [path for path in report.files() if "stage" not in path.parent.name],
+                         ids=lambda path: path.parent.name + "/" + path.name)
 def test_no_figure_is_typed_into_the_prose(path):
-    """What was measured stands between the marks, where `make report` changes it."""
+    """What was measured stands between the marks, where `make report` changes it. Chapters predict: test_chapters."""
     versions = r"Python ≥ [\d.]+|torch [\d.]+ to [\d.]+"
     text = re.sub(rf"<!-- report: .*?<!-- end -->|```.*?```|`[^`]*`|{versions}", "", path.read_text(), flags=re.DOTALL)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
