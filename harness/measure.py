@@ -10,6 +10,7 @@ import gc
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from datetime import date
@@ -245,7 +246,29 @@ def describe(rank, settings):
             "backend": rank.backend, "device": rank.device.type, "gpus": torch.cuda.device_count() if on_gpu else 0,
             "ranks": rank.world_size,
             "threads_per_rank": torch.get_num_threads(), **settings._asdict(), "parameters": numel,
-            "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "date": date.today().isoformat()}
+            "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "commit": commit(),
+            "date": date.today().isoformat()}
+
+
+def commit(folder=Path(__file__).parents[1]):
+    """Of which code a figure is -> "abc1234"; with a + where the code has changed since; outside of git "unknown"."""
+    def git(*command):
+        return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
+    try:
+        code = "--", "*.py", "Makefile"  # results and pages may be in the making
+        changed = git("status", "--porcelain", "--untracked-files=no", *code)
+        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def device_type(rank):
+    return rank.device.type
+
+
+def default_model(workers):
+    """The one whose step takes long enough to show something there."""
+    return "medium" if _on_rank_0(workers, device_type) == "cuda" else "tiny"
 
 
 def _cpu_name():

@@ -344,7 +344,12 @@ def conditions_line(conditions):
         f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s){shared}{hosts}{tcp}",
         f"{c['model']}: {c['parameters']:,} parameters, {c['dtype']}, AdamW",
         f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
-        f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
+        f"{c['rounds']} rounds of {c['steps']} steps", f"{c['date']}{commit_of(c)}"])
+
+
+def commit_of(conditions):
+    """Of which code the figures are; older results don't say."""
+    return f" · commit {conditions['commit']}" if "commit" in conditions else ""
 
 
 def show(result):

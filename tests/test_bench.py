@@ -57,6 +57,57 @@ def test_schema(result):
     assert {"torch", "backend", "ranks", "model", "batch_size", "dtype", "rounds"} <= set(result["conditions"])
 
 
+@pytest.mark.parametrize("device, given, model", [("cuda", None, "medium"), ("cpu", None, "tiny"),
+                                                  ("cuda", "small", "small"), ("cpu", "nano", "nano")])
+def test_the_model_is_one_that_shows_something_on_the_device(device, given, model, monkeypatch):
+    """As the ranks find it: a machine with a GPU may run them on its processor still."""
+    class Ranks:
+        def run(self, function, *args):
+            assert function is measure.device_type
+            return [device] * 2
+    asked = []
+    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(Ranks()))
+    monkeypatch.setattr(measure, "measure", lambda workers, settings, *_: asked.append(settings) or {"rows": []})
+    monkeypatch.setattr(tables, "show", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "64",
+                                      *(["--model", given] if given else [])])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert not end.value.code and [settings.model for settings in asked] == [model]
+
+
+def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(monkeypatch, capsys):
+    """512 are none too many for medium, and tiny takes 256."""
+    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "default_model", lambda _: "tiny")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "512"])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2 and "--sequence-length 512: tiny takes at most 256" in capsys.readouterr().err
+
+
+def test_a_result_says_of_which_code_it_is(result, tmp_path):
+    """A file of the code that has changed since is a +, one of the results is none; without git there is no answer."""
+    def git(*command):
+        run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
+                             capture_output=True, text=True, check=True, timeout=60)
+        return run.stdout.strip()
+    assert result["conditions"]["commit"] == measure.commit()
+    for name in ("code.py", "table.json"):
+        (tmp_path / name).write_text("1")
+    git("init", "--quiet")
+    assert measure.commit(tmp_path) == "unknown"  # nothing is committed yet
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    head = git("rev-parse", "--short", "HEAD")
+    (tmp_path / "table.json").write_text("2")
+    assert measure.commit(tmp_path) == head
+    (tmp_path / "code.py").write_text("2")
+    assert measure.commit(tmp_path) == f"{head}+"
+    assert measure.commit(tmp_path / "nowhere") == "unknown"
+    assert f"commit {measure.commit()}" in tables.conditions_line(result["conditions"])
+
+
 def test_the_noise_is_ddp_beside_itself(result):
     rounds = {row["kind"]: row["step_ms"]["rounds"] for row in result["rows"]}
     assert result["conditions"]["noise"] == [one / other for one, other in zip(rounds["noise"], rounds["reference"])]

@@ -327,6 +327,7 @@ def test_the_gpu_s_block_has_the_memory_too(monkeypatch):
     sheets = report.BLOCKS["cuda"]()
     assert [text.splitlines()[0].split(",")[0] for text in sheets[1:4]] == [
         "Time and traffic of a step", "Memory of a rank", "Peak within each phase"]
+    assert "commit" in sheets[0] and "commit" in sheets[4]  # of which code these figures are
     assert "reserved" in sheets[2] and "…" not in "".join(sheets)
 
 
