@@ -65,8 +65,12 @@ def _load_bench():
 
 def _bench_sheets():
     result = _load_bench()
-    time, memory = (tables.sheet_text(sheet) for sheet in tables.sheets(result)[:2])
-    return [time, memory, _conditions(result)]
+    return [*_time_and_memory(result), _conditions(result)]
+
+
+def _time_and_memory(result):
+    columns = tables.width(result["conditions"])
+    return [tables.sheet_text(sheet, columns) for sheet in (tables.sheets(result)[0], *tables.memory_sheets(result))]
 
 
 def _state_sheets():
@@ -145,8 +149,7 @@ def _faults_sheets():
 
 def _cuda_sheets():
     bench = _load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
-    return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), tables.sheet_text(tables.sheets(bench)[0]),
-            _conditions(bench)]
+    return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), *_time_and_memory(bench), _conditions(bench)]
 
 
 class Rung(NamedTuple):
