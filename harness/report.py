@@ -189,12 +189,10 @@ def _ladder():
             f"{rung.sent}: {sent / 1e6:.1f}{mark}" if sent else rung.sent,
             str(docs.core_lines(ROOT / rung.folder)) if rung.folder else tables.NONE,
             f"{buckets.ratio(row, ddp):.2f}" if row.get("step_ms") and ddp.get("step_ms") else tables.NONE]))
-    default = (f" With its default buckets DDP takes {buckets.ratio(rows['ddp'], ddp):.2f} on this scale."
-               if ddp is not rows["ddp"] else "")
     notes = (f"Counted: on {c['ranks']} ranks, {c['parameters']:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
              "bytes (d-1)/d are sent. \\* gloo's reduce-scatter sends twice its bytes. b: two bucket buffers. Code "
              f"lines: of the core. Measured: time of a step over that of {_ddp_words(result)}, on two hosts "
-             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).{default}")
+             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).")
     return ["\n".join(lines), textwrap.fill(notes, 118)]
 
 
@@ -226,14 +224,19 @@ def _lead(result):
 
 
 def _ahead():
-    """README's own line for each rate, in few words."""
+    """README's own line for each rate."""
+    return [_bullets(_leads())]
+
+
+def _leads():
+    """The time of stage 4 beside DDP's, in few words."""
     found = []
     for result in _by_rate():
         rows, tuned = _times(result), buckets.tuned(result, "ddp")
         by_tuned = f"{buckets.ratio(rows[buckets.STAGE_4], tuned):.2f}" if tuned else "not measured"
         found.append(f"{result['conditions']['rate']}: {buckets.ratio(rows[buckets.STAGE_4], rows['ddp']):.2f} of "
                      f"default DDP; of DDP with the best size: {by_tuned}.")
-    return [_bullets(found)]
+    return found
 
 
 def _bullets(sentences):
@@ -256,7 +259,7 @@ def _apart(result):
 
 def _overlap():
     """The fourth chapter's own lines: the lead, and what each half of the overlap buys."""
-    return [_bullets(say(result) for say in (_lead, _apart) for result in _by_rate())]
+    return [_bullets([*_leads(), *map(_apart, _by_rate())])]
 
 
 def _owner(result):
