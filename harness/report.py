@@ -2,8 +2,8 @@
 
     python -m harness.report        # or: make report
 
-writes what stands in README.md, results/*.md and the fourth chapter between a line that says <!-- report: NAME --> and
-<!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn anew too.
+writes what stands in README.md and results/*.md between a line that says <!-- report: NAME --> and <!-- end -->. NAME
+is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn anew too.
 """
 
 import argparse
@@ -257,11 +257,6 @@ def _apart(result):
     return f"{rate}: of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
 
 
-def _overlap():
-    """The fourth chapter's own lines: the lead, and what each half of the overlap buys."""
-    return [_bullets([*_leads(), *map(_apart, _by_rate())])]
-
-
 def _owner(result):
     """Beside stage 4: time, and the number and size of the messages that gradients travel in."""
     rows, rate = _times(result), result["conditions"]["rate"]
@@ -350,8 +345,7 @@ BLOCKS = {
     "faults": _faults_sheets,
 }
 # These, and not as it looks in a terminal.
-MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets,
-            "overlap": _overlap}
+MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets}
 
 
 def rewritten(text):
@@ -380,7 +374,7 @@ PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" 
 
 def files():
     """Pages that have blocks."""
-    return [ROOT / "README.md", ROOT / "stage4_overlap" / "README.md", *sorted((ROOT / "results").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "results").glob("*.md"))]
 
 
 def main():
