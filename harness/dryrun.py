@@ -1,0 +1,333 @@
+"""A step of training that computes nothing: the code of a stage on tensors without memory, on rank 0 of d.
+
+    spec = llama.NAMED["7b"]
+    cost = cost_of(spec, torch.bfloat16, batch_size=1, sequence_length=2048)
+    recorded = record(find("stage 4 bf16"), spec, 1024, cost)
+    recorded.held      # {"parameters": bytes, "gradients": bytes, …}: a rank's, after a step
+    recorded.events    # what happened, in order: see Event
+
+torch's fake tensors have shapes and no memory; its fake process group sends nothing. The optimizer is a stage's core:
+a guard asks tensors for their values, and fake ones have none. Its hooks, buckets and collectives run as in training.
+The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their size.
+"""
+
+import importlib
+from contextlib import contextmanager
+from typing import Callable, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from harness import peers
+from harness.ledger import Ledger
+from harness.llama import build_model, forward_flops
+from harness.measure import rank_0_of
+from harness.memory import StorageMemory
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rows
+
+
+class Row(NamedTuple):
+    """`package`: a stage, or "": AdamW on every rank. `formula`: bytes a parameter after a step, of d ranks; `text`: to
+    be read. b in it are the two bucket buffers, which `formula` leaves out."""
+    name: str
+    dtype: torch.dtype
+    package: str
+    text: str
+    formula: Callable
+    settings: dict = {}
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+S1, S2, S3, S4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"
+ROWS = [
+    Row("compute only", FP32, "", "16", lambda d: 16),
+    Row("ddp", FP32, "", "16", lambda d: 16),
+    Row("stage 1", FP32, S1, "8 + 8/d", lambda d: 8 + 8 / d),
+    Row("stage 2", FP32, S2, "8 + 8/d", lambda d: 8 + 8 / d),
+    Row("stage 3", FP32, S3, "8 + 8/d", lambda d: 8 + 8 / d),
+    Row("stage 4", FP32, S4, "4 + 12/d + b", lambda d: 4 + 12 / d),
+    Row("ddp bf16", BF16, "", "20", lambda d: 20),
+    Row("stage 1 all bf16", BF16, S1, "4 + 4/d", lambda d: 4 + 4 / d),
+    Row("stage 2 all bf16", BF16, S2, "4 + 4/d", lambda d: 4 + 4 / d),
+    Row("stage 3 bf16/fp32", BF16, S3, "6 + 12/d", lambda d: 6 + 12 / d, {"grad_dtype": FP32}),
+    Row("stage 3 bf16/bf16", BF16, S3, "4 + 16/d", lambda d: 4 + 16 / d),
+    Row("stage 4 bf16", BF16, S4, "2 + 16/d + b", lambda d: 2 + 16 / d),
+]
+
+
+def find(name):
+    return next(row for row in ROWS if row.name == name)
+
+
+def build(row, model, bucket_cap_mb):
+    """-> peers.Training. 16-bit parameters without a stage have fp32 copies on every rank, which AdamW steps."""
+    if not row.package:
+        return (peers.compute_only if row.dtype == FP32 else peers.compute_only_16bit)(model, dict(fused=True))
+    settings = {**row.settings, "bucket_cap_mb": bucket_cap_mb} if row.package == S4 else row.settings
+    core = importlib.import_module(f"{row.package}.optimizer").ShardedOptimizer
+    optimizer = core(model.parameters(), torch.optim.AdamW, fused=True, **settings)
+    if row.package == S4:
+        optimizer.prefetch_params(model)
+    return peers.Training(model, model, optimizer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is counted
+
+
+class Event(NamedTuple):
+    """Something that happens in a step, on rank 0, in `phase`: forward, backward or step.
+
+    `what`: "compute": operators ran, of so many FLOPs or bytes read and written. "launch": a collective left, `kind` as
+    in the ledger, `n_bytes` of the full tensor. "wait": computing stops until launch `index` has arrived, of this step,
+    or with `lag` 1 of the step before.
+    """
+    what: str
+    phase: str
+    flops: float = 0
+    n_bytes: int = 0
+    kind: str = ""
+    index: int = 0
+    lag: int = 0
+
+
+class Cost(NamedTuple):
+    """Of a micro-batch: bytes of activations at their peak; FLOPs of the forward pass."""
+    activations: float
+    flops: float
+
+
+class Recorded(NamedTuple):
+    """`held`: bytes by kind after a step. `peak`: the most at one moment of a step, activations included."""
+    numel: int
+    held: dict
+    peak: float
+    events: list
+
+
+WRITES_ONLY = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::div"}  # the last: div.out
+
+
+class Dry(StorageMemory):
+    """Counts memory and writes events down; collectives go nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.works, self.ledger = [], Ledger()
+        self.begin_step(0)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # torch would guard every operator against being compiled, which takes longer than all else here
+
+    def begin_step(self, number):
+        self.number, self.phase, self.events, self.n_launched, self.futures = number, "forward", [], 0, []
+        self.reset_peak()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        names = [argument.name for argument in function._schema.arguments]
+        if function.namespace == "c10d":
+            return self.launch(function._schema, args, {**dict(zip(names, args)), **kwargs})
+        result = function(*args, **kwargs)
+        if function.namespace != "prim":  # these ask for a property
+            for tensor in tensors_in(result):
+                self._track_tensor(tensor)
+            self.compute(0, bytes_touched(function, {**dict(zip(names, args)), **kwargs}, result))
+        return result
+
+    def compute(self, flops, n_bytes):
+        last = self.events[-1] if self.events else None
+        if last and last.what == "compute" and last.phase == self.phase:
+            self.events[-1] = last._replace(flops=last.flops + flops, n_bytes=last.n_bytes + n_bytes)
+        elif flops or n_bytes:
+            self.events.append(Event("compute", self.phase, flops, n_bytes))
+
+    def hold(self, n_bytes):
+        """What the stood-in model keeps, or, less than 0, lets go."""
+        self.live += n_bytes
+        self.peak = max(self.peak, self.live)
+
+    def launch(self, schema, args, arguments):
+        entry = self.ledger.entry_of(schema.name, arguments)
+        work = FakeWork(self, self.number, self.n_launched, args[0])
+        self.events.append(Event("launch", self.phase, 0, entry.size, entry.kind, self.n_launched))
+        self.n_launched += 1
+        self.works = [*self.works[-64:], work]  # alive until C++ has taken it
+        return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
+
+    def wait(self, number, index):
+        self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
+
+    def wait_for_futures(self):
+        """DDP's C++ waits for its futures when the backward pass ends, and tells nobody."""
+        for number, index in self.futures:
+            self.wait(number, index)
+        self.futures = []
+
+
+class FakeWork(dist.Work):
+    def __init__(self, dry, number, index, tensors):
+        super().__init__()
+        self.dry, self.number, self.index, self.tensors = dry, number, index, tensors
+
+    def wait(self, timeout=None):
+        self.dry.wait(self.number, self.index)
+        self.tensors = None
+        return True
+
+    def get_future(self):
+        self.dry.futures.append((self.number, self.index))
+        future = torch.futures.Future()
+        future.set_result(self.tensors)
+        self.tensors = None
+        return future
+
+
+def tensors_in(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_touched(function, arguments, result):
+    """What an operator reads and writes in the device's memory. Views touch nothing, and neither do empty tensors."""
+    schema = function._schema
+    if function.is_view or "empty" in schema.name:
+        return 0
+    total = 0 if any(output.alias_info for output in schema.returns) else sum(one.nbytes for one in tensors_in(result))
+    for argument in schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        times = 2 if is_written and schema.name not in WRITES_ONLY else 1
+        total += times * sum(one.nbytes for one in tensors_in(arguments.get(argument.name)))
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+@contextmanager
+def fake(d, dtype):
+    """This process is rank 0 of d, and tensors, of `dtype` by default, have no memory.
+
+    DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
+    """
+    assign, before = dist._compute_bucket_assignment_by_size, torch.get_default_dtype()
+
+    def in_order_of_gradients(tensors, limits, sparse):
+        buckets, sizes = assign(tensors[::-1], [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20], sparse[::-1])
+        return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
+    with rank_0_of(d), FakeTensorMode(), mock.patch.multiple(
+            dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+            _verify_params_across_processes=lambda *args: None):
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def cost_of(spec, dtype, batch_size, sequence_length):
+    """Of a forward and backward pass of the model itself, operator by operator -> Cost."""
+    def drop_grad(param):
+        param.grad = None
+    with fake(1, dtype), Dry() as dry:
+        model = build_model(spec)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(drop_grad)
+        tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
+        before = dry.live
+        dry.reset_peak()
+        model(tokens, targets).backward()
+        numel = sum(param.numel() for param in model.parameters())
+        return Cost(dry.peak - before, forward_flops(spec, numel, batch_size, sequence_length))
+
+
+class Part(torch.autograd.Function):
+    """One parameter, as if its part of the model ran: it holds as much, takes as many FLOPs, and has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, param, cost, dry):
+        ctx.param, ctx.cost, ctx.dry = param, cost, dry
+        dry.compute(cost.flops, 0)
+        dry.hold(cost.activations)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.dry.compute(2 * ctx.cost.flops, 0)
+        ctx.dry.hold(-ctx.cost.activations)
+        return grad, torch.empty_like(ctx.param), None, None
+
+
+def stand_in(model, cost, dry):
+    """Replace `model.forward`: modules in the order in which they are registered. Hooks run; stage 4 waits in them."""
+    parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
+    total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
+
+    def forward():
+        x = torch.zeros((), requires_grad=True)
+        for module, params in parts:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+            for param in params:
+                x = Part.apply(x, param, Cost(*(value * param.numel() / total for value in cost)), dry)
+        return x
+    model.forward = forward
+
+
+def record(row, spec, d, cost, bucket_cap_mb=25):
+    """Two steps of `row` on rank 0 of d -> Recorded, of the second. `bucket_cap_mb`: of stage 4, in MiB."""
+    with fake(d, row.dtype), Dry() as dry:
+        model = build_model(spec)
+        stand_in(model, cost, dry)
+        training = build(row, model, bucket_cap_mb)
+        for number in (0, 1):
+            if number and row.name.startswith("ddp"):  # now: it would change its buckets after its first step
+                training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            dry.begin_step(number)
+            loss = training.forward()
+            dry.phase = "backward"
+            loss.backward()
+            del loss
+            dry.wait_for_futures()
+            dry.phase = "step"
+            training.update()
+            held = held_by(training, dry.live)
+            training.zero_grad()
+        return Recorded(sum(param.numel() for param in model.parameters()), held, dry.peak, dry.events)
+
+
+KINDS = ("parameters", "gradients", "main parameters", "moments", "padding", "buffers")
+
+
+def held_by(training, live):
+    """`live`: bytes after a step -> {kind: bytes}. A storage is of the first kind that has a tensor in it; what its
+    tensors leave free is padding. What no kind knows are buffers: those that buckets travel in."""
+    inner = getattr(training.optimizer, "optimizer", training.optimizer)
+    params = list(training.model.parameters())
+    stepped = [param for group in inner.param_groups for param in group["params"]]
+    held, seen = dict.fromkeys(KINDS, 0), set()
+    for kind, tensors in (("parameters", params), ("gradients", grads_of(params)), ("gradients", grads_of(stepped)),
+                          ("main parameters", stepped), ("moments", tensors_in(list(inner.state.values())))):
+        storages = {}  # -> bytes of it, bytes of it that tensors use
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                storages.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += tensor.nbytes
+        for n_bytes, used in storages.values():
+            held[kind] += used
+            held["padding"] += n_bytes - used
+        seen |= storages.keys()
+    held["buffers"] = round(live - sum(held.values()))
+    return held
+
+
+def grads_of(tensors):
+    grads = [grad for tensor in tensors for grad in (tensor.grad, getattr(tensor, "main_grad", None))]
+    return [grad for grad in grads if grad is not None]

@@ -1,0 +1,93 @@
+"""How long a recorded step takes on machines that aren't there: its events, one after the other, on stated hardware.
+
+    step = replay(recorded.events, hardware, d)      # as harness/timeline.py draws it
+
+A rank is two things that work at once: a device that computes, and a line on which messages queue in the order in
+which they left. Computing takes its FLOPs over the device's rate, and its bytes over that of the device's memory. A
+message takes the latency of its hops, and its bytes over the slowest link on its way. A wait stops the device until a
+message is there. All ranks do the same at the same time: nobody is late. The time that Python needs is left out.
+"""
+
+import math
+from typing import NamedTuple
+
+from harness.ledger import wire_bytes
+from harness.timeline import length, union
+
+REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
+
+
+class Hardware(NamedTuple):
+    """What a step is replayed on. Rates in FLOPs and bytes a second, latencies in seconds a hop.
+
+    `flops`: what a device reaches in matrix products, not what it is sold with. `in_node`: a rank's ring inside a node.
+    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism).
+    """
+    flops: float
+    memory_rate: float
+    in_node: float
+    between: float
+    per_node: int = 8
+    sharing: int = 1
+    latency_in_node: float = 3e-6
+    latency_between: float = 14e-6
+    backend: str = "nccl"
+
+
+def message_seconds(kind, n_bytes, d, hardware, owner_reduces=False):
+    """Of one collective of `n_bytes` (the full tensor), in a ring that passes every rank once, and every node once.
+
+    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. `owner_reduces`: a reduce-scatter is
+    d reduces, one to each owner of a shard, one after the other.
+    """
+    if d == 1:
+        return 0.0
+    in_group = max(1, hardware.per_node // hardware.sharing)  # ranks of this group on a node
+    between = math.ceil(d / in_group) - 1
+    hops = (d - 1 - between) * hardware.latency_in_node + between * hardware.latency_between
+    if kind == "all_reduce":
+        tree = (in_group - 1) * hardware.latency_in_node + math.log2(between + 1) * hardware.latency_between
+        hops = 2 * (min(hops, tree) if hardware.backend == "nccl" else hops)
+    if kind == "reduce_scatter" and owner_reduces:
+        hops *= d
+    rate = min(hardware.in_node, hardware.between / hardware.sharing) if between else hardware.in_node
+    # The ledger counts what d ranks send on average. Each of them receives a broadcast whole.
+    travels = n_bytes if kind == "broadcast" else wire_bytes(kind, n_bytes, d, hardware.backend)
+    return hops + travels / rate
+
+
+def accumulated(events, micro_batches, exchange_each):
+    """Events of a step of one micro-batch -> of several. `exchange_each`: every backward pass exchanges its gradients,
+    or else the last one does."""
+    passes = [event for event in events if event.phase != "step"]
+    if not exchange_each:
+        passes = [event for event in passes if event.what == "compute" or event.lag]  # waits for parameters cost once
+    return passes * (micro_batches - 1) + events
+
+
+def replay(events, hardware, d, micro_batches=1, exchange_each=False, owner_reduces=False):
+    """-> the last of a few steps: its seconds; exposed_seconds, during which the device waits for messages; and phases,
+    busy and communication, in seconds from its start."""
+    clock, line_free, arrived, began, messages = 0.0, 0.0, {}, 0.0, []
+    for step in range(REPLAYED_STEPS):
+        messages = [{**one, "start": one["start"] - clock + began, "end": one["end"] - clock + began}
+                    for one in messages if one["end"] > clock - began]  # under way across the border
+        began, busy, phases = clock, [], {}
+        for event in accumulated(events, micro_batches, exchange_each):
+            start = clock
+            if event.what == "compute":
+                clock += event.flops / hardware.flops + event.n_bytes / hardware.memory_rate
+                busy.append((start - began, clock - began))
+            elif event.what == "wait":
+                clock = max(clock, arrived.get((step - event.lag, event.index), 0.0))
+            else:
+                start = max(clock, line_free)
+                line_free = start + message_seconds(event.kind, event.n_bytes, d, hardware, owner_reduces)
+                arrived[step, event.index] = line_free
+                messages.append({"kind": event.kind, "bytes": event.n_bytes, "start": start - began,
+                                 "end": line_free - began})
+            phases.setdefault(event.phase, []).append((start - began, clock - began))
+    busy = union(busy)
+    return {"seconds": clock - began, "exposed_seconds": clock - began - length(busy),
+            "phases": [(name, *span) for name, spans in phases.items() for span in union(spans)],
+            "busy": busy, "communication": messages}
