@@ -11,9 +11,8 @@ a guard asks tensors for their values, and fake ones have none. Its hooks, bucke
 The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their size.
 """
 
-import importlib
 from contextlib import contextmanager
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -22,42 +21,51 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+import stage4_overlap
 from harness import peers
 from harness.ledger import Ledger
 from harness.llama import build_model, forward_flops
 from harness.measure import rank_0_of
 from harness.memory import StorageMemory
+from harness.owner_reduce import OwnerReduce
+from stage1_naive_broadcast.optimizer import ShardedOptimizer as Stage1
+from stage2_allgather.optimizer import ShardedOptimizer as Stage2
+from stage3_gradbuffer.optimizer import ShardedOptimizer as Stage3
+from stage4_overlap.optimizer import ShardedOptimizer as Stage4
+from stage4_overlap.transport import GlooTransport
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rows
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Row(NamedTuple):
-    """`package`: a stage, or "": AdamW on every rank. `formula`: bytes a parameter after a step, of d ranks; `text`: to
-    be read. b in it are the two bucket buffers, which `formula` leaves out."""
+    """`core`: of a stage, or None: AdamW on every rank. After a step a parameter takes `whole` + `shared` / d bytes,
+    and in stage 4 its share of two bucket buffers."""
     name: str
     dtype: torch.dtype
-    package: str
-    text: str
-    formula: Callable
+    core: type | None
+    whole: int
+    shared: int
     settings: dict = {}
 
+    @property
+    def formula(self):
+        return f"{self.whole} + {self.shared}/d{' + b' if self.core is Stage4 else ''}" if self.shared else "20"
 
-FP32, BF16 = torch.float32, torch.bfloat16
-S1, S2, S3, S4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"
-ROWS = [
-    Row("compute only", FP32, "", "16", lambda d: 16),
-    Row("ddp", FP32, "", "16", lambda d: 16),
-    Row("stage 1", FP32, S1, "8 + 8/d", lambda d: 8 + 8 / d),
-    Row("stage 2", FP32, S2, "8 + 8/d", lambda d: 8 + 8 / d),
-    Row("stage 3", FP32, S3, "8 + 8/d", lambda d: 8 + 8 / d),
-    Row("stage 4", FP32, S4, "4 + 12/d + b", lambda d: 4 + 12 / d),
-    Row("ddp bf16", BF16, "", "20", lambda d: 20),
-    Row("stage 1 all bf16", BF16, S1, "4 + 4/d", lambda d: 4 + 4 / d),
-    Row("stage 2 all bf16", BF16, S2, "4 + 4/d", lambda d: 4 + 4 / d),
-    Row("stage 3 bf16/fp32", BF16, S3, "6 + 12/d", lambda d: 6 + 12 / d, {"grad_dtype": FP32}),
-    Row("stage 3 bf16/bf16", BF16, S3, "4 + 16/d", lambda d: 4 + 16 / d),
-    Row("stage 4 bf16", BF16, S4, "2 + 16/d + b", lambda d: 2 + 16 / d),
+
+ROWS = [  # those in fp32 are called as in the bench
+    Row("ddp", FP32, None, 16, 0),
+    Row("owner reduce", FP32, OwnerReduce, 4, 12),
+    Row("stage 1 naive broadcast", FP32, Stage1, 8, 8),
+    Row("stage 2 all-gather", FP32, Stage2, 8, 8),
+    Row("stage 3 grad buffer", FP32, Stage3, 8, 8),
+    Row("stage 4 overlap", FP32, Stage4, 4, 12),
+    Row("ddp bf16", BF16, None, 20, 0),
+    Row("owner reduce all bf16", BF16, OwnerReduce, 2, 6),
+    Row("stage 1 all bf16", BF16, Stage1, 4, 4),
+    Row("stage 2 all bf16", BF16, Stage2, 4, 4),
+    Row("stage 3 bf16/fp32", BF16, Stage3, 6, 12, {"grad_dtype": FP32}),
+    Row("stage 3 bf16/bf16", BF16, Stage3, 4, 16),
+    Row("stage 4 bf16", BF16, Stage4, 2, 16),
 ]
 
 
@@ -67,14 +75,13 @@ def find(name):
 
 def build(row, model, bucket_cap_mb):
     """-> peers.Training. 16-bit parameters without a stage have fp32 copies on every rank, which AdamW steps."""
-    if not row.package:
+    if row.core is None:
         return (peers.compute_only if row.dtype == FP32 else peers.compute_only_16bit)(model, dict(fused=True))
-    settings = {**row.settings, "bucket_cap_mb": bucket_cap_mb} if row.package == S4 else row.settings
-    core = importlib.import_module(f"{row.package}.optimizer").ShardedOptimizer
-    optimizer = core(model.parameters(), torch.optim.AdamW, fused=True, **settings)
-    if row.package == S4:
-        optimizer.prefetch_params(model)
-    return peers.Training(model, model, optimizer)
+    sized = {"bucket_cap_mb": bucket_cap_mb} if row.core in (OwnerReduce, Stage4) else {}
+    training = peers.Training(model, model, row.core(model.parameters(), fused=True, **row.settings, **sized))
+    if row.core is Stage4:
+        training.optimizer.prefetch_params(model)
+    return training
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,7 +93,7 @@ class Event(NamedTuple):
 
     `what`: "compute": operators ran, of so many FLOPs or bytes read and written. "launch": a collective left, `kind` as
     in the ledger, `n_bytes` of the full tensor. "wait": computing stops until launch `index` has arrived, of this step,
-    or with `lag` 1 of the step before.
+    or with `lag` 1 of the step before. `live`: bytes that are alive by then.
     """
     what: str
     phase: str
@@ -95,6 +102,7 @@ class Event(NamedTuple):
     kind: str = ""
     index: int = 0
     lag: int = 0
+    live: int = 0
 
 
 class Cost(NamedTuple):
@@ -132,22 +140,25 @@ class Dry(StorageMemory):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        names = [argument.name for argument in function._schema.arguments]
+        if function.namespace == "prim":  # asks for a property
+            return function(*args, **kwargs)
+        arguments = {**dict(zip([argument.name for argument in function._schema.arguments], args)), **kwargs}
         if function.namespace == "c10d":
-            return self.launch(function._schema, args, {**dict(zip(names, args)), **kwargs})
+            return self.launch(function._schema, args, arguments)
         result = function(*args, **kwargs)
-        if function.namespace != "prim":  # these ask for a property
-            for tensor in tensors_in(result):
-                self._track_tensor(tensor)
-            self.compute(0, bytes_touched(function, {**dict(zip(names, args)), **kwargs}, result))
+        for tensor in tensors_in(result):
+            self._track_tensor(tensor)
+        self.compute(0, bytes_touched(function, arguments, result))
         return result
 
     def compute(self, flops, n_bytes):
+        """What has no FLOPs joins the event before, if that computes too."""
         last = self.events[-1] if self.events else None
-        if last and last.what == "compute" and last.phase == self.phase:
-            self.events[-1] = last._replace(flops=last.flops + flops, n_bytes=last.n_bytes + n_bytes)
+        if not flops and last and last.what == "compute" and last.phase == self.phase:
+            live = max(last.live, self.live)
+            self.events[-1] = last._replace(n_bytes=last.n_bytes + n_bytes, live=live)
         elif flops or n_bytes:
-            self.events.append(Event("compute", self.phase, flops, n_bytes))
+            self.events.append(Event("compute", self.phase, flops, n_bytes, live=self.live))
 
     def hold(self, n_bytes):
         """What the stood-in model keeps, or, less than 0, lets go."""
@@ -156,8 +167,10 @@ class Dry(StorageMemory):
 
     def launch(self, schema, args, arguments):
         entry = self.ledger.entry_of(schema.name, arguments)
-        work = FakeWork(self, self.number, self.n_launched, args[0])
-        self.events.append(Event("launch", self.phase, 0, entry.size, entry.kind, self.n_launched))
+        kind, work = entry.kind, FakeWork(self, self.number, self.n_launched, args[0])
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one to the other
+            kind = "send" if (arguments["root_rank"] == 0) == (kind == "broadcast") else "recv"
+        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live))
         self.n_launched += 1
         self.works = [*self.works[-64:], work]  # alive until C++ has taken it
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
@@ -181,6 +194,10 @@ class FakeWork(dist.Work):
         self.dry.wait(self.number, self.index)
         self.tensors = None
         return True
+
+    def is_completed(self):
+        """Who asks is told so when two more have left."""
+        return self.index + 2 < self.dry.n_launched or self.number < self.dry.number
 
     def get_future(self):
         self.dry.futures.append((self.number, self.index))
@@ -212,19 +229,21 @@ def bytes_touched(function, arguments, result):
 
 
 @contextmanager
-def fake(d, dtype):
-    """This process is rank 0 of d, and tensors, of `dtype` by default, have no memory.
+def fake(d, dtype, ddp_cap_mb=None, gloo=False):
+    """This process is rank 0 of d, and tensors, of `dtype` by default, have no memory. `gloo`: stage 4 exchanges parts.
 
     DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
     """
     assign, before = dist._compute_bucket_assignment_by_size, torch.get_default_dtype()
+    limits = [ddp_cap_mb * 2**20] if ddp_cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+    transport = (lambda group, *_: GlooTransport(group)) if gloo else stage4_overlap.optimizer.transport_for
 
-    def in_order_of_gradients(tensors, limits, sparse):
-        buckets, sizes = assign(tensors[::-1], [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20], sparse[::-1])
+    def in_order_of_gradients(tensors, _, sparse):
+        buckets, sizes = assign(tensors[::-1], [int(limit) for limit in limits], sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
-    with rank_0_of(d), FakeTensorMode(), mock.patch.multiple(
-            dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
-            _verify_params_across_processes=lambda *args: None):
+    with (rank_0_of(d), FakeTensorMode(), mock.patch.object(stage4_overlap.optimizer, "transport_for", transport),
+          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+                              _verify_params_across_processes=lambda *args: None)):
         torch.set_default_dtype(dtype)
         try:
             yield
@@ -254,8 +273,8 @@ class Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, param, cost, dry):
         ctx.param, ctx.cost, ctx.dry = param, cost, dry
-        dry.compute(cost.flops, 0)
         dry.hold(cost.activations)
+        dry.compute(cost.flops, 0)
         return x.view_as(x)
 
     @staticmethod
@@ -281,14 +300,14 @@ def stand_in(model, cost, dry):
     model.forward = forward
 
 
-def record(row, spec, d, cost, bucket_cap_mb=25):
-    """Two steps of `row` on rank 0 of d -> Recorded, of the second. `bucket_cap_mb`: of stage 4, in MiB."""
-    with fake(d, row.dtype), Dry() as dry:
+def record(row, spec, d, cost, bucket_cap_mb=None, gloo=False):
+    """Two steps of `row` on rank 0 of d -> Recorded, of the second. `bucket_cap_mb`: in MiB; None: the row's default."""
+    with fake(d, row.dtype, bucket_cap_mb, gloo), Dry() as dry:
         model = build_model(spec)
         stand_in(model, cost, dry)
         training = build(row, model, bucket_cap_mb)
         for number in (0, 1):
-            if number and row.name.startswith("ddp"):  # now: it would change its buckets after its first step
+            if number and row.core is None:  # now: it would change its buckets after its first step
                 training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
             dry.begin_step(number)
             loss = training.forward()

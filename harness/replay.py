@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from harness.ledger import wire_bytes
-from harness.timeline import length, union
+from harness.timeline import length, most_alive, union
 
 REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
 
@@ -34,25 +34,24 @@ class Hardware(NamedTuple):
     backend: str = "nccl"
 
 
-def message_seconds(kind, n_bytes, d, hardware, owner_reduces=False):
+def message_seconds(kind, n_bytes, d, hardware):
     """Of one collective of `n_bytes` (the full tensor), in a ring that passes every rank once, and every node once.
 
-    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. `owner_reduces`: a reduce-scatter is
-    d reduces, one to each owner of a shard, one after the other.
+    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. `send`, `recv`: to a neighbour.
     """
     if d == 1:
         return 0.0
     in_group = max(1, hardware.per_node // hardware.sharing)  # ranks of this group on a node
     between = math.ceil(d / in_group) - 1
+    rate = min(hardware.in_node, hardware.between / hardware.sharing) if between else hardware.in_node
+    if kind in ("send", "recv"):
+        return (hardware.latency_between if between else hardware.latency_in_node) + n_bytes / rate
     hops = (d - 1 - between) * hardware.latency_in_node + between * hardware.latency_between
     if kind == "all_reduce":
         tree = (in_group - 1) * hardware.latency_in_node + math.log2(between + 1) * hardware.latency_between
         hops = 2 * (min(hops, tree) if hardware.backend == "nccl" else hops)
-    if kind == "reduce_scatter" and owner_reduces:
-        hops *= d
-    rate = min(hardware.in_node, hardware.between / hardware.sharing) if between else hardware.in_node
-    # The ledger counts what d ranks send on average. Each of them receives a broadcast whole.
-    travels = n_bytes if kind == "broadcast" else wire_bytes(kind, n_bytes, d, hardware.backend)
+    # The ledger counts what d ranks send on average. Each of them passes a broadcast, or a reduce, on whole.
+    travels = n_bytes if kind in ("broadcast", "reduce") else wire_bytes(kind, n_bytes, d, hardware.backend)
     return hops + travels / rate
 
 
@@ -65,29 +64,33 @@ def accumulated(events, micro_batches, exchange_each):
     return passes * (micro_batches - 1) + events
 
 
-def replay(events, hardware, d, micro_batches=1, exchange_each=False, owner_reduces=False):
-    """-> the last of a few steps: its seconds; exposed_seconds, during which the device waits for messages; and phases,
-    busy and communication, in seconds from its start."""
-    clock, line_free, arrived, began, messages = 0.0, 0.0, {}, 0.0, []
+def replay(events, hardware, d, micro_batches=1, exchange_each=False):
+    """-> the last of a few steps, as timeline.one_step: its seconds; exposed_seconds, during which the device waits for
+    messages; phases, busy and communication, in seconds from its start; memory."""
+    clock, arrived, messages = 0.0, {}, []
+    free_at = {"out": 0.0, "in": 0.0}  # when the line has carried what is queued, in each direction
     for step in range(REPLAYED_STEPS):
-        messages = [{**one, "start": one["start"] - clock + began, "end": one["end"] - clock + began}
-                    for one in messages if one["end"] > clock - began]  # under way across the border
-        began, busy, phases = clock, [], {}
+        began, busy, phases, live = clock, [], {}, []
         for event in accumulated(events, micro_batches, exchange_each):
             start = clock
+            live.append((start, event.live))
             if event.what == "compute":
                 clock += event.flops / hardware.flops + event.n_bytes / hardware.memory_rate
-                busy.append((start - began, clock - began))
+                busy.append((start, clock))
             elif event.what == "wait":
                 clock = max(clock, arrived.get((step - event.lag, event.index), 0.0))
             else:
-                start = max(clock, line_free)
-                line_free = start + message_seconds(event.kind, event.n_bytes, d, hardware, owner_reduces)
-                arrived[step, event.index] = line_free
-                messages.append({"kind": event.kind, "bytes": event.n_bytes, "start": start - began,
-                                 "end": line_free - began})
-            phases.setdefault(event.phase, []).append((start - began, clock - began))
+                used = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
+                leaves = max(clock, *(free_at[direction] for direction in used))
+                arrives = leaves + message_seconds(event.kind, event.n_bytes, d, hardware)
+                free_at.update(dict.fromkeys(used, arrives))
+                arrived[step, event.index] = arrives
+                messages.append((event.kind, event.n_bytes, leaves, arrives))
+            phases.setdefault(event.phase, []).append((start, clock))
     busy = union(busy)
     return {"seconds": clock - began, "exposed_seconds": clock - began - length(busy),
-            "phases": [(name, *span) for name, spans in phases.items() for span in union(spans)],
-            "busy": busy, "communication": messages}
+            "phases": [(name, a - began, b - began) for name, spans in phases.items() for a, b in union(spans)],
+            "busy": [(a - began, b - began) for a, b in busy],
+            "communication": [{"kind": kind, "bytes": n_bytes, "start": max(a, began) - began, "end": b - began}
+                              for kind, n_bytes, a, b in messages if b > began],
+            "memory": most_alive([one for one in live if one[1]], began, clock)}
