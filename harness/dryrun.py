@@ -119,9 +119,6 @@ class Recorded(NamedTuple):
     events: list
 
 
-WRITES_ONLY = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::div"}  # the last: div.out
-
-
 class Dry(StorageMemory):
     """Counts memory and writes events down; collectives go nowhere."""
 
@@ -216,12 +213,9 @@ def bytes_touched(function, arguments, result):
     schema = function._schema
     if function.is_view or "empty" in schema.name:
         return 0
-    total = 0 if any(output.alias_info for output in schema.returns) else sum(one.nbytes for one in tensors_in(result))
-    for argument in schema.arguments:
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        times = 2 if is_written and schema.name not in WRITES_ONLY else 1
-        total += times * sum(one.nbytes for one in tensors_in(arguments.get(argument.name)))
-    return total
+    written = [arguments.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    made = [] if any(one.alias_info for one in schema.returns) else result
+    return sum(tensor.nbytes for tensor in tensors_in([list(arguments.values()), written, made]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,34 +223,30 @@ def bytes_touched(function, arguments, result):
 
 
 @contextmanager
-def fake(d, dtype, ddp_cap_mb=None, gloo=False):
-    """This process is rank 0 of d, and tensors, of `dtype` by default, have no memory. `gloo`: stage 4 exchanges parts.
+def fake(d, ddp_cap_mb=None, gloo=False):
+    """This process is rank 0 of d, and tensors have no memory. `gloo`: stage 4 exchanges parts, as there.
 
     DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
     """
-    assign, before = dist._compute_bucket_assignment_by_size, torch.get_default_dtype()
-    limits = [ddp_cap_mb * 2**20] if ddp_cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
-    transport = (lambda group, *_: GlooTransport(group)) if gloo else stage4_overlap.optimizer.transport_for
+    assign, transport = dist._compute_bucket_assignment_by_size, stage4_overlap.optimizer.transport_for
+    limits = [int(ddp_cap_mb * 2**20)] if ddp_cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
 
     def in_order_of_gradients(tensors, _, sparse):
-        buckets, sizes = assign(tensors[::-1], [int(limit) for limit in limits], sparse[::-1])
+        buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
-    with (rank_0_of(d), FakeTensorMode(), mock.patch.object(stage4_overlap.optimizer, "transport_for", transport),
-          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
-                              _verify_params_across_processes=lambda *args: None)):
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+    with rank_0_of(d), FakeTensorMode(), mock.patch.multiple(
+            dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+            _verify_params_across_processes=lambda *args: None), mock.patch.object(
+            stage4_overlap.optimizer, "transport_for", (lambda group, *_: GlooTransport(group)) if gloo else transport):
+        yield
 
 
 def cost_of(spec, dtype, batch_size, sequence_length):
     """Of a forward and backward pass of the model itself, operator by operator -> Cost."""
     def drop_grad(param):
         param.grad = None
-    with fake(1, dtype), Dry() as dry:
-        model = build_model(spec)
+    with fake(1), Dry() as dry:
+        model = build_model(spec, dtype)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(drop_grad)
         tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
@@ -302,8 +292,8 @@ def stand_in(model, cost, dry):
 
 def record(row, spec, d, cost, bucket_cap_mb=None, gloo=False):
     """Two steps of `row` on rank 0 of d -> Recorded, of the second. `bucket_cap_mb`: in MiB; None: the row's default."""
-    with fake(d, row.dtype, bucket_cap_mb, gloo), Dry() as dry:
-        model = build_model(spec)
+    with fake(d, bucket_cap_mb, gloo), Dry() as dry:
+        model = build_model(spec, row.dtype)
         stand_in(model, cost, dry)
         training = build(row, model, bucket_cap_mb)
         for number in (0, 1):
@@ -322,31 +312,21 @@ def record(row, spec, d, cost, bucket_cap_mb=None, gloo=False):
         return Recorded(sum(param.numel() for param in model.parameters()), held, dry.peak, dry.events)
 
 
-KINDS = ("parameters", "gradients", "main parameters", "moments", "padding", "buffers")
-
-
 def held_by(training, live):
     """`live`: bytes after a step -> {kind: bytes}. A storage is of the first kind that has a tensor in it; what its
     tensors leave free is padding. What no kind knows are buffers: those that buckets travel in."""
     inner = getattr(training.optimizer, "optimizer", training.optimizer)
     params = list(training.model.parameters())
     stepped = [param for group in inner.param_groups for param in group["params"]]
-    held, seen = dict.fromkeys(KINDS, 0), set()
-    for kind, tensors in (("parameters", params), ("gradients", grads_of(params)), ("gradients", grads_of(stepped)),
-                          ("main parameters", stepped), ("moments", tensors_in(list(inner.state.values())))):
-        storages = {}  # -> bytes of it, bytes of it that tensors use
+    grads = [grad for one in [*params, *stepped] for grad in (one.grad, getattr(one, "main_grad", None))]
+    kinds = {"parameters": params, "gradients": tensors_in(grads), "main parameters": stepped,
+             "moments": tensors_in(list(inner.state.values()))}
+    held, seen, padding = {}, {}, 0
+    for kind, tensors in kinds.items():
+        mine = {}  # storage -> the tensors in it
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                storages.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += tensor.nbytes
-        for n_bytes, used in storages.values():
-            held[kind] += used
-            held["padding"] += n_bytes - used
-        seen |= storages.keys()
-    held["buffers"] = round(live - sum(held.values()))
-    return held
-
-
-def grads_of(tensors):
-    grads = [grad for tensor in tensors for grad in (tensor.grad, getattr(tensor, "main_grad", None))]
-    return [grad for grad in grads if grad is not None]
+            if seen.setdefault(tensor.untyped_storage()._cdata, kind) == kind:
+                mine.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        held[kind] = sum(tensor.nbytes for group in mine.values() for tensor in group.values())
+        padding += sum(next(iter(group.values())).untyped_storage().nbytes() for group in mine.values()) - held[kind]
+    return {**held, "padding": padding, "buffers": round(live - sum(held.values()) - padding)}

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -69,10 +70,17 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def build_model(spec):
-    """What one rank holds of the model, in torch's default dtype."""
-    if spec.n_kv_heads:
-        return Llama(spec)
+def build_model(spec, dtype):
+    """What one rank holds of the model. Fake tensors can't be converted in place: they are made in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return Llama(spec) if spec.n_kv_heads else gpt(spec)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def gpt(spec):
     model = workload.GPT(workload.GPTConfig(spec.n_layers, spec.n_heads, spec.width, spec.positions, lr=0.0))
     model.token_embedding = nn.Embedding(spec.vocabulary, spec.width)
     model.head = nn.Linear(spec.width, spec.vocabulary, bias=False)

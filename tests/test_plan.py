@@ -40,14 +40,14 @@ def test_a_dry_run_holds_what_the_guarded_optimizer_holds_on_real_tensors(name, 
 def test_a_llama_has_as_many_parameters_as_its_name_says():
     for name, numel in (("7b", 6_738_415_616), ("13b", 13_015_864_320)):
         spec = llama.NAMED[name]
-        with dryrun.fake(1, dryrun.BF16):
-            assert sum(param.numel() for param in llama.build_model(spec).parameters()) == numel
+        with dryrun.fake(1):
+            assert sum(param.numel() for param in llama.build_model(spec, dryrun.BF16).parameters()) == numel
 
 
 def test_ranks_that_share_layers_hold_parts_of_them():
-    with dryrun.fake(1, dryrun.BF16):
+    with dryrun.fake(1):
         whole, half = (sum(param.numel() for param in llama.build_model(
-            llama.NAMED["7b"]._replace(n_layers=2, tensor_parallel=share)).parameters()) for share in (1, 2))
+            llama.NAMED["7b"]._replace(n_layers=2, tensor_parallel=share), dryrun.BF16).parameters()) for share in (1, 2))
     assert half / whole == pytest.approx(0.5, rel=1e-3)
 
 
