@@ -34,6 +34,12 @@ NAMED = {
 }
 
 
+def of_size(n_layers, width):
+    """A LLaMA with heads of 128, and an inner layer as wide as theirs are."""
+    heads = width // 128
+    return Spec(n_layers, heads, width, 32000, heads, 256 * -(-width * 8 // 3 // 256))
+
+
 class LlamaBlock(nn.Module):
     """Attention and SwiGLU, each on normalized input. Rotary positions are left out: they hold no parameters."""
 

@@ -21,10 +21,12 @@ from harness.replay import Hardware, replay
 
 fail = functools.partial(cli.fail, "plan")
 DTYPES = {"fp32": dryrun.FP32, "bf16": dryrun.BF16}
-RANKS = (1, 8, 64, 1024)
+RANKS, MORE_RANKS = (1, 8, 64, 1024), (8, 32, 128, 512)  # that all rows are counted at; that --advise compares at
 CAPS_MB = (25, 100, 400, 1600)  # buckets that --advise tries
+AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
+EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
 # As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
-DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312e12, 2.0e12, 300e9, 100e9)}
+DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": plan_check.A100}
 
 
 def gigabytes(text):
@@ -36,136 +38,118 @@ def parse():
     parser.error = fail
     add = parser.add_argument
     add("--model", default="7b", choices=llama.NAMED, help="(default 7b)")
-    add("--layers", type=int, metavar="N", help="in place of --model: a LLaMA of so many layers, with --width")
-    add("--width", type=int, metavar="N", help="of that LLaMA, a multiple of 128")
+    add("--layers", type=int, default=0, metavar="N", help="in place of --model: a LLaMA of so many layers")
+    add("--width", type=int, default=0, metavar="N", help="of that LLaMA, a multiple of 128")
     add("--world", type=int, default=1024, help="data-parallel ranks (default 1024)")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
+    add("--device", choices=DEVICES, default="h100", help="(default h100)")
     add("--device-memory", type=gigabytes, default=80.0, metavar="80g", help="of one device (default 80g: 10⁹ bytes)")
     add("--batch-size", type=int, default=1, help="sequences of a micro-batch (default 1)")
     add("--sequence-length", type=int, default=1024, help="tokens of a sequence (default 1024)")
     add("--accumulate", type=int, default=1, help="micro-batches a step, exchanged once (default 1)")
     add("--tensor-parallel", type=int, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=int, help="of stage 4, DDP and the owner's reduce (default: each one's own)")
-    add("--device", choices=DEVICES, default="h100", help="(default h100)")
-    add("--efficiency", type=float, default=0.4, help="what computing reaches of the device's FLOPs (default 0.4)")
+    add("--bucket-cap-mb", type=float, help="of stage 4, DDP and the owner's reduce (default: each one's own)")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
     add("--advise", action="store_true", help="also say in words what to take")
-    add("--json", type=Path, metavar="PATH", help="write the result there as well")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well, and the picture as .svg")
     args = parser.parse_args()
-    at_least_1 = ["world", "batch_size", "sequence_length", "accumulate", "tensor_parallel"]
-    at_least_1 += [name for name in ("layers", "width", "bucket_cap_mb") if getattr(args, name) is not None]
-    cli.check_at_least_1(args, at_least_1, fail)
-    if (args.layers is None) != (args.width is None) or (args.width or 128) % 128:
+    cli.check_at_least_1(args, ("world", "batch_size", "sequence_length", "accumulate", "tensor_parallel"), fail)
+    if args.layers < 0 or args.width < 0 or args.width % 128 or (args.layers > 0) != (args.width > 0):
         fail("--layers and --width: give both, and a width that is a multiple of 128")
-    spec = spec_of(args)
+    args.spec = spec = llama.of_size(args.layers, args.width) if args.layers else llama.NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
-    if args.world > 4096:
-        fail(f"--world {args.world}: it must be at most 4096")
-    if not 0 < args.efficiency <= 1:
-        fail(f"--efficiency {args.efficiency}: it must be more than 0, and at most 1")
+    if args.world > 4096 or (args.bucket_cap_mb or 1) <= 0:
+        fail("--world must be at most 4096, and --bucket-cap-mb more than 0")
     if args.json:
         cli.check_beside("--json", args.json, ".svg", fail)
+    args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
     return args
 
 
-def spec_of(args):
-    if args.layers:
-        heads = args.width // 128
-        args.model = f"llama of {args.layers} x {args.width}"
-        return llama.Spec(args.layers, heads, args.width, 32000, heads, -(-args.width * 8 // 3 // 256) * 256)
-    return llama.NAMED[args.model]._replace(tensor_parallel=args.tensor_parallel)
-
-
-def hardware_of(args):
-    """fp32 is TF32 in matrix products: half as fast as 16 bits."""
-    device = DEVICES[args.device]
-    flops = device.flops * args.efficiency / (2 if args.dtype == "fp32" else 1)
-    return device._replace(flops=flops, sharing=args.tensor_parallel)
-
-
 class Planner:
-    """Runs rows dry, in processes of their own: `workers` is a ProcessPoolExecutor."""
+    """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor."""
 
     def __init__(self, args, workers):
-        self.args, self.workers = args, workers
-        self.cost = workers.submit(dryrun.cost_of, spec_of(args), DTYPES[args.dtype], args.batch_size,
+        self.args, self.workers, device = args, workers, DEVICES[args.device]
+        self.spec = args.spec._replace(tensor_parallel=args.tensor_parallel)
+        flops = device.flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32 is half as fast as 16 bits
+        self.hardware = device._replace(flops=flops, sharing=args.tensor_parallel)
+        self.cost = workers.submit(dryrun.cost_of, self.spec, DTYPES[args.dtype], args.batch_size,
                                    args.sequence_length).result()
 
-    def run(self, tasks):
-        """[(name of a row, d, bucket_cap_mb), …] -> [dryrun.Recorded, …]"""
-        found = [self.workers.submit(dryrun.record, dryrun.find(name), spec_of(self.args), d, self.cost, cap_mb)
+    def run(self, *tasks):
+        """(name of a row, d, bucket_cap_mb) each -> [dryrun.Recorded, …]"""
+        found = [self.workers.submit(dryrun.record, dryrun.find(name), self.spec, d, self.cost, cap_mb)
                  for name, d, cap_mb in tasks]
         return [one.result() for one in found]
 
-    def seconds(self, recorded, d, **accumulation):
-        return replay(recorded.events, hardware_of(self.args), d, **accumulation)["seconds"]
+    def ms(self, recorded, d, micro_batches=1, exchange_each=False):
+        """Of a micro-batch."""
+        step = replay(recorded.events, self.hardware, d, micro_batches, exchange_each)
+        return 1e3 * step["seconds"] / micro_batches
+
+    def fits(self, recorded):
+        return recorded.peak <= self.args.device_memory * 1e9
 
 
 def plan(planner):
     """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
-    args, limit, rows = planner.args, planner.args.device_memory * 1e9, []
+    args, cap_mb, rows = planner.args, planner.args.bucket_cap_mb, []
     names = [row.name for row in dryrun.ROWS if row.dtype == DTYPES[args.dtype]]
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    tasks = [(name, d, args.bucket_cap_mb) for name in names for d in ranks]
-    found = {task[:2]: one for task, one in zip(tasks, planner.run(tasks))}
-    for name in names:
-        row, last = dryrun.find(name), found[name, args.world]
-        counted = {d: found[name, d] for d in ranks}
-        fits_from = next((d for d in ranks if counted[d].peak <= limit), None)
-        less = [d for d in ranks if d < (fits_from or 0)][-1:]  # too few, and how many more are?
-        powers = [d for d in (2**i for i in range(12)) if less and less[0] < d < fits_from]
-        fits = [d for d, one in zip(powers, planner.run([(name, d, args.bucket_cap_mb) for d in powers]))
-                if one.peak <= limit]
-        step = replay(last.events, hardware_of(args), args.world, args.accumulate)
+    tasks = [(name, d, cap_mb) for name in names for d in ranks]
+    found = {task[:2]: one for task, one in zip(tasks, planner.run(*tasks))}
+    for row in map(dryrun.find, names):
+        counted = {d: found[row.name, d] for d in ranks}
+        enough = next((d for d in ranks if planner.fits(counted[d])), 0)
+        fewer = [d for d in (2, 4, 16, 32, 128, 256, 512) if max(d for d in (0, *ranks) if d < max(enough, 1)) < d < enough]
+        enough = next((d for d, one in zip(fewer, planner.run(*((row.name, d, cap_mb) for d in fewer)))
+                       if planner.fits(one)), enough)
+        last = counted[args.world]
         rows.append({
-            "name": name, "formula": row.formula, "held": last.held, "fits_from": min([*fits, fits_from or 0]),
+            "name": row.name, "formula": row.formula, "held": last.held, "fits_from": enough,
             "peak": {str(d): one.peak for d, one in counted.items()},
             "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
             "bytes_per_param_theory": {str(d): row.whole + row.shared / d + one.held["buffers"] / one.numel
                                        for d, one in counted.items()},
-            "step": step})
-    conditions = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise")}
+            "step": replay(last.events, planner.hardware, args.world, args.accumulate)})
+    conditions = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
     return {"conditions": {**conditions, "parameters": last.numel, "activations": planner.cost.activations,
-                           **hardware_of(args)._asdict()}, "rows": rows}
+                           "efficiency": EFFICIENCY, **planner.hardware._asdict()}, "rows": rows}
 
 
 def advice(planner, result):
-    """-> sentences. What is slower by less than a fiftieth counts as as fast."""
-    args, rows = planner.args, {row["name"]: row for row in result["rows"]}
-    world, limit = args.world, args.device_memory * 1e9
-    stage4, owner, ddp = (next(name for name in rows if name.startswith(kind)) for kind in ("stage 4", "owner", "ddp"))
-    sweep = dict(zip(CAPS_MB, planner.run([(stage4, world, cap) for cap in CAPS_MB])))
-    ms = {cap: 1e3 * planner.seconds(one, world) for cap, one in sweep.items()}
-    cap = next(cap for cap in CAPS_MB if ms[cap] <= 1.02 * min(ms.values()))
-    fitting = {name: row["step"]["seconds"] for name, row in rows.items() if 0 < row["fits_from"] <= world}
+    """-> sentences."""
+    args, world, fits_from = planner.args, planner.args.world, {row["name"]: row["fits_from"] for row in result["rows"]}
+    stage4, owner, ddp = (next(name for name in fits_from if name.startswith(kind)) for kind in ("stage 4", "owner", "ddp"))
+    sweep = dict(zip(CAPS_MB, planner.run(*((stage4, world, cap_mb) for cap_mb in CAPS_MB))))
+    ms = {cap_mb: planner.ms(one, world) for cap_mb, one in sweep.items()}
+    best = next(cap_mb for cap_mb in CAPS_MB if ms[cap_mb] <= AS_FAST * min(ms.values()))
+    fitting = {row["name"]: 1e3 * row["step"]["seconds"] for row in result["rows"] if row["fits_from"]}
     fitting.pop(stage4, None)
-    if sweep[cap].peak <= limit:
-        fitting[f"{stage4} with buckets of {cap} MiB"] = ms[cap] / 1e3
-    fastest = sorted(fitting, key=fitting.get)
-    said = ["Stage: of the rows that fit, " + ", ".join(f"{name} takes {fitting[name] * 1e3:,.0f} ms" for name in fastest)
-            if fitting else f"Stage: none fits in {args.device_memory:g} GB on {world} ranks: let devices share layers "
-            "(--tensor-parallel 8), or take FSDP2, which shards parameters too"]
-    said.append(f"Bucket of stage 4: {cap} MiB. " + ", ".join(f"{size} MiB: {ms[size]:,.0f} ms" for size in CAPS_MB) +
-                f". Its two buffers then hold {sweep[cap].held['buffers'] / 1e9:.1f} GB")
-    once, each = (planner.seconds(sweep[cap], world, micro_batches=8, exchange_each=way) / 8 for way in (False, True))
-    grads = sweep[cap].held["parameters"] / 1e9
-    said.append(f"Accumulation: {'exchange each micro-batch' if each <= 1.02 * once else 'exchange once, in no_sync()'}. "
-                f"Of 8 micro-batches one takes {once * 1e3:,.0f} ms with an exchange a step, and {each * 1e3:,.0f} with "
-                f"an exchange each, which needs no {grads:.1f} GB for whole gradients")
-    ranks = sorted({d for d in (8, 32, 128, 512) if d < world} | {world})
-    times = {name: {d: planner.seconds(one, d) for d, one in
-                    zip(ranks, planner.run([(name, d, size) for d in ranks]))}
-             for name, size in ((stage4, cap), (owner, args.bucket_cap_mb), (ddp, args.bucket_cap_mb))}
-    for name, title in ((owner, "Owner's reduce"), (ddp, "DDP")):
-        ratios = {d: times[name][d] / times[stage4][d] for d in ranks}
-        behind = next((d for d in ranks if all(ratios[other] > 1.02 for other in ranks if other >= d)), None)
-        fits = rows[name]["fits_from"]
-        said.append(f"{title}: {f'behind stage 4 from {behind} ranks on' if behind else 'not behind stage 4'}, of those "
-                    "tried; over its time: " + ", ".join(f"{ratio:.2f} on {d}" for d, ratio in ratios.items()) +
-                    f". It fits {f'from {fits} ranks on' if fits else 'on no number of ranks'}")
+    if planner.fits(sweep[best]):
+        fitting[f"{stage4} with buckets of {best} MiB"] = ms[best]
+    said = ["Stage: of the rows that fit, " + ", ".join(f"{name} takes {fitting[name]:,.0f} ms" for name in
+                                                       sorted(fitting, key=fitting.get)) if fitting else
+            f"Stage: none fits in {args.device_memory:g} GB: let devices share layers (--tensor-parallel 8), or take FSDP2"]
+    said.append(f"Bucket of stage 4: {best} MiB. " + ", ".join(f"{cap_mb} MiB: {ms[cap_mb]:,.0f} ms" for cap_mb in CAPS_MB) +
+                f". The two buffers of the best hold {sweep[best].held['buffers'] / 1e9:.1f} GB")
+    once, each = (planner.ms(sweep[best], world, 8, exchange_each) for exchange_each in (False, True))
+    said.append(f"Accumulation: {'exchange each micro-batch' if each <= AS_FAST * once else 'exchange once, in no_sync()'}. "
+                f"Of 8 micro-batches one takes {once:,.0f} ms with an exchange a step, which holds whole gradients of "
+                f"{sweep[best].held['parameters'] / 1e9:.1f} GB, and {each:,.0f} ms with an exchange each, which doesn't")
+    ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
+    times = {name: [planner.ms(one, d) for d, one in zip(ranks, planner.run(*((name, d, cap_mb) for d in ranks)))]
+             for name, cap_mb in ((stage4, best), (owner, args.bucket_cap_mb), (ddp, args.bucket_cap_mb))}
+    for name, title in ((owner, "The owner's reduce"), (ddp, "DDP")):
+        over = dict(zip(ranks, (theirs / ours for theirs, ours in zip(times[name], times[stage4]))))
+        behind = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), None)
+        said.append(f"{title}: {f'behind stage 4 from {behind} ranks on' if behind else f'not behind stage 4 on {world} ranks'}"
+                    f". Its time over stage 4's: {', '.join(f'{ratio:.2f} on {d}' for d, ratio in over.items())}. It fits "
+                    f"{f'from {fits_from[name]} rank(s) on' if fits_from[name] else 'on no number of ranks'}")
     return [f"{one}." for one in said]
 
 
@@ -174,40 +158,6 @@ def picture(result):
     c = result["conditions"]
     return ([(row["name"], row["step"]) for row in result["rows"]],
             f"One step on rank 0 of {c['world']}, modelled: {c['model']}, {c['batch_size']} x {c['sequence_length']}")
-
-
-def sheets(result):
-    return [memory_sheet(result), tables.state_sheet(result["rows"]), time_sheet(result),
-            *(plan_check.sheets(result["check"]) if "check" in result else [])]
-
-
-def memory_sheet(result):
-    c, rows = result["conditions"], []
-    for row in result["rows"]:
-        figures = [*row["held"].values(), c["activations"], row["peak"][str(c["world"])]]
-        rows.append([row["name"], *(f"{n_bytes / 1e9:.2f}" for n_bytes in figures), str(row["fits_from"] or "none")])
-    names = ("params", "grads", "main", "moments", "padding", "buffers", "activ.", "peak", "fits\nfrom d")
-    return tables.Sheet(
-        f"What a rank of {c['world']} holds, in GB: {c['model']}, {c['parameters']:,} parameters a rank",
-        [("", ""), *((name, "counted") for name in names)], rows,
-        ["GB: 10⁹ bytes, after a step, on rank 0. main: fp32 copies of 16-bit parameters. buffers: those that buckets "
-         f"travel in. activ.: of a micro-batch of {c['batch_size']} x {c['sequence_length']}. peak: the most at one "
-         f"moment of a step. fits: in {c['device_memory']:g} GB, of d = 1, 2, 4, …; torch's allocator takes more."])
-
-
-def time_sheet(result):
-    c = result["conditions"]
-    tokens = c["batch_size"] * c["sequence_length"] * c["accumulate"] / c["tensor_parallel"]
-    return tables.Sheet(
-        f"A step on {c['world'] * c['tensor_parallel']} x {c['device']}",
-        [("", ""), ("ms a step", "modelled"), ("exposed ms", "modelled"), ("tokens/s\na device", "modelled")],
-        [[row["name"], *(f"{1e3 * row['step'][key]:,.0f}" for key in ("seconds", "exposed_seconds")),
-          f"{tokens / row['step']['seconds']:,.0f}"] for row in result["rows"]],
-        [f"Assumed: {c['flops'] / 1e12:.0f} TFLOP/s, {c['efficiency']:.0%} of what the maker states, "
-         f"{c['memory_rate'] / 1e12:.2f} TB/s of memory, rings of {c['in_node'] / 1e9:.0f} GB/s in a node and "
-         f"{c['between'] / 1e9:.0f} GB/s between nodes of {c['per_node']}, {c['latency_in_node'] * 1e6:.0f} and "
-         f"{c['latency_between'] * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-         f"nothing. {c['accumulate']} micro-batch(es) a step. exposed: the device waits for messages."])
 
 
 def main():
@@ -219,13 +169,13 @@ def main():
             result["advice"] = advice(planner, result)
         if args.check:
             result["check"] = plan_check.check(workers)
-    for sheet in sheets(result):
+    for sheet in tables.plan_sheets(result):
         print(tables.sheet_text(sheet), end="\n\n")
     print(timeline.text(picture(result)[0]), *result.get("advice", []), sep="\n\n")
     if args.json:
         cli.write("--json", args.json, json.dumps(result), fail)
         cli.write("--json", args.json.with_suffix(".svg"), timeline.svg(*picture(result)), fail)
-        print(f"written to {args.json} and {args.json.with_suffix('.svg')}")
+        print(f"\nwritten to {args.json} and {args.json.with_suffix('.svg')}")
 
 
 if __name__ == "__main__":

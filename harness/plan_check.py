@@ -18,61 +18,63 @@ ROOT = Path(__file__).resolve().parents[1]
 # Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
 HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
 MIB = {"default": None, "one-parameter": peers.ONE_PARAMETER}
-ALLOWED = 0.10
 
 
-def calibrated(modelled, measured, low, high):
-    """The rate between `low` and `high` at which modelled(rate), seconds that fall with the rate, are `measured`."""
+def calibrated(rate, modelled, hardware, measured):
+    """`hardware` with that `rate` ("flops", "between") at which modelled(hardware) takes `measured` seconds."""
+    low, high = 1e6, 1e16
     for _ in range(50):
-        rate = math.sqrt(low * high)
-        low, high = (rate, high) if modelled(rate) > measured else (low, rate)
-    return rate
+        middle = math.sqrt(low * high)
+        found = hardware._replace(**{rate: middle})
+        low, high = (middle, high) if modelled(found) > measured else (low, middle)
+    return found
+
+
+WAYS = {"no_sync_ms": ("stage 4 overlap", False), "each_ms": ("stage 4 overlap", True),
+        "compute_ms": ("compute only", False), "ddp_ms": ("ddp", False), "stage3_ms": ("stage 3 grad buffer", False)}
 
 
 def two_hosts():
-    """-> [(run, row, measured, modelled), …], seconds of a step, or of a micro-batch where a step has several."""
+    """-> [(run, row, measured, modelled), …], ms of a step, or of a micro-batch where a step has several."""
     found = []
     for path in sorted((ROOT / "results").glob("network*.json")):
         latest = json.loads(path.read_text(encoding="utf-8"))
         for result in (latest, *latest["other_rates"]):
-            for part in (result, result.get("sweep", {}), result.get("accumulation", {})):
-                found += of_a_part(path.stem, result, part)
+            only = times_of(result)["compute only", 1, False]
+            for part in (result, result.get("sweep"), result.get("accumulation")):
+                found += of_a_part(f"{path.stem} {result['conditions']['rate']}", part, only) if part else []
     return found
 
 
-def of_a_part(stem, result, part):
-    """The rows of one of a result's tables. Of accumulation, its own run without communication calibrates, if any."""
-    c, rows = part.get("conditions", {}), part.get("rows", [])
-    times = {(row["name"], 1, True): row["step_ms"]["median"] / 1e3 for row in rows if row.get("step_ms")}
-    for row in (row for row in rows if "micro_batches" in row):
-        for key, name, is_each in (("no_sync_ms", "stage 4 overlap", False), ("each_ms", "stage 4 overlap", True),
-                                   ("ddp_ms", part.get("ddp", "ddp"), False), ("compute_ms", "compute only", False),
-                                   ("stage3_ms", "stage 3 grad buffer", False)):
-            if row.get(key):
-                times[name, row["micro_batches"], is_each] = statistics.median(row[key]) / 1e3
-    known = {row.name for row in dryrun.ROWS}
-    times = {key: seconds for key, seconds in times.items() if buckets.base_of(key[0]) in {*known, "compute only"}}
-    if not times:
-        return []
-    only = times.get(("compute only", 1, True), times.get(("compute only", 1, False)))
-    only = only or next(row["step_ms"]["median"] / 1e3 for row in result["rows"] if row["name"] == "compute only")
-    spec, d = llama.NAMED[c["model"]], c["ranks"]
+def times_of(part):
+    """-> {(row, micro-batches a step, whether each is exchanged): ms}."""
+    found = {(row["name"], 1, False): row["step_ms"]["median"] for row in part["rows"] if row.get("step_ms")}
+    for row in part["rows"]:
+        for key in WAYS.keys() & row.keys():
+            name, exchange_each = WAYS[key]
+            name = part.get("ddp", name) if name == "ddp" else name
+            found[name, row["micro_batches"], exchange_each] = statistics.median(row[key])
+    return found
+
+
+def of_a_part(where, part, only):
+    """The rows of one table. `only`: ms of *compute only*, for where this table has no such row."""
+    c, times, found = part["conditions"], times_of(part), []
+    spec = llama.NAMED[c["model"]]
     cost = dryrun.cost_of(spec, dryrun.FP32, c["batch_size"], c["sequence_length"])
-    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * result["conditions"]["bits_per_second"] / 8,
-                     per_node=1, latency_between=HOST_LATENCY, backend="gloo")
-    computes = dryrun.record(dryrun.find("ddp"), spec, 1, cost).events
-    hosts = hosts._replace(flops=calibrated(
-        lambda rate: replay(computes, hosts._replace(flops=rate), 1)["seconds"], only, 1e6, 1e15))
-    found, recorded = [], {}
-    for (name, k, is_each), seconds in times.items():
-        if buckets.base_of(name) in known:
-            if name not in recorded:
-                size = buckets.size_of(name)
-                cap_mb = MIB[size] if size in MIB else float(size.split()[0])
-                recorded[name] = dryrun.record(dryrun.find(buckets.base_of(name)), spec, d, cost, cap_mb, gloo=True)
-            modelled = replay(recorded[name].events, hosts, d, k, is_each)["seconds"] / k
-            label = name if k == 1 and "step_ms" in rows[0] else f"{name}, {k} x {'each' if is_each else 'once'}"
-            found.append((f"{stem} {result['conditions']['rate']}", label, seconds, modelled))
+    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * c["bits_per_second"] / 8, per_node=1,
+                     latency_between=HOST_LATENCY, backend="gloo")
+    alone = dryrun.record(dryrun.find("ddp"), spec, 1, cost).events  # sends nothing
+    hosts = calibrated("flops", lambda one: replay(alone, one, 1)["seconds"], hosts,
+                       times.pop(("compute only", 1, False), only) / 1e3)
+    for (name, k, exchange_each), ms in sorted(times.items()):
+        base, size = buckets.base_of(name), buckets.size_of(name)
+        if base in {row.name for row in dryrun.ROWS}:
+            cap_mb = {"default": None, "one-parameter": peers.ONE_PARAMETER}.get(size) or float(size.split()[0])
+            events = dryrun.record(dryrun.find(base), spec, c["ranks"], cost, cap_mb, gloo=True).events
+            modelled = replay(events, hosts, c["ranks"], k, exchange_each)["seconds"] / k * 1e3
+            way = f", {k} x {'each' if exchange_each else 'once'}" if "micro_batches" in part["rows"][0] else ""
+            found.append((where, name + way, ms, modelled))
     return found
 
 
@@ -87,14 +89,16 @@ SHARING, LENGTH, CAP_MB = 2, 2048, 400
 A100 = Hardware(312e12, 2.0e12, 300e9, 100e9, sharing=SHARING)
 
 
-def seconds_a_step(run, hardware, is_hidden=True):
-    """`run`: of PUBLISHED. Our stage 4 stands for the overlapped optimizer, which sends fp32 gradients after each
+def step_of(run, hardware, is_hidden=True):
+    """-> modelled seconds. Our stage 4 stands for the overlapped optimizer, which sends fp32 gradients after each
     micro-batch; stage 3 for the distributed one. Not `is_hidden`: each message is waited for at once."""
     kind, gpus, sequences, batch, _ = run
-    events = recorded_13b(kind, gpus // SHARING, batch)
-    if not is_hidden:
-        events = [one for event in events for one in (event, event._replace(what="wait"))[:1 + (event.what == "launch")]]
-    return replay(events, hardware, gpus // SHARING, sequences * SHARING // gpus // batch, kind == "overlapped")["seconds"]
+    d, events = gpus // SHARING, []
+    for event in recorded_13b(kind, d, batch):
+        is_fp32 = kind == "overlapped" and event.kind == "reduce_scatter"
+        events.append(event._replace(n_bytes=2 * event.n_bytes) if is_fp32 else event)
+        events += [event._replace(what="wait")] if event.what == "launch" and not is_hidden else []
+    return replay(events, hardware, d, sequences // d // batch, kind == "overlapped")["seconds"]
 
 
 @functools.lru_cache
@@ -102,29 +106,31 @@ def recorded_13b(kind, d, batch):
     spec = llama.NAMED["13b"]._replace(tensor_parallel=SHARING)
     cost = dryrun.cost_of(spec, dryrun.BF16, batch, LENGTH)
     row = dryrun.find({"overlapped": "stage 4 bf16", "distributed": "stage 3 bf16/fp32"}[kind])
-    events = dryrun.record(row, spec, d, cost, CAP_MB).events
-    return [event._replace(n_bytes=2 * event.n_bytes) if kind == "overlapped" and event.kind == "reduce_scatter" else event
-            for event in events]
+    return dryrun.record(row, spec, d, cost, CAP_MB).events
+
+
+def tokens(run):
+    """In a step, for each GPU."""
+    return run[2] * LENGTH / run[1]
 
 
 def published():
-    """-> {"tflops", "line": [the README's, the user's], "rows": [(what was done, *run, tokens/s), …]}."""
-    def measured(run):
-        return run[2] * LENGTH / run[1] / run[4]
-
+    """-> {"hardware": [(TFLOP/s, GB/s of a node), …] as calibrated, "rows": [(what was done, *run, modelled), …]}."""
     def rows(what, runs, hardware, is_hidden=True):
-        return [(what, *run, run[2] * LENGTH / run[1] / seconds_a_step(run, hardware, is_hidden)) for run in runs]
+        return [(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
+    first, (less, more) = PUBLISHED[0], A_USERS[:2]
+    theirs = calibrated("flops", lambda one: step_of(first, one), A100, tokens(first) / first[-1])
+    # These two differ in micro-batches alone, which send nothing: what they add is computing, and the rest is the line.
+    users = calibrated("flops", lambda one: step_of(more, one) - step_of(less, one), A100,
+                       tokens(more) / more[-1] - tokens(less) / less[-1])
+    users = calibrated("between", lambda one: step_of(less, one), users, tokens(less) / less[-1])
+    return {"hardware": [(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
+            "rows": [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
+                     *rows("calibrated", A_USERS[:2], users), *rows("predicted", A_USERS[2:], users),
+                     *rows("none hidden", A_USERS[2:], users, False)]}
 
-    def with_flops(rate):
-        return A100._replace(flops=rate)
-    first = with_flops(calibrated(lambda rate: seconds_a_step(PUBLISHED[0], with_flops(rate)), measured(PUBLISHED[0]),
-                                  1e12, 1e15))
-    less, more = A_USERS[:2]  # differ in micro-batches alone: the line's part is equal
-    user = with_flops(calibrated(lambda rate: seconds_a_step(more, with_flops(rate)) - seconds_a_step(less, with_flops(rate)),
-                                 measured(more) - measured(less), 1e12, 1e15))
-    user = user._replace(between=calibrated(lambda rate: seconds_a_step(less, user._replace(between=rate)), measured(less),
-                                            1e9, 1e12))
-    return {"hardware": [(one.flops / 1e12, one.between / 1e9) for one in (first, user)],
-            "rows": [*rows("calibrated", PUBLISHED[:1], first), *rows("predicted", PUBLISHED[1:], first),
-                     *rows("predicted", A_USERS, first), *rows("calibrated", A_USERS[:2], user),
-                     *rows("predicted", A_USERS[2:], user), *rows("none hidden", A_USERS[2:], user, False)]}
+
+def check(workers):
+    """`workers`: a ProcessPoolExecutor."""
+    here, elsewhere = workers.submit(two_hosts), workers.submit(published)
+    return {"two_hosts": here.result(), "published": elsewhere.result()}

@@ -341,6 +341,68 @@ def _number(value):
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def plan_sheets(result):
+    """Of harness/plan.py: what a rank holds, the same by number of ranks, time, and what the check found."""
+    check = plan_check_sheets(result["check"]) if "check" in result else []
+    return [plan_memory_sheet(result), state_sheet(result["rows"]), plan_time_sheet(result), *check]
+
+
+def plan_memory_sheet(result):
+    c, rows = result["conditions"], []
+    for row in result["rows"]:
+        figures = [*row["held"].values(), c["activations"], row["peak"][str(c["world"])]]
+        rows.append([row["name"], *(f"{n_bytes / 1e9:.2f}" for n_bytes in figures), str(row["fits_from"] or NONE)])
+    names = ("params", "grads", "main", "moments", "padding", "buffers", "activ.", "peak", "fits\nfrom d")
+    return Sheet(
+        f"What a rank of {c['world']} holds, in GB: {c['model']}, {c['parameters']:,} parameters a rank",
+        [("", ""), *((name, "counted") for name in names)], rows,
+        ["GB: 10⁹ bytes, after a step, on rank 0. main: fp32 copies of 16-bit parameters. buffers: those that buckets "
+         f"travel in. activ.: of a micro-batch of {c['batch_size']} x {c['sequence_length']}. peak: the most at one "
+         f"moment of a step. fits: in {c['device_memory']:g} GB, of d = 1, 2, 4, …; torch's allocator takes more."])
+
+
+def plan_time_sheet(result):
+    c = result["conditions"]
+    tokens = c["batch_size"] * c["sequence_length"] * c["accumulate"] / c["tensor_parallel"]
+    return Sheet(
+        f"A step of {c['model']} on {c['world'] * c['tensor_parallel']} x {c['device']}",
+        [("", ""), ("ms a step", "modelled"), ("exposed ms", "modelled"), ("tokens/s\na device", "modelled")],
+        [[row["name"], *(f"{1e3 * row['step'][key]:,.0f}" for key in ("seconds", "exposed_seconds")),
+          f"{tokens / row['step']['seconds']:,.0f}"] for row in result["rows"]],
+        [f"Assumed: {c['flops'] / 1e12:.0f} TFLOP/s, {c['efficiency']:.0%} of what the maker states, "
+         f"{c['memory_rate'] / 1e12:.2f} TB/s of memory, rings of {c['in_node'] / 1e9:.0f} GB/s in a node and "
+         f"{c['between'] / 1e9:.0f} GB/s between nodes of {c['per_node']}, {c['latency_in_node'] * 1e6:.0f} and "
+         f"{c['latency_between'] * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
+         f"nothing. {c['accumulate']} micro-batch(es) a step. exposed: the device waits for messages."])
+
+
+def plan_check_sheets(check):
+    def error(measured, modelled):
+        return f"{modelled / measured - 1:+.1%}"
+    hosts, runs = check["two_hosts"], check["published"]["rows"]
+    beyond = sorted({f"{row} ({where})" for where, row, measured, modelled in hosts if abs(modelled / measured - 1) > 0.1})
+    (flops, _), (users_flops, users_line) = check["published"]["hardware"]
+    return [
+        Sheet("Two hosts: a step, or a micro-batch",
+              [("", ""), ("row", ""), ("ms", "measured"), ("ms", "modelled"), ("error", "modelled")],
+              [[where, row, f"{measured:,.0f}", f"{modelled:,.0f}", error(measured, modelled)]
+               for where, row, measured, modelled in hosts],
+              ["The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 of "
+               "1514 bytes on the line are data, and sending takes no time of the one core that computes.",
+               f"Beyond 10 %: {', '.join(beyond) or 'none'}."]),
+        Sheet("LLaMA-13B on 8 x A100 a node: tokens/s a GPU",
+              [("", ""), ("optimizer", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
+               ("error", "modelled")],
+              [[what, kind, f"{gpus}", f"{sequences}", f"{found:,.0f}", f"{modelled:,.0f}", error(found, modelled)]
+               for what, kind, gpus, sequences, _, found, modelled in runs],
+              ["256 and 512 GPUs: Megatron-LLaMA's README; 128 GPUs: a user, issue 22 there. Calibrated: computing "
+               f"on the first row, {flops:.0f} TFLOP/s; below, on the user's two rows, {users_flops:.0f} TFLOP/s and "
+               f"{users_line:.0f} of 100 GB/s between nodes. none hidden: each message is waited for at once.",
+               "Assumed: 2 GPUs share a layer, sequences of 2048, 2048 of them a step with 256 and 512 GPUs, 4 a "
+               "micro-batch, the user's 2; overlapped: stage 4 with buckets of 400 MiB, and fp32 gradients sent after "
+               "each micro-batch; distributed: stage 3, once a step."])]
+
+
 def conditions_line(conditions):
     c = conditions
     shared = f" that share {c['gpus']} GPU(s)" if 0 < c.get("gpus", 0) < c["ranks"] else ""
