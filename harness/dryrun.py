@@ -1,88 +1,33 @@
 """A step of training that computes nothing: the code of a stage on tensors without memory, on rank 0 of d.
 
     spec = llama.NAMED["7b"]
-    cost = cost_of(spec, torch.bfloat16, batch_size=1, sequence_length=2048)
-    recorded = record(find("stage 4 bf16"), spec, 1024, cost)
+    cost = cost_of(spec, "bfloat16", batch_size=1, sequence_length=2048)
+    recorded = record("stage 4 bf16, 400 MB buckets", spec, 1024, cost)
     recorded.held      # {"parameters": bytes, "gradients": bytes, …}: a rank's, after a step
     recorded.events    # what happened, in order: see Event
 
-torch's fake tensors have shapes and no memory; its fake process group sends nothing. The optimizer is a stage's core:
-a guard asks tensors for their values, and fake ones have none. Its hooks, buckets and collectives run as in training.
-The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their size.
+torch's fake tensors have shapes and no memory; its fake process group sends nothing. Rows are those of the bench, with
+a stage's core: a guard asks tensors for their values, and fake ones have none. Its hooks, buckets and collectives run
+as in training. The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their size.
 """
 
+import importlib
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 import stage4_overlap
-from harness import peers
+from harness import buckets, peers
 from harness.ledger import Ledger
 from harness.llama import build_model, forward_flops
 from harness.measure import rank_0_of
-from harness.memory import StorageMemory
-from harness.owner_reduce import OwnerReduce
-from stage1_naive_broadcast.optimizer import ShardedOptimizer as Stage1
-from stage2_allgather.optimizer import ShardedOptimizer as Stage2
-from stage3_gradbuffer.optimizer import ShardedOptimizer as Stage3
-from stage4_overlap.optimizer import ShardedOptimizer as Stage4
+from harness.memory import StorageMemory, held_by, tensors_in
 from stage4_overlap.transport import GlooTransport
-
-FP32, BF16 = torch.float32, torch.bfloat16
-
-
-class Row(NamedTuple):
-    """`core`: of a stage, or None: AdamW on every rank. After a step a parameter takes `whole` + `shared` / d bytes,
-    and in stage 4 its share of two bucket buffers."""
-    name: str
-    dtype: torch.dtype
-    core: type | None
-    whole: int
-    shared: int
-    settings: dict = {}
-
-    @property
-    def formula(self):
-        return f"{self.whole} + {self.shared}/d{' + b' if self.core is Stage4 else ''}" if self.shared else "20"
-
-
-ROWS = [  # those in fp32 are called as in the bench
-    Row("ddp", FP32, None, 16, 0),
-    Row("owner reduce", FP32, OwnerReduce, 4, 12),
-    Row("stage 1 naive broadcast", FP32, Stage1, 8, 8),
-    Row("stage 2 all-gather", FP32, Stage2, 8, 8),
-    Row("stage 3 grad buffer", FP32, Stage3, 8, 8),
-    Row("stage 4 overlap", FP32, Stage4, 4, 12),
-    Row("ddp bf16", BF16, None, 20, 0),
-    Row("owner reduce all bf16", BF16, OwnerReduce, 2, 6),
-    Row("stage 1 all bf16", BF16, Stage1, 4, 4),
-    Row("stage 2 all bf16", BF16, Stage2, 4, 4),
-    Row("stage 3 bf16/fp32", BF16, Stage3, 6, 12, {"grad_dtype": FP32}),
-    Row("stage 3 bf16/bf16", BF16, Stage3, 4, 16),
-    Row("stage 4 bf16", BF16, Stage4, 2, 16),
-]
-
-
-def find(name):
-    return next(row for row in ROWS if row.name == name)
-
-
-def build(row, model, bucket_cap_mb):
-    """-> peers.Training. 16-bit parameters without a stage have fp32 copies on every rank, which AdamW steps."""
-    if row.core is None:
-        return (peers.compute_only if row.dtype == FP32 else peers.compute_only_16bit)(model, dict(fused=True))
-    sized = {"bucket_cap_mb": bucket_cap_mb} if row.core in (OwnerReduce, Stage4) else {}
-    training = peers.Training(model, model, row.core(model.parameters(), fused=True, **row.settings, **sized))
-    if row.core is Stage4:
-        training.optimizer.prefetch_params(model)
-    return training
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is counted
@@ -112,9 +57,11 @@ class Cost(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """`held`: bytes by kind after a step. `peak`: the most at one moment of a step, activations included."""
+    """`held`: bytes by kind after a step, `theory`: their sum by the formula. `peak`: the most at one moment of a step,
+    activations included."""
     numel: int
     held: dict
+    theory: float
     peak: float
     events: list
 
@@ -204,10 +151,6 @@ class FakeWork(dist.Work):
         return future
 
 
-def tensors_in(values):
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def bytes_touched(function, arguments, result):
     """What an operator reads and writes in the device's memory. Views touch nothing, and neither do empty tensors."""
     schema = function._schema
@@ -223,21 +166,28 @@ def bytes_touched(function, arguments, result):
 
 
 @contextmanager
-def fake(d, ddp_cap_mb=None, gloo=False):
-    """This process is rank 0 of d, and tensors have no memory. `gloo`: stage 4 exchanges parts, as there.
+def fake(d, name="", gloo=False):
+    """This process is rank 0 of d, tensors have no memory, and stages are cores. `gloo`: stage 4 exchanges parts.
 
     DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
     """
-    assign, transport = dist._compute_bucket_assignment_by_size, stage4_overlap.optimizer.transport_for
-    limits = [int(ddp_cap_mb * 2**20)] if ddp_cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+    assign, optimizer_class = dist._compute_bucket_assignment_by_size, peers._optimizer_class
+    cap_mb, transport = buckets.cap_mb_of(name), stage4_overlap.optimizer.transport_for
+    limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
 
     def in_order_of_gradients(tensors, _, sparse):
         buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
-    with rank_0_of(d), FakeTensorMode(), mock.patch.multiple(
-            dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
-            _verify_params_across_processes=lambda *args: None), mock.patch.object(
-            stage4_overlap.optimizer, "transport_for", (lambda group, *_: GlooTransport(group)) if gloo else transport):
+
+    def core(package):
+        if not package.startswith("stage"):
+            return optimizer_class(package)
+        return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
+    with (rank_0_of(d), FakeTensorMode(), mock.patch.object(peers, "_optimizer_class", core),
+          mock.patch.object(stage4_overlap.optimizer, "transport_for",
+                            (lambda group, *_: GlooTransport(group)) if gloo else transport),
+          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+                              _verify_params_across_processes=lambda *args: None)):
         yield
 
 
@@ -290,17 +240,16 @@ def stand_in(model, cost, dry):
     model.forward = forward
 
 
-def record(row, spec, d, cost, bucket_cap_mb=None, gloo=False):
-    """Two steps of `row` on rank 0 of d -> Recorded, of the second. `bucket_cap_mb`: in MiB; None: the row's default."""
-    with fake(d, bucket_cap_mb, gloo), Dry() as dry:
+def record(name, spec, d, cost, gloo=False):
+    """Two steps of that row on rank 0 of d -> Recorded, of the second."""
+    row = peers.find(name)
+    with fake(d, name, gloo), Dry() as dry:
         model = build_model(spec, row.dtype)
         stand_in(model, cost, dry)
-        training = build(row, model, bucket_cap_mb)
+        training = row.build(model, dict(fused=True))
         for number in (0, 1):
-            if number and row.core is None:  # now: it would change its buckets after its first step
-                training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
             dry.begin_step(number)
-            loss = training.forward()
+            loss = (training.forward if number else model)()  # DDP would change its buckets after its first step
             dry.phase = "backward"
             loss.backward()
             del loss
@@ -309,24 +258,6 @@ def record(row, spec, d, cost, bucket_cap_mb=None, gloo=False):
             training.update()
             held = held_by(training, dry.live)
             training.zero_grad()
-        return Recorded(sum(param.numel() for param in model.parameters()), held, dry.peak, dry.events)
-
-
-def held_by(training, live):
-    """`live`: bytes after a step -> {kind: bytes}. A storage is of the first kind that has a tensor in it; what its
-    tensors leave free is padding. What no kind knows are buffers: those that buckets travel in."""
-    inner = getattr(training.optimizer, "optimizer", training.optimizer)
-    params = list(training.model.parameters())
-    stepped = [param for group in inner.param_groups for param in group["params"]]
-    grads = [grad for one in [*params, *stepped] for grad in (one.grad, getattr(one, "main_grad", None))]
-    kinds = {"parameters": params, "gradients": tensors_in(grads), "main parameters": stepped,
-             "moments": tensors_in(list(inner.state.values()))}
-    held, seen, padding = {}, {}, 0
-    for kind, tensors in kinds.items():
-        mine = {}  # storage -> the tensors in it
-        for tensor in tensors:
-            if seen.setdefault(tensor.untyped_storage()._cdata, kind) == kind:
-                mine.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
-        held[kind] = sum(tensor.nbytes for group in mine.values() for tensor in group.values())
-        padding += sum(next(iter(group.values())).untyped_storage().nbytes() for group in mine.values()) - held[kind]
-    return {**held, "padding": padding, "buffers": round(live - sum(held.values()) - padding)}
+        numel = sum(param.numel() for param in model.parameters())
+        theory = row.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
+        return Recorded(numel, held, theory, dry.peak, dry.events)

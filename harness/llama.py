@@ -79,7 +79,7 @@ class Llama(nn.Module):
 def build_model(spec, dtype):
     """What one rank holds of the model. Fake tensors can't be converted in place: they are made in `dtype`."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         return Llama(spec) if spec.n_kv_heads else gpt(spec)
     finally:

@@ -121,3 +121,27 @@ class CudaMemory(StorageMemory):
     @property
     def reserved(self):
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
+
+
+def tensors_in(values):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def held_by(training, live):
+    """`live`: bytes after a step -> {kind: bytes}. A storage is of the first kind that has a tensor in it; what its
+    tensors leave free is padding. What no kind knows are buffers: those that buckets travel in."""
+    inner = getattr(training.optimizer, "optimizer", training.optimizer)
+    params = list(training.model.parameters())
+    stepped = [param for group in inner.param_groups for param in group["params"]]
+    grads = [grad for one in [*params, *stepped] for grad in (one.grad, getattr(one, "main_grad", None))]
+    kinds = {"parameters": params, "gradients": tensors_in(grads), "main parameters": stepped,
+             "moments": tensors_in(list(inner.state.values()))}
+    held, seen, padding = {}, {}, 0
+    for kind, tensors in kinds.items():
+        mine = {}  # storage -> the tensors in it
+        for tensor in tensors:
+            if seen.setdefault(tensor.untyped_storage()._cdata, kind) == kind:
+                mine.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        held[kind] = sum(tensor.nbytes for group in mine.values() for tensor in group.values())
+        padding += sum(next(iter(group.values())).untyped_storage().nbytes() for group in mine.values()) - held[kind]
+    return {**held, "padding": padding, "buffers": round(live - sum(held.values()) - padding)}

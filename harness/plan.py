@@ -11,16 +11,19 @@ one after the other, on stated hardware (harness/replay.py). Exit code: 0; 2 for
 import argparse
 import functools
 import json
+import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
-from harness import cli, dryrun, llama, plan_check, tables, timeline
+from harness import cli, dryrun, llama, peers, plan_check, tables, timeline
 from harness.replay import Hardware, replay
 
 fail = functools.partial(cli.fail, "plan")
-DTYPES = {"fp32": dryrun.FP32, "bf16": dryrun.BF16}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ROWS = {"fp32": [*peers.LADDER, "owner reduce"], "bf16": [row.name for row in peers.PLANNED]}
 RANKS, MORE_RANKS = (1, 8, 64, 1024), (8, 32, 128, 512)  # that all rows are counted at; that --advise compares at
 CAPS_MB = (25, 100, 400, 1600)  # buckets that --advise tries
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
@@ -48,7 +51,7 @@ def parse():
     add("--sequence-length", type=int, default=1024, help="tokens of a sequence (default 1024)")
     add("--accumulate", type=int, default=1, help="micro-batches a step, exchanged once (default 1)")
     add("--tensor-parallel", type=int, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=float, help="of stage 4, DDP and the owner's reduce (default: each one's own)")
+    add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: each one's own)")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
     add("--advise", action="store_true", help="also say in words what to take")
     add("--json", type=Path, metavar="PATH", help="write the result there as well, and the picture as .svg")
@@ -80,41 +83,38 @@ class Planner:
         self.cost = workers.submit(dryrun.cost_of, self.spec, DTYPES[args.dtype], args.batch_size,
                                    args.sequence_length).result()
 
-    def run(self, *tasks):
-        """(name of a row, d, bucket_cap_mb) each -> [dryrun.Recorded, …]"""
-        found = [self.workers.submit(dryrun.record, dryrun.find(name), self.spec, d, self.cost, cap_mb)
-                 for name, d, cap_mb in tasks]
-        return [one.result() for one in found]
+    def sized(self, name):
+        """The row, in buckets of --bucket-cap-mb where it has some."""
+        cap_mb = self.args.bucket_cap_mb if name.startswith(("stage 4", "ddp")) else None
+        return peers.sized_name(name, cap_mb) if cap_mb else name
+
+    def run(self, tasks):
+        """[(name of a row, d), …] -> {(name, d): dryrun.Recorded}"""
+        found = {(name, d): self.workers.submit(dryrun.record, name, self.spec, d, self.cost) for name, d in tasks}
+        return {task: one.result() for task, one in found.items()}
 
     def ms(self, recorded, d, micro_batches=1, exchange_each=False):
         """Of a micro-batch."""
         step = replay(recorded.events, self.hardware, d, micro_batches, exchange_each)
         return 1e3 * step["seconds"] / micro_batches
 
-    def fits(self, recorded):
-        return recorded.peak <= self.args.device_memory * 1e9
-
 
 def plan(planner):
     """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
-    args, cap_mb, rows = planner.args, planner.args.bucket_cap_mb, []
-    names = [row.name for row in dryrun.ROWS if row.dtype == DTYPES[args.dtype]]
+    args, rows = planner.args, []
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    tasks = [(name, d, cap_mb) for name in names for d in ranks]
-    found = {task[:2]: one for task, one in zip(tasks, planner.run(*tasks))}
-    for row in map(dryrun.find, names):
-        counted = {d: found[row.name, d] for d in ranks}
-        enough = next((d for d in ranks if planner.fits(counted[d])), 0)
-        fewer = [d for d in (2, 4, 16, 32, 128, 256, 512) if max(d for d in (0, *ranks) if d < max(enough, 1)) < d < enough]
-        enough = next((d for d, one in zip(fewer, planner.run(*((row.name, d, cap_mb) for d in fewer)))
-                       if planner.fits(one)), enough)
-        last = counted[args.world]
+    found = planner.run([(planner.sized(name), d) for name in ROWS[args.dtype] for d in ranks])
+    for name in ROWS[args.dtype]:
+        counted = {d: found[planner.sized(name), d] for d in ranks}
+        last, formula = counted[args.world], functools.partial(peers.find(name).bytes_per_param, 1)
+        whole, all_of_it = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (math.inf, 1))
+        shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
         rows.append({
-            "name": row.name, "formula": row.formula, "held": last.held, "fits_from": enough,
-            "peak": {str(d): one.peak for d, one in counted.items()},
+            "name": name, "formula": f"{whole:g}{shared}{' + b' if name.startswith('stage 4') else ''}",
+            "held": last.held, "peak": {str(d): one.peak for d, one in counted.items()},
+            "fits_from": next((d for d in ranks if counted[d].peak <= args.device_memory * 1e9), 0),
             "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
-            "bytes_per_param_theory": {str(d): row.whole + row.shared / d + one.held["buffers"] / one.numel
-                                       for d, one in counted.items()},
+            "bytes_per_param_theory": {str(d): one.theory / one.numel for d, one in counted.items()},
             "step": replay(last.events, planner.hardware, args.world, args.accumulate)})
     conditions = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
     return {"conditions": {**conditions, "parameters": last.numel, "activations": planner.cost.activations,
@@ -123,33 +123,34 @@ def plan(planner):
 
 def advice(planner, result):
     """-> sentences."""
-    args, world, fits_from = planner.args, planner.args.world, {row["name"]: row["fits_from"] for row in result["rows"]}
-    stage4, owner, ddp = (next(name for name in fits_from if name.startswith(kind)) for kind in ("stage 4", "owner", "ddp"))
-    sweep = dict(zip(CAPS_MB, planner.run(*((stage4, world, cap_mb) for cap_mb in CAPS_MB))))
-    ms = {cap_mb: planner.ms(one, world) for cap_mb, one in sweep.items()}
-    best = next(cap_mb for cap_mb in CAPS_MB if ms[cap_mb] <= AS_FAST * min(ms.values()))
-    fitting = {row["name"]: 1e3 * row["step"]["seconds"] for row in result["rows"] if row["fits_from"]}
-    fitting.pop(stage4, None)
-    if planner.fits(sweep[best]):
-        fitting[f"{stage4} with buckets of {best} MiB"] = ms[best]
-    said = ["Stage: of the rows that fit, " + ", ".join(f"{name} takes {fitting[name]:,.0f} ms" for name in
-                                                       sorted(fitting, key=fitting.get)) if fitting else
-            f"Stage: none fits in {args.device_memory:g} GB: let devices share layers (--tensor-parallel 8), or take FSDP2"]
-    said.append(f"Bucket of stage 4: {best} MiB. " + ", ".join(f"{cap_mb} MiB: {ms[cap_mb]:,.0f} ms" for cap_mb in CAPS_MB) +
-                f". The two buffers of the best hold {sweep[best].held['buffers'] / 1e9:.1f} GB")
-    once, each = (planner.ms(sweep[best], world, 8, exchange_each) for exchange_each in (False, True))
-    said.append(f"Accumulation: {'exchange each micro-batch' if each <= AS_FAST * once else 'exchange once, in no_sync()'}. "
-                f"Of 8 micro-batches one takes {once:,.0f} ms with an exchange a step, which holds whole gradients of "
-                f"{sweep[best].held['parameters'] / 1e9:.1f} GB, and {each:,.0f} ms with an exchange each, which doesn't")
+    args, world, rows = planner.args, planner.args.world, {row["name"]: row for row in result["rows"]}
+    stage4, owner, ddp = (next(name for name in rows if name.startswith(kind)) for kind in ("stage 4", "owner", "ddp"))
+    sizes = {cap_mb: peers.sized_name(stage4, cap_mb) for cap_mb in CAPS_MB}
     ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
-    times = {name: [planner.ms(one, d) for d, one in zip(ranks, planner.run(*((name, d, cap_mb) for d in ranks)))]
-             for name, cap_mb in ((stage4, best), (owner, args.bucket_cap_mb), (ddp, args.bucket_cap_mb))}
-    for name, title in ((owner, "The owner's reduce"), (ddp, "DDP")):
-        over = dict(zip(ranks, (theirs / ours for theirs, ours in zip(times[name], times[stage4]))))
-        behind = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), None)
-        said.append(f"{title}: {f'behind stage 4 from {behind} ranks on' if behind else f'not behind stage 4 on {world} ranks'}"
-                    f". Its time over stage 4's: {', '.join(f'{ratio:.2f} on {d}' for d, ratio in over.items())}. It fits "
-                    f"{f'from {fits_from[name]} rank(s) on' if fits_from[name] else 'on no number of ranks'}")
+    found = planner.run([(name, world) for name in sizes.values()])
+    ms = {cap_mb: planner.ms(found[name, world], world) for cap_mb, name in sizes.items()}
+    best = next(cap_mb for cap_mb in CAPS_MB if ms[cap_mb] <= AS_FAST * min(ms.values()))
+    tuned, ours = found[sizes[best], world], sizes[best]
+    fitting = {name: 1e3 * row["step"]["seconds"] for name, row in rows.items() if row["fits_from"] and name != stage4}
+    if tuned.peak <= args.device_memory * 1e9:
+        fitting[ours] = ms[best]
+    times = ", ".join(f"{name} {fitting[name]:,.0f} ms" for name in sorted(fitting, key=fitting.get))
+    once, each = (planner.ms(tuned, world, 8, exchange_each) for exchange_each in (False, True))
+    said = [f"Of the rows that fit in {args.device_memory:g} GB: {times}" if fitting else f"No row fits in "
+            f"{args.device_memory:g} GB: let devices share layers (--tensor-parallel 8), or take FSDP2",
+            f"Stage 4's best bucket: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step by size: "
+            + ", ".join(f"{cap_mb} MiB {ms[cap_mb]:,.0f} ms" for cap_mb in CAPS_MB),
+            f"Accumulate {'with an exchange each' if each <= AS_FAST * once else 'in no_sync(), with an exchange a step'}. "
+            f"Of 8 micro-batches one takes {once:,.0f} ms in no_sync(), which keeps {tuned.held['parameters'] / 1e9:.1f} GB "
+            f"of whole gradients, and {each:,.0f} ms with an exchange each, which doesn't"]
+    found = planner.run([(name, d) for name in (ours, owner, planner.sized(ddp)) for d in ranks])
+    for name, title in ((owner, "The owner's reduce"), (planner.sized(ddp), "DDP")):
+        over = {d: planner.ms(found[name, d], d) / planner.ms(found[ours, d], d) for d in ranks}
+        slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
+        fits = rows[owner if name == owner else ddp]["fits_from"]
+        said.append(f"{title} {f'falls behind stage 4 from {slower} ranks on' if slower else 'does not fall behind stage 4'}: "
+                    f"{', '.join(f'{ratio:.2f} of its time on {d}' for d, ratio in over.items())}. A rank "
+                    f"{f'has room for it from d = {fits} on' if fits else 'has no room for it'}")
     return [f"{one}." for one in said]
 
 

@@ -61,17 +61,15 @@ def of_a_part(where, part, only):
     """The rows of one table. `only`: ms of *compute only*, for where this table has no such row."""
     c, times, found = part["conditions"], times_of(part), []
     spec = llama.NAMED[c["model"]]
-    cost = dryrun.cost_of(spec, dryrun.FP32, c["batch_size"], c["sequence_length"])
+    cost = dryrun.cost_of(spec, "float32", c["batch_size"], c["sequence_length"])
     hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * c["bits_per_second"] / 8, per_node=1,
                      latency_between=HOST_LATENCY, backend="gloo")
-    alone = dryrun.record(dryrun.find("ddp"), spec, 1, cost).events  # sends nothing
+    alone = dryrun.record("ddp", spec, 1, cost).events  # sends nothing
     hosts = calibrated("flops", lambda one: replay(alone, one, 1)["seconds"], hosts,
                        times.pop(("compute only", 1, False), only) / 1e3)
     for (name, k, exchange_each), ms in sorted(times.items()):
-        base, size = buckets.base_of(name), buckets.size_of(name)
-        if base in {row.name for row in dryrun.ROWS}:
-            cap_mb = {"default": None, "one-parameter": peers.ONE_PARAMETER}.get(size) or float(size.split()[0])
-            events = dryrun.record(dryrun.find(base), spec, c["ranks"], cost, cap_mb, gloo=True).events
+        if buckets.base_of(name) in (*peers.LADDER, "owner reduce"):
+            events = dryrun.record(name, spec, c["ranks"], cost, gloo=True).events
             modelled = replay(events, hosts, c["ranks"], k, exchange_each)["seconds"] / k * 1e3
             way = f", {k} x {'each' if exchange_each else 'once'}" if "micro_batches" in part["rows"][0] else ""
             found.append((where, name + way, ms, modelled))
@@ -85,7 +83,7 @@ PUBLISHED = [("overlapped", 256, 2048, 4, 1890), ("distributed", 256, 2048, 4, 1
              ("overlapped", 512, 2048, 4, 1845), ("distributed", 512, 2048, 4, 1430)]
 A_USERS = [("distributed", 128, 1024, 2, 1885.8), ("distributed", 128, 2048, 2, 2045.4),
            ("overlapped", 128, 1024, 2, 1126.3), ("overlapped", 128, 2048, 2, 1142.1)]
-SHARING, LENGTH, CAP_MB = 2, 2048, 400
+SHARING, LENGTH = 2, 2048
 A100 = Hardware(312e12, 2.0e12, 300e9, 100e9, sharing=SHARING)
 
 
@@ -104,9 +102,9 @@ def step_of(run, hardware, is_hidden=True):
 @functools.lru_cache
 def recorded_13b(kind, d, batch):
     spec = llama.NAMED["13b"]._replace(tensor_parallel=SHARING)
-    cost = dryrun.cost_of(spec, dryrun.BF16, batch, LENGTH)
-    row = dryrun.find({"overlapped": "stage 4 bf16", "distributed": "stage 3 bf16/fp32"}[kind])
-    return dryrun.record(row, spec, d, cost, CAP_MB).events
+    cost = dryrun.cost_of(spec, "bfloat16", batch, LENGTH)
+    row = {"overlapped": "stage 4 bf16, 400 MB buckets", "distributed": "stage 3 bf16/fp32"}[kind]
+    return dryrun.record(row, spec, d, cost).events
 
 
 def tokens(run):

@@ -384,14 +384,14 @@ def plan_check_sheets(check):
     (flops, _), (users_flops, users_line) = check["published"]["hardware"]
     return [
         Sheet("Two hosts: a step, or a micro-batch",
-              [("", ""), ("row", ""), ("ms", "measured"), ("ms", "modelled"), ("error", "modelled")],
+              [("", ""), ("", ""), ("ms", "measured"), ("ms", "modelled"), ("error", "modelled")],
               [[where, row, f"{measured:,.0f}", f"{modelled:,.0f}", error(measured, modelled)]
                for where, row, measured, modelled in hosts],
               ["The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 of "
                "1514 bytes on the line are data, and sending takes no time of the one core that computes.",
                f"Beyond 10 %: {', '.join(beyond) or 'none'}."]),
         Sheet("LLaMA-13B on 8 x A100 a node: tokens/s a GPU",
-              [("", ""), ("optimizer", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
+              [("", ""), ("", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
                ("error", "modelled")],
               [[what, kind, f"{gpus}", f"{sequences}", f"{found:,.0f}", f"{modelled:,.0f}", error(found, modelled)]
                for what, kind, gpus, sequences, _, found, modelled in runs],

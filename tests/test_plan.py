@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import stage3_gradbuffer
-from harness import dryrun, llama
+from harness import dryrun, llama, peers, plan
 from harness.docs import code_lines
 from harness.dryrun import Event
 from harness.measure import Settings, _state_bytes
@@ -21,18 +21,21 @@ COST = dryrun.Cost(activations=1000.0, flops=2000.0)
 # ---------------------------------------------------------------------------------------------------------- counted
 
 
-@pytest.mark.parametrize("row", dryrun.ROWS, ids=lambda row: row.name)
+ROWS = [*(peers.find(name) for name in plan.ROWS["fp32"]), *peers.PLANNED]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
-    recorded = dryrun.record(row, TINY, 4, COST, bucket_cap_mb=2)
-    held = sum(recorded.held.values()) - recorded.held["buffers"]
-    assert held / recorded.numel == pytest.approx(row.whole + row.shared / 4, rel=0.02)
-    assert (recorded.held["buffers"] > 0.01 * recorded.numel) == (row.core is dryrun.Stage4)
+    is_sized = row.name.startswith("stage 4")
+    recorded = dryrun.record(f"{row.name}, 2 MB buckets" if is_sized else row.name, TINY, 4, COST)
+    assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)
+    assert (recorded.held["buffers"] > 0.01 * recorded.numel) == is_sized
 
 
 @pytest.mark.parametrize("name, dtypes", [("stage 3 grad buffer", ("float32", "float32")),
                                           ("stage 3 bf16/fp32", ("bfloat16", "float32"))])
 def test_a_dry_run_holds_what_the_guarded_optimizer_holds_on_real_tensors(name, dtypes):
-    recorded = dryrun.record(dryrun.find(name), TINY, 8, COST)
+    recorded = dryrun.record(name, TINY, 8, COST)
     counted, _ = _state_bytes(Settings(), 8, stage3_gradbuffer, *dtypes)
     assert sum(recorded.held.values()) == pytest.approx(counted * recorded.numel, rel=1e-4)
 
@@ -41,18 +44,18 @@ def test_a_llama_has_as_many_parameters_as_its_name_says():
     for name, numel in (("7b", 6_738_415_616), ("13b", 13_015_864_320)):
         spec = llama.NAMED[name]
         with dryrun.fake(1):
-            assert sum(param.numel() for param in llama.build_model(spec, dryrun.BF16).parameters()) == numel
+            assert sum(param.numel() for param in llama.build_model(spec, "bfloat16").parameters()) == numel
 
 
 def test_ranks_that_share_layers_hold_parts_of_them():
     with dryrun.fake(1):
         whole, half = (sum(param.numel() for param in llama.build_model(
-            llama.NAMED["7b"]._replace(n_layers=2, tensor_parallel=share), dryrun.BF16).parameters()) for share in (1, 2))
+            llama.NAMED["7b"]._replace(n_layers=2, tensor_parallel=share), "bfloat16").parameters()) for share in (1, 2))
     assert half / whole == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_step_of_stage_4_sends_gradients_during_backward_and_waits_for_parameters_in_forward():
-    events = dryrun.record(dryrun.find("stage 4 overlap"), TINY, 4, COST, bucket_cap_mb=2).events
+    events = dryrun.record("stage 4 overlap, 2 MB buckets", TINY, 4, COST).events
     sent = [event for event in events if event.what == "launch"]
     assert {event.phase for event in sent if event.kind == "reduce_scatter"} == {"backward"}
     assert {event.phase for event in sent if event.kind == "all_gather"} == {"step"}
@@ -61,7 +64,7 @@ def test_a_step_of_stage_4_sends_gradients_during_backward_and_waits_for_paramet
 
 
 def test_ddp_reduces_in_buckets_during_backward_and_waits_before_it_steps():
-    events = dryrun.record(dryrun.find("ddp"), TINY, 4, COST).events
+    events = dryrun.record("ddp", TINY, 4, COST).events
     sent = [event for event in events if event.what == "launch"]
     assert {event.kind for event in sent} == {"all_reduce"} and len(sent) > 1
     assert sum(event.n_bytes for event in sent) == 4 * 10_844_160
