@@ -8,7 +8,8 @@
 
 torch's fake tensors have shapes and no memory; its fake process group sends nothing. Rows are those of the bench, with
 a stage's core: a guard asks tensors for their values, and fake ones have none. Its hooks, buckets and collectives run
-as in training. The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their size.
+as in training. The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their
+size.
 """
 
 import importlib

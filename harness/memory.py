@@ -133,15 +133,19 @@ def held_by(training, live):
     inner = getattr(training.optimizer, "optimizer", training.optimizer)
     params = list(training.model.parameters())
     stepped = [param for group in inner.param_groups for param in group["params"]]
-    grads = [grad for one in [*params, *stepped] for grad in (one.grad, getattr(one, "main_grad", None))]
-    kinds = {"parameters": params, "gradients": tensors_in(grads), "main parameters": stepped,
-             "moments": tensors_in(list(inner.state.values()))}
-    held, seen, padding = {}, {}, 0
-    for kind, tensors in kinds.items():
-        mine = {}  # storage -> the tensors in it
+
+    def grads(tensors):
+        return tensors_in([[one.grad, getattr(one, "main_grad", None)] for one in tensors])
+    held = dict.fromkeys(("parameters", "gradients", "main parameters", "moments", "padding"), 0)
+    seen = set()
+    for kind, tensors in (("parameters", params), ("gradients", grads(params)), ("gradients", grads(stepped)),
+                          ("main parameters", stepped), ("moments", tensors_in(list(inner.state.values())))):
+        storages = {}  # -> bytes of it, bytes of it that tensors use
         for tensor in tensors:
-            if seen.setdefault(tensor.untyped_storage()._cdata, kind) == kind:
-                mine.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
-        held[kind] = sum(tensor.nbytes for group in mine.values() for tensor in group.values())
-        padding += sum(next(iter(group.values())).untyped_storage().nbytes() for group in mine.values()) - held[kind]
-    return {**held, "padding": padding, "buffers": round(live - sum(held.values()) - padding)}
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                storages.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += tensor.nbytes
+        held[kind] += sum(used for _, used in storages.values())
+        held["padding"] += sum(n_bytes - used for n_bytes, used in storages.values())
+        seen |= storages.keys()
+    return {**held, "buffers": round(live - sum(held.values()))}

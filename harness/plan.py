@@ -10,6 +10,7 @@ one after the other, on stated hardware (harness/replay.py). Exit code: 0; 2 for
 
 import argparse
 import functools
+import gc
 import json
 import math
 import multiprocessing
@@ -25,7 +26,7 @@ fail = functools.partial(cli.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*peers.LADDER, "owner reduce"], "bf16": [row.name for row in peers.PLANNED]}
 RANKS, MORE_RANKS = (1, 8, 64, 1024), (8, 32, 128, 512)  # that all rows are counted at; that --advise compares at
-CAPS_MB = (25, 100, 400, 1600)  # buckets that --advise tries
+CAPS_MB = (25, 100, 400, 1600, 6400)  # buckets that --advise tries
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
 EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
 # As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
@@ -103,10 +104,12 @@ def plan(planner):
     """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
     args, rows = planner.args, []
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    found = planner.run([(planner.sized(name), d) for name in ROWS[args.dtype] for d in ranks])
+    found = planner.run([(planner.sized(name), d) for name in ROWS[args.dtype] for d in ranks
+                         if d == args.world or not name.startswith("ddp")])
     for name in ROWS[args.dtype]:
-        counted = {d: found[planner.sized(name), d] for d in ranks}
-        last, formula = counted[args.world], functools.partial(peers.find(name).bytes_per_param, 1)
+        last = found[planner.sized(name), args.world]
+        counted = {d: found.get((planner.sized(name), d), last) for d in ranks}  # DDP's are all equal
+        formula = functools.partial(peers.find(name).bytes_per_param, 1)
         whole, all_of_it = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (math.inf, 1))
         shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
         rows.append({
@@ -116,6 +119,9 @@ def plan(planner):
             "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
             "bytes_per_param_theory": {str(d): one.theory / one.numel for d, one in counted.items()},
             "step": replay(last.events, planner.hardware, args.world, args.accumulate)})
+    for row in rows:
+        if row["step"]["seconds"] > 4 * min(one["step"]["seconds"] for one in rows):  # it would make a picture narrow
+            row["step"] = {key: row["step"][key] for key in ("seconds", "exposed_seconds")}
     conditions = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
     return {"conditions": {**conditions, "parameters": last.numel, "activations": planner.cost.activations,
                            "efficiency": EFFICIENCY, **planner.hardware._asdict()}, "rows": rows}
@@ -130,40 +136,39 @@ def advice(planner, result):
     found = planner.run([(name, world) for name in sizes.values()])
     ms = {cap_mb: planner.ms(found[name, world], world) for cap_mb, name in sizes.items()}
     best = next(cap_mb for cap_mb in CAPS_MB if ms[cap_mb] <= AS_FAST * min(ms.values()))
-    tuned, ours = found[sizes[best], world], sizes[best]
+    ours, tuned, room = sizes[best], found[sizes[best], world], f"{args.device_memory:g} GB"
+    found = planner.run([(name, d) for name in (ours, owner, planner.sized(ddp)) for d in ranks])
     fitting = {name: 1e3 * row["step"]["seconds"] for name, row in rows.items() if row["fits_from"] and name != stage4}
     if tuned.peak <= args.device_memory * 1e9:
         fitting[ours] = ms[best]
-    times = ", ".join(f"{name} {fitting[name]:,.0f} ms" for name in sorted(fitting, key=fitting.get))
     once, each = (planner.ms(tuned, world, 8, exchange_each) for exchange_each in (False, True))
-    said = [f"Of the rows that fit in {args.device_memory:g} GB: {times}" if fitting else f"No row fits in "
-            f"{args.device_memory:g} GB: let devices share layers (--tensor-parallel 8), or take FSDP2",
-            f"Stage 4's best bucket: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step by size: "
-            + ", ".join(f"{cap_mb} MiB {ms[cap_mb]:,.0f} ms" for cap_mb in CAPS_MB),
-            f"Accumulate {'with an exchange each' if each <= AS_FAST * once else 'in no_sync(), with an exchange a step'}. "
-            f"Of 8 micro-batches one takes {once:,.0f} ms in no_sync(), which keeps {tuned.held['parameters'] / 1e9:.1f} GB "
-            f"of whole gradients, and {each:,.0f} ms with an exchange each, which doesn't"]
-    found = planner.run([(name, d) for name in (ours, owner, planner.sized(ddp)) for d in ranks])
-    for name, title in ((owner, "The owner's reduce"), (planner.sized(ddp), "DDP")):
+    fits = "; ".join(f"{name}, {fitting[name]:,.0f} ms a step" for name in sorted(fitting, key=fitting.get))
+    by_size = ", ".join(f"{ms[cap_mb]:,.0f} ms with {cap_mb} MiB" for cap_mb in CAPS_MB)
+    said = [f"Stage: in {room} fit {fits}." if fitting else
+            f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
+            f"Bucket of stage 4: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step takes {by_size}.",
+            f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of 8 "
+            f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which keeps "
+            f"whole gradients of {tuned.held['parameters'] / 1e9:.1f} GB."]
+    for title, row, name in (("Owner's reduce", owner, owner), ("DDP", ddp, planner.sized(ddp))):
         over = {d: planner.ms(found[name, d], d) / planner.ms(found[ours, d], d) for d in ranks}
         slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
-        fits = rows[owner if name == owner else ddp]["fits_from"]
-        said.append(f"{title} {f'falls behind stage 4 from {slower} ranks on' if slower else 'does not fall behind stage 4'}: "
-                    f"{', '.join(f'{ratio:.2f} of its time on {d}' for d, ratio in over.items())}. A rank "
-                    f"{f'has room for it from d = {fits} on' if fits else 'has no room for it'}")
-    return [f"{one}." for one in said]
+        said.append(f"{title}: {f'behind stage 4 from {slower} ranks on' if slower else 'as fast as stage 4, or faster'}, "
+                    f"{', '.join(f'{ratio:.2f} of its time on {d}' for d, ratio in over.items())}. "
+                    f"It {'fits' if rows[row]['fits_from'] else 'does not fit'} in {room}.")
+    return said
 
 
 def picture(result):
-    """-> rows and title for timeline.svg and timeline.text."""
-    c = result["conditions"]
-    return ([(row["name"], row["step"]) for row in result["rows"]],
-            f"One step on rank 0 of {c['world']}, modelled: {c['model']}, {c['batch_size']} x {c['sequence_length']}")
+    """-> rows and title for timeline.svg and timeline.text: those that don't take four times as long as the fastest."""
+    c, steps = result["conditions"], {row["name"]: row["step"] for row in result["rows"] if "busy" in row["step"]}
+    return list(steps.items()), (f"One step on rank 0 of {c['world']}, modelled: {c['model']}, {c['batch_size']} x "
+                                 f"{c['sequence_length']}")
 
 
 def main():
     args = parse()
-    with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn")) as workers:
+    with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
         planner = Planner(args, workers)
         result = plan(planner)
         if args.advise:

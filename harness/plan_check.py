@@ -118,7 +118,7 @@ def published():
         return [(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
     first, (less, more) = PUBLISHED[0], A_USERS[:2]
     theirs = calibrated("flops", lambda one: step_of(first, one), A100, tokens(first) / first[-1])
-    # These two differ in micro-batches alone, which send nothing: what they add is computing, and the rest is the line.
+    # These two differ in micro-batches alone, which send nothing: they tell computing and the line apart.
     users = calibrated("flops", lambda one: step_of(more, one) - step_of(less, one), A100,
                        tokens(more) / more[-1] - tokens(less) / less[-1])
     users = calibrated("between", lambda one: step_of(less, one), users, tokens(less) / less[-1])

@@ -85,12 +85,15 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
                 arrives = leaves + message_seconds(event.kind, event.n_bytes, d, hardware)
                 free_at.update(dict.fromkeys(used, arrives))
                 arrived[step, event.index] = arrives
-                messages.append((event.kind, event.n_bytes, leaves, arrives))
+                if messages and (messages[-1]["kind"], messages[-1]["end"]) == (event.kind, leaves):  # close behind
+                    messages[-1].update(bytes=messages[-1]["bytes"] + event.n_bytes, end=arrives)
+                else:
+                    messages.append({"kind": event.kind, "bytes": event.n_bytes, "start": leaves, "end": arrives})
             phases.setdefault(event.phase, []).append((start, clock))
     busy = union(busy)
     return {"seconds": clock - began, "exposed_seconds": clock - began - length(busy),
             "phases": [(name, a - began, b - began) for name, spans in phases.items() for a, b in union(spans)],
             "busy": [(a - began, b - began) for a, b in busy],
-            "communication": [{"kind": kind, "bytes": n_bytes, "start": max(a, began) - began, "end": b - began}
-                              for kind, n_bytes, a, b in messages if b > began],
+            "communication": [{**one, "start": max(one["start"], began) - began, "end": one["end"] - began}
+                              for one in messages if one["end"] > began],
             "memory": most_alive([one for one in live if one[1]], began, clock)}
