@@ -2,8 +2,8 @@
 
     python -m harness.report        # or: make report
 
-writes what stands in README.md, results/*.md and the fourth chapter between a line that says <!-- report: NAME --> and
-<!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn anew too.
+writes what stands in README.md, results/*.md, docs/plan.md and the fourth chapter between a line that says
+<!-- report: NAME --> and <!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn anew too.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import buckets, cli, docs, gpu, tables, timeline
+from harness import buckets, cli, docs, gpu, plan, tables, timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -147,6 +147,47 @@ def _cuda_sheets():
     bench = _load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
     return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), tables.sheet_text(tables.sheets(bench)[0]),
             _conditions(bench)]
+
+
+PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',  # those of plan_NAME.json have no check
+         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --advise --json results/plan_70b.json"'}
+
+
+def _plan_sheets():
+    sheets = [sheet for name in PLANS for sheet in tables.plan_sheets({**_load(name, PLANS[name]), "check": None})]
+    return [tables.sheet_text(sheet) for sheet in sheets]
+
+
+def _plan_check_sheets():
+    return [tables.sheet_text(sheet) for sheet in tables.plan_check_sheets(_load("plan.json", PLANS["plan.json"])["check"])]
+
+
+def _planned():
+    """What make plan --advise says of each model."""
+    found = [(result["conditions"], result["advice"]) for result in (_load(name, PLANS[name]) for name in PLANS)]
+    return ["\n\n".join(f"{c['model']}, {c['world']} x {c['tensor_parallel']} {c['device'].upper()}, {c['dtype']}:\n\n"
+                        + _bullets(said) for c, said in found)]
+
+
+def _checked():
+    """How far modelled times are from measured and from published ones."""
+    check = _load("plan.json", PLANS["plan.json"])["check"]
+    runs = {is_whole: [(modelled / measured - 1, f"{row} in {where}") for where, row, measured, modelled in
+                       check["two_hosts"] if (" x " not in row) == is_whole] for is_whole in (True, False)}
+    near = {is_whole: sum(abs(error) <= 0.1 for error, _ in found) for is_whole, found in runs.items()}
+    error, which = max(runs[True], key=lambda run: abs(run[0]))
+    def errors(*words):
+        return ", ".join(f"{modelled / found - 1:+.1%}" for what, kind, gpus, _, _, found, modelled
+                         in check["published"]["rows"] if (what, kind, gpus > 128) in words)
+    return [_bullets([
+        f"Our two hosts: of {len(runs[True])} measured steps {near[True]} are modelled within 10 %; the farthest, {which}, "
+        f"is off by {error:+.1%}. Of {len(runs[False])} times with accumulation {near[False]} are.",
+        "Megatron-LLaMA's table: calibrated on one of four figures, the model is off by "
+        f"{errors(('predicted', 'overlapped', True), ('predicted', 'distributed', True))} in the other three.",
+        "A user's runs on 128 GPUs, where the overlapped optimizer was the slower one: with that table's calibration and "
+        "with one on the user's other runs, the model is off by "
+        f"{errors(('predicted', 'overlapped', False))}. With no message hidden it is off by "
+        f"{errors(('none hidden', 'overlapped', False))}."])]
 
 
 class Rung(NamedTuple):
@@ -342,10 +383,12 @@ BLOCKS = {
     "accumulation": _accumulation_sheets,
     "cuda": _cuda_sheets,
     "faults": _faults_sheets,
+    "plan": _plan_sheets,
+    "plan_check": _plan_check_sheets,
 }
 # These, and not as it looks in a terminal.
 MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets,
-            "overlap": _overlap}
+            "overlap": _overlap, "planned": _planned, "checked": _checked}
 
 
 def rewritten(text):
@@ -369,12 +412,18 @@ def buckets_picture():
     return buckets.picture([latest, *latest["other_rates"]])
 
 
-PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" / "buckets.svg": buckets_picture}
+def plan_picture(name):
+    return timeline.svg(*plan.picture(_load(name, PLANS[name])))
+
+
+PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" / "buckets.svg": buckets_picture,
+            **{ROOT / "results" / name.replace(".json", ".svg"): functools.partial(plan_picture, name) for name in PLANS}}
 
 
 def files():
     """Pages that have blocks."""
-    return [ROOT / "README.md", ROOT / "stage4_overlap" / "README.md", *sorted((ROOT / "results").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "stage4_overlap" / "README.md", ROOT / "docs" / "plan.md",
+            *sorted((ROOT / "results").glob("*.md"))]
 
 
 def main():

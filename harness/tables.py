@@ -344,7 +344,7 @@ def _number(value):
 
 def plan_sheets(result):
     """Of harness/plan.py: what a rank holds, the same by number of ranks, time, and what the check found."""
-    check = plan_check_sheets(result["check"]) if "check" in result else []
+    check = plan_check_sheets(result["check"]) if result.get("check") else []
     return [plan_memory_sheet(result), state_sheet(result["rows"]), plan_time_sheet(result), *check]
 
 
