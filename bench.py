@@ -1,6 +1,6 @@
 """Trains the same model in every row of harness/peers.py, on ranks that it starts, and compares time, traffic, memory.
 
-    python bench.py [--ranks 2] [--model tiny] [--rows "stage 4"] [--quick] [--json results/bench.json]
+    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json results/bench.json]
 
 Each row is checked against replicated training first; one that computes something else gets no time.
 Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
@@ -28,7 +28,7 @@ def parse(rows, models):
     parser.error = fail
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
-    add("--model", default="tiny", help=f"one of {', '.join(models)} (default tiny)")
+    add("--model", help=f"one of {', '.join(models)} (default: tiny, on a GPU medium)")
     add("--batch-size", type=int, default=4, help="sequences per rank (default 4)")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
     add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
@@ -40,7 +40,7 @@ def parse(rows, models):
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
-    cli.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
+    check_model(args, args.model or "medium", models)  # which of the defaults it is the ranks will say
     names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype
              or row.kind in ("reference", "noise")]
     if args.rows and not any(args.rows in name for name in names):
@@ -48,10 +48,14 @@ def parse(rows, models):
     return args, names
 
 
+def check_model(args, model, models):
+    args = argparse.Namespace(**{**vars(args), "model": model})
+    cli.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
+
+
 def main():
     args, names = parse(peers.ROWS, workload.MODELS)
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
-    settings = measure.Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
     try:
         train, _ = workload.split(workload.load_bytes(args.data))
         workload.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
@@ -64,6 +68,9 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
+            model = args.model or measure.default_model(workers)
+            check_model(args, model, workload.MODELS)
+            settings = measure.Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
             more = 0 if args.quick else len(names) + 4
             task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names) + more)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
 from harness import cli, host, memory, tables, workload
-from harness.measure import rank_0_of
+from harness.measure import commit, rank_0_of
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
@@ -99,7 +99,7 @@ def measure(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied
     on_gpu = device.type == "cuda"
     conditions = {"machine": torch.cuda.get_device_name(device) if on_gpu else "CPU", "torch": torch.__version__,
                   "dtype": "float32", "steps": n_steps, "copy_bytes_per_s": copy_rate(device, copied_bytes),
-                  "date": date.today().isoformat()}
+                  "commit": commit(), "date": date.today().isoformat()}
     rows = [facts(stage, name, d, device, n_steps) for name in models
             for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
     return {"conditions": conditions, "rows": rows, "host": host.measure_ranks(device, n_steps=host_steps)}
@@ -129,7 +129,7 @@ def sheet(result):
          f"device moves {rate / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB. "
          "What a stage does in the backward pass is not in these times.",
          f"{c['machine']} · torch {c['torch']} · {c['dtype']} · median of {c['steps']} steps, no communication · "
-         f"{c['date']}"])
+         f"{c['date']}{tables.commit_of(c)}"])
 
 
 def main():

@@ -10,6 +10,7 @@ import gc
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from datetime import date
@@ -28,7 +29,7 @@ import stage4_overlap
 from harness import peers, workload
 from harness.launch import WorkerError
 from harness.ledger import Ledger
-from harness.memory import Memory
+from harness.memory import KINDS, Memory, mark_grads, mark_state
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
 MICRO_BATCHES = (1, 2, 4, 8)  # a step
@@ -101,7 +102,8 @@ def examine(rank, settings, name):
     """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
 
     -> dict, of this rank; but "max_abs_diff" and "movement", the largest difference of any parameter from the
-    reference's and from the start, of all ranks. The phases of memory are those of step 1, which makes the state.
+    reference's and from the start, of all ranks. "memory_bytes", after each phase, is of step 1, which makes the state;
+    "peak_bytes", within each, of step 2, which finds one there; "held_bytes", by kind, is what lives on after that.
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
@@ -113,17 +115,15 @@ def examine(rank, settings, name):
         phases = {"model": memory.live}
         training = row.build(model, adamw(settings))
         phases["optimizer"] = memory.settled()
-        training.forward_backward(batches[0])
-        phases["backward"] = memory.settled()
-        training.update()
-        phases["step"] = memory.settled()
+        build_peak = memory.peak
+        first_peaks, after, _ = memory_of_step(memory, training, batches[0])
+        phases.update({phase: after[phase] for phase in ("backward", "step")})
         training.zero_grad()
-        training.forward_backward(batches[1])
-        training.update()
-        training.finish()
-        held = memory.settled()
+        peaks, _, activations = memory_of_step(memory, training, batches[1])
+        kinds = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
         training.zero_grad()
-        phases["peak"] = memory.peak
+        phases["peak"] = max(build_peak, *first_peaks.values(), *peaks.values())
+        peaks = {"build": build_peak, **{phase: peaks[phase] for phase in ("forward", "backward", "step")}}
         if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
             phases["reserved"] = memory.reserved
     dist.barrier()
@@ -142,9 +142,40 @@ def examine(rank, settings, name):
     return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes, **line,
             "message_bytes": ledger.message_bytes,
             "wire_bytes_theory": round(row.wire_bytes(numel, rank.world_size)),
-            "memory_bytes": phases, "bytes_per_param": held / numel,
+            "memory_bytes": phases, "peak_bytes": peaks, "activation_bytes": activations, "held_bytes": kinds,
+            "bytes_per_param": sum(kinds.values()) / numel,
             "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer),
             "max_abs_diff": difference, "movement": movement}
+
+
+def memory_of_step(memory, training, batch):
+    """One step, without the zeroing -> (peak within each phase, bytes after each phase, bytes of activations).
+
+    Activations: what is alive when the forward pass ends and was not before, but no parameters: FSDP2 gathers those.
+    Afterwards `memory.by_kind()` tells parameters, gradients and state from the rest.
+    """
+    def without_params():
+        memory.mark("parameters", training.model.parameters())
+        return memory.live - memory.by_kind().get("parameters", 0)
+
+    def end(phase):
+        after[phase], peaks[phase] = memory.settled(), memory.peak
+        memory.reset_peak()
+    after, peaks = {}, {}
+    end("before")
+    before = without_params()
+    loss = training.forward(*batch)
+    end("forward")
+    activations = without_params() - before
+    loss.backward()
+    del loss
+    end("backward")
+    mark_grads(memory, training.model.parameters())
+    training.update()
+    training.finish()
+    end("step")
+    mark_state(memory, training.optimizer)
+    return peaks, after, activations
 
 
 def bytes_on_the_line():
@@ -218,7 +249,29 @@ def describe(rank, settings):
             "backend": rank.backend, "device": rank.device.type, "gpus": torch.cuda.device_count() if on_gpu else 0,
             "ranks": rank.world_size,
             "threads_per_rank": torch.get_num_threads(), **settings._asdict(), "parameters": numel,
-            "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "date": date.today().isoformat()}
+            "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "commit": commit(),
+            "date": date.today().isoformat()}
+
+
+def commit(folder=Path(__file__).parents[1]):
+    """Of which code a figure is -> "abc1234"; with a + where the code has changed since; outside of git "unknown"."""
+    def git(*command):
+        return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
+    try:
+        code = "--", "*.py", "Makefile"  # results and pages may be in the making
+        changed = git("status", "--porcelain", "--untracked-files=no", *code)
+        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def device_type(rank):
+    return rank.device.type
+
+
+def default_model(workers):
+    """The one whose step takes long enough to show something there."""
+    return "medium" if _on_rank_0(workers, device_type) == "cuda" else "tiny"
 
 
 def _cpu_name():
@@ -418,13 +471,15 @@ def _on_rank_0(workers, function, *args):
 
 
 def _over_ranks(parts):
-    """Bytes in memory: of the rank that holds most. Bytes on the wire and bytes a parameter: the mean over ranks.
+    """Bytes in memory: of the rank that holds most, in each phase; by kind: of the one that holds most after a step.
 
-    Collectives: of rank 0.
+    Bytes on the wire and bytes a parameter: the mean over ranks. Collectives: of rank 0.
     """
-    phases = parts[0]["memory_bytes"]
-    return {**parts[0],
-            "memory_bytes": {phase: max(part["memory_bytes"][phase] for part in parts) for phase in phases},
+    def most(key):
+        return {phase: max(part[key][phase] for part in parts) for phase in parts[0][key]}
+    return {**parts[0], "memory_bytes": most("memory_bytes"), "peak_bytes": most("peak_bytes"),
+            "held_bytes": max((part["held_bytes"] for part in parts), key=lambda kinds: sum(kinds.values())),
+            "activation_bytes": max(part["activation_bytes"] for part in parts),
             **{key: round(statistics.mean(part[key] for part in parts))
                for key in ("wire_bytes", "line_bytes") if key in parts[0]},
             "bytes_per_param": statistics.mean(part["bytes_per_param"] for part in parts)}

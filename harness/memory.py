@@ -4,17 +4,23 @@
         model = GPT(config).to(device)
         memory.live      # bytes of all tensors made since, and still alive
         memory.peak      # the most that were alive at one moment since the start, or since memory.reset_peak()
+        memory.mark("parameters", model.parameters())
+        memory.by_kind() # {"parameters": bytes, …, REST: bytes that nothing was said of}; the sum is memory.live
 
 What is counted is what tensors hold, on a CPU as on a GPU. What a kernel needs only while it runs is not, and neither
 are buffers that the communication library keeps for itself.
 """
 
+import collections
 import gc
 import threading
 import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+REST = "buffers"  # what nobody has marked: after a step that is what neither the model nor an optimizer calls its own
+KINDS = "parameters", "gradients", "state", REST
 
 
 def Memory(device):
@@ -34,6 +40,7 @@ class StorageMemory(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes]
+        self.kinds = weakref.WeakKeyDictionary()  # storage -> what `mark` has called it
 
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_  # frees and brings back memory, and is no operator
@@ -60,19 +67,26 @@ class StorageMemory(TorchDispatchMode):
         for tensor in tensors:
             self._track(tensor.untyped_storage())
 
+    def mark(self, kind, tensors):
+        """Says what the storages of `tensors` are, for good: a storage keeps the first kind that it was given."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                self.kinds.setdefault(plain.untyped_storage(), kind)
+
+    def by_kind(self):
+        """-> {kind: bytes of it that are alive, …, REST: bytes}: every storage counts once, the sum is `live`."""
+        found = collections.Counter({REST: 0})
+        for storage, size in list(self.sizes.items()):
+            found[self.kinds.get(storage, REST)] += size[0]
+        return dict(found)
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         torch.utils._pytree.tree_map_only(torch.Tensor, self._track_tensor, result)
         return result
 
     def _track_tensor(self, tensor):
-        """A DTensor is a wrapper: its own storage has the size of the whole and no memory; what is inside counts."""
-        if is_traceable_wrapper_subclass(tensor):
-            for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-                if isinstance(inner, torch.Tensor):
-                    self._track_tensor(inner)
-        else:
-            self._track(tensor.untyped_storage())
+        self.track(plain_tensors(tensor))
 
     def _track(self, storage):
         size = self.sizes.get(storage)
@@ -92,6 +106,34 @@ class StorageMemory(TorchDispatchMode):
         if storage in self.sizes:
             self._add(self.sizes[storage], storage.nbytes())
         return storage
+
+
+def plain_tensors(tensor):
+    """A DTensor is a wrapper: its own storage has the size of the whole and no memory; what is inside counts."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for one in inner if isinstance(one, torch.Tensor) for plain in plain_tensors(one)]
+
+
+def mark_grads(memory, params):
+    """`main_grad` is where stage 3 keeps what `grad` can't be, since its dtype is another one."""
+    grads = [getattr(param, name, None) for param in params for name in ("grad", "main_grad")]
+    memory.mark("gradients", [grad for grad in grads if grad is not None])
+
+
+def mark_state(memory, optimizer):
+    """Of `optimizer` and those inside: what is kept for a step, and the gradients of what they step.
+
+    What they step beside the model's parameters, which are marked before, is state too: main parameters.
+    """
+    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    values = torch.utils._pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    mark_grads(memory, stepped)
+    memory.mark("state", stepped + [value for value in values if isinstance(value, torch.Tensor)])
+    for inner in vars(optimizer).values():
+        if isinstance(inner, torch.optim.Optimizer):
+            mark_state(memory, inner)
 
 
 def forget_peaks(device):

@@ -146,15 +146,16 @@ def advice(planner, result):
     by_size = ", ".join(f"{ms[cap_mb]:,.0f} ms with {cap_mb} MiB" for cap_mb in CAPS_MB)
     said = [f"Stage: in {room} fit {fits}." if fitting else
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
-            f"Bucket of stage 4: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step takes {by_size}.",
+            f"Bucket of stage 4: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step takes "
+            f"{by_size}.",
             f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of 8 "
-            f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which keeps "
-            f"whole gradients of {tuned.held['parameters'] / 1e9:.1f} GB."]
+            f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
+            f"keeps whole gradients of {tuned.held['parameters'] / 1e9:.1f} GB."]
     for title, row, name in (("Owner's reduce", owner, owner), ("DDP", ddp, planner.sized(ddp))):
         over = {d: planner.ms(found[name, d], d) / planner.ms(found[ours, d], d) for d in ranks}
         slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
-        said.append(f"{title}: {f'behind stage 4 from {slower} ranks on' if slower else 'as fast as stage 4, or faster'}, "
-                    f"{', '.join(f'{ratio:.2f} of its time on {d}' for d, ratio in over.items())}. "
+        said.append(f"{title}: {f'behind stage 4 from {slower} ranks on' if slower else 'as fast as stage 4 or faster'}, "
+                    f"{' and '.join(f'{over[d]:.2f} of its time on {d}' for d in sorted({ranks[0], world}))}. "
                     f"It {'fits' if rows[row]['fits_from'] else 'does not fit'} in {room}.")
     return said
 

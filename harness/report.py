@@ -2,8 +2,9 @@
 
     python -m harness.report        # or: make report
 
-writes what stands in README.md, results/*.md, docs/plan.md and the fourth chapter between a line that says
-<!-- report: NAME --> and <!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn anew too.
+writes what stands in README.md, docs/plan.md and results/*.md between a line that says <!-- report: NAME --> and
+<!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn
+anew too.
 """
 
 import argparse
@@ -65,8 +66,12 @@ def _load_bench():
 
 def _bench_sheets():
     result = _load_bench()
-    time, memory = (tables.sheet_text(sheet) for sheet in tables.sheets(result)[:2])
-    return [time, memory, _conditions(result)]
+    return [*_time_and_memory(result), _conditions(result)]
+
+
+def _time_and_memory(result):
+    columns = tables.width(result["conditions"])
+    return [tables.sheet_text(sheet, columns) for sheet in (tables.sheets(result)[0], *tables.memory_sheets(result))]
 
 
 def _state_sheets():
@@ -145,48 +150,48 @@ def _faults_sheets():
 
 def _cuda_sheets():
     bench = _load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
-    return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), tables.sheet_text(tables.sheets(bench)[0]),
-            _conditions(bench)]
+    return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), *_time_and_memory(bench), _conditions(bench)]
 
 
-PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',  # those of plan_NAME.json have no check
-         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --advise --json results/plan_70b.json"'}
+PLANS = {"plan.json": ' ARGS="--bucket-cap-mb 1600 --advise --check --json results/plan.json"',
+         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --bucket-cap-mb 6400 --json results/plan_70b.json"'}
+
+
+def _plans():
+    return [_load(name, arguments) for name, arguments in PLANS.items()]
 
 
 def _plan_sheets():
-    sheets = [sheet for name in PLANS for sheet in tables.plan_sheets({**_load(name, PLANS[name]), "check": None})]
-    return [tables.sheet_text(sheet) for sheet in sheets]
+    return [tables.sheet_text(sheet) for result in _plans() for sheet in tables.plan_sheets({**result, "check": None})]
 
 
 def _plan_check_sheets():
-    return [tables.sheet_text(sheet) for sheet in tables.plan_check_sheets(_load("plan.json", PLANS["plan.json"])["check"])]
+    return [tables.sheet_text(sheet) for sheet in tables.plan_check_sheets(_plans()[0]["check"])]
 
 
 def _planned():
-    """What make plan --advise says of each model."""
-    found = [(result["conditions"], result["advice"]) for result in (_load(name, PLANS[name]) for name in PLANS)]
-    return ["\n\n".join(f"{c['model']}, {c['world']} x {c['tensor_parallel']} {c['device'].upper()}, {c['dtype']}:\n\n"
-                        + _bullets(said) for c, said in found)]
+    """What make plan --advise says."""
+    return [_bullets(_plans()[0]["advice"])]
 
 
 def _checked():
     """How far modelled times are from measured and from published ones."""
-    check = _load("plan.json", PLANS["plan.json"])["check"]
-    runs = {is_whole: [(modelled / measured - 1, f"{row} in {where}") for where, row, measured, modelled in
-                       check["two_hosts"] if (" x " not in row) == is_whole] for is_whole in (True, False)}
-    near = {is_whole: sum(abs(error) <= 0.1 for error, _ in found) for is_whole, found in runs.items()}
-    error, which = max(runs[True], key=lambda run: abs(run[0]))
+    check = _plans()[0]["check"]
+    whole, parts = ([(modelled / measured - 1, f"{row}, {where}") for where, row, measured, modelled in check["two_hosts"]
+                     if (" x " in row) == is_part] for is_part in (False, True))
+    near, near_parts = (sum(abs(error) <= 0.1 for error, _ in found) for found in (whole, parts))
+    farthest, which = max(whole, key=lambda run: abs(run[0]))
+
     def errors(*words):
         return ", ".join(f"{modelled / found - 1:+.1%}" for what, kind, gpus, _, _, found, modelled
                          in check["published"]["rows"] if (what, kind, gpus > 128) in words)
     return [_bullets([
-        f"Our two hosts: of {len(runs[True])} measured steps {near[True]} are modelled within 10 %; the farthest, {which}, "
-        f"is off by {error:+.1%}. Of {len(runs[False])} times with accumulation {near[False]} are.",
-        "Megatron-LLaMA's table: calibrated on one of four figures, the model is off by "
-        f"{errors(('predicted', 'overlapped', True), ('predicted', 'distributed', True))} in the other three.",
-        "A user's runs on 128 GPUs, where the overlapped optimizer was the slower one: with that table's calibration and "
-        "with one on the user's other runs, the model is off by "
-        f"{errors(('predicted', 'overlapped', False))}. With no message hidden it is off by "
+        f"Our two hosts: {near} of {len(whole)} steps are modelled within 10 %, the farthest ({which}) {farthest:+.1%} "
+        f"off; with accumulation {near_parts} of {len(parts)}.",
+        "Megatron-LLaMA's table: calibrated on one of four figures, the others are "
+        f"{errors(('predicted', 'overlapped', True), ('predicted', 'distributed', True))} off.",
+        "A user's 128 GPUs, where the overlapped optimizer was the slower one: "
+        f"{errors(('predicted', 'overlapped', False))} off; with no message hidden "
         f"{errors(('none hidden', 'overlapped', False))}."])]
 
 
@@ -227,12 +232,10 @@ def _ladder():
             f"{rung.sent}: {sent / 1e6:.1f}{mark}" if sent else rung.sent,
             str(docs.core_lines(ROOT / rung.folder)) if rung.folder else tables.NONE,
             f"{buckets.ratio(row, ddp):.2f}" if row.get("step_ms") and ddp.get("step_ms") else tables.NONE]))
-    default = (f" With its default buckets DDP takes {buckets.ratio(rows['ddp'], ddp):.2f} on this scale."
-               if ddp is not rows["ddp"] else "")
     notes = (f"Counted: on {c['ranks']} ranks, {c['parameters']:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
              "bytes (d-1)/d are sent. \\* gloo's reduce-scatter sends twice its bytes. b: two bucket buffers. Code "
              f"lines: of the core. Measured: time of a step over that of {_ddp_words(result)}, on two hosts "
-             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).{default}")
+             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).")
     return ["\n".join(lines), textwrap.fill(notes, 118)]
 
 
@@ -264,14 +267,19 @@ def _lead(result):
 
 
 def _ahead():
-    """README's own line for each rate, in few words."""
+    """README's own line for each rate."""
+    return [_bullets(_leads())]
+
+
+def _leads():
+    """The time of stage 4 beside DDP's, in few words."""
     found = []
     for result in _by_rate():
         rows, tuned = _times(result), buckets.tuned(result, "ddp")
         by_tuned = f"{buckets.ratio(rows[buckets.STAGE_4], tuned):.2f}" if tuned else "not measured"
         found.append(f"{result['conditions']['rate']}: {buckets.ratio(rows[buckets.STAGE_4], rows['ddp']):.2f} of "
                      f"default DDP; of DDP with the best size: {by_tuned}.")
-    return [_bullets(found)]
+    return found
 
 
 def _bullets(sentences):
@@ -290,11 +298,6 @@ def _apart(result):
         return f"{rate}: overlap taken apart: not measured, `make network RATE={rate}`."
     parts = [f"{words} {buckets.ratio(rows[name], rows['stage 4 neither']):.2f}" for name, words in APART.items()]
     return f"{rate}: of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
-
-
-def _overlap():
-    """The fourth chapter's own lines: the lead, and what each half of the overlap buys."""
-    return [_bullets(say(result) for say in (_lead, _apart) for result in _by_rate())]
 
 
 def _owner(result):
@@ -388,7 +391,7 @@ BLOCKS = {
 }
 # These, and not as it looks in a terminal.
 MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets,
-            "overlap": _overlap, "planned": _planned, "checked": _checked}
+            "planned": _planned, "checked": _checked}
 
 
 def rewritten(text):
@@ -417,13 +420,12 @@ def plan_picture(name):
 
 
 PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" / "buckets.svg": buckets_picture,
-            **{ROOT / "results" / name.replace(".json", ".svg"): functools.partial(plan_picture, name) for name in PLANS}}
+            **{(ROOT / "results" / name).with_suffix(".svg"): functools.partial(plan_picture, name) for name in PLANS}}
 
 
 def files():
     """Pages that have blocks."""
-    return [ROOT / "README.md", ROOT / "stage4_overlap" / "README.md", ROOT / "docs" / "plan.md",
-            *sorted((ROOT / "results").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "docs" / "plan.md", *sorted((ROOT / "results").glob("*.md"))]
 
 
 def main():

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import buckets
+from harness.memory import KINDS
 
 NONE = "–"
 EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
@@ -29,11 +30,9 @@ class Sheet(NamedTuple):
 
 
 def sheets(result):
-    """-> list of Sheets: time and traffic; floors, where there is a line; memory and correctness; model state."""
+    """-> list of Sheets: time and traffic; floors, where there is a line; memory, correctness; model state."""
     rows, conditions = result["rows"], result["conditions"]
-    wire_notes, memory_notes = Notes(), Notes()
-    has_16_bits = any(row["dtype"] != "float32" for row in rows)
-    of_16_bits = ", in 16 bits from replicated training with fp32 copies" * has_16_bits
+    wire_notes = Notes()
     time = Sheet(
         "Time and traffic of a step",
         [("", ""), ("ms/step\nmedian", "measured"), ("min–max", "measured"), ("x ddp", "measured"),
@@ -42,6 +41,23 @@ def sheets(result):
          for row in rows],
         ["x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
          *[EXPOSED] * any("timeline" in row for row in rows), *_noise_note(conditions), *wire_notes, *failures(rows)])
+    line = [line_sheet(result)] if "bits_per_second" in conditions else []
+    state = [state_sheet(result["model_state"])] if "model_state" in result else []
+    gathered = [gathered_sheet(result["gathered"])] if "gathered" in result else []
+    accumulation = [accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
+    host = [host_sheet(rows) for rows in result.get("host", [])]
+    if accumulation and "ddp" in result["accumulation"]:
+        accumulation.append(share_sheet(result["accumulation"]))
+    caps = [caps_sheet(result["caps"])] if "caps" in result else []
+    sweep = [buckets_sheet(result["sweep"])] if "sweep" in result else []
+    return [time, *line, *sweep, *accumulation, *memory_sheets(result), *state, *gathered, *caps, *host]
+
+
+def memory_sheets(result):
+    """-> Sheets: memory and correctness; and of what kind it is, where that was counted: older results lack it."""
+    rows, conditions, memory_notes = result["rows"], result["conditions"], Notes()
+    has_16_bits = any(row["dtype"] != "float32" for row in rows)
+    of_16_bits = ", in 16 bits from replicated training with fp32 copies" * has_16_bits
     memory = Sheet(
         "Memory of a rank, and the difference from ddp",
         [("", ""), ("model\ninit", "counted"), ("optimizer\ninit", "counted"), ("forward\nbackward", "counted"),
@@ -54,16 +70,30 @@ def sheets(result):
          f"Largest |Δ|: of any parameter on any rank, from ddp{of_16_bits}, after 3 steps; "
          f"allowed: {_number(conditions['tolerance'])}.",
          *memory_notes])
-    line = [line_sheet(result)] if "bits_per_second" in conditions else []
-    state = [state_sheet(result["model_state"])] if "model_state" in result else []
-    gathered = [gathered_sheet(result["gathered"])] if "gathered" in result else []
-    accumulation = [accumulation_sheet(result["accumulation"]["rows"])] if "accumulation" in result else []
-    host = [host_sheet(rows) for rows in result.get("host", [])]
-    if accumulation and "ddp" in result["accumulation"]:
-        accumulation.append(share_sheet(result["accumulation"]))
-    caps = [caps_sheet(result["caps"])] if "caps" in result else []
-    sweep = [buckets_sheet(result["sweep"])] if "sweep" in result else []
-    return [time, *line, *sweep, *accumulation, memory, *state, *gathered, *caps, *host]
+    return [memory, *[kinds_sheet(rows)] * any("held_bytes" in row for row in rows)]
+
+
+def kinds_sheet(rows):
+    """The peak within each phase of a step, and what it comes from. Counted."""
+    def cells(row):
+        peaks, held = row.get("peak_bytes", {}), row.get("held_bytes", {})
+        found = [*(peaks.get(phase) for phase in ("build", "forward", "backward", "step")),
+                 *(held.get(kind) for kind in KINDS), row.get("activation_bytes")]
+        return [_label(row), *(NONE if n_bytes is None else _megabytes(n_bytes) for n_bytes in found)]
+    return Sheet(
+        "Peak within each phase, and what a rank holds after a step, counted, in MB",
+        [(name, "") for name in ("", "peak:\nbuild", "\nforward", "\nbackward", "\nstep", "held:\nparam.", "\ngrads",
+                                 "\nstate", "\nbuffers", "activa-\ntions")],
+        [cells(row) for row in rows if row["kind"] != "noise"],
+        ["Forward, backward and step: of the second step, which finds a state. The four kinds add up to all that is "
+         "held, on the rank that holds most. State: moments and main parameters. Buffers: what is left, such as the "
+         "bucket buffers of stage 4; the one buffer of stage 3 and DDP's buckets are gradients. Activations: what the "
+         "forward pass leaves for the backward pass."])
+
+
+def _megabytes(n_bytes):
+    """In few digits: tens of thousands of MB have no decimal."""
+    return f"{n_bytes / 1e6:.1f}" if n_bytes < 1e9 else f"{n_bytes / 1e6:.0f}"
 
 
 def _label(row):
@@ -418,13 +448,18 @@ def conditions_line(conditions):
         f"{c['backend']}, {c['ranks']} rank(s) x {c['threads_per_rank']} thread(s){shared}{hosts}{tcp}",
         f"{c['model']}: {c['parameters']:,} parameters, {c['dtype']}, AdamW",
         f"a rank's batch: {c['batch_size']} x {c['sequence_length']} bytes",
-        f"{c['rounds']} rounds of {c['steps']} steps", c["date"]])
+        f"{c['rounds']} rounds of {c['steps']} steps", f"{c['date']}{commit_of(c)}"])
+
+
+def commit_of(conditions):
+    """Of which code the figures are; older results don't say."""
+    return f" · commit {conditions['commit']}" if "commit" in conditions else ""
 
 
 def show(result):
-    """Prints all tables, made for 100 columns, 110 on CUDA."""
+    """Prints all tables."""
     console = Console(highlight=False)
-    console.width = max(console.width, 110 if result["conditions"]["device"] == "cuda" else 100)
+    console.width = max(console.width, width(result["conditions"]))
     for sheet in sheets(result):
         console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), "", sep="\n")
     console.print(_dim(conditions_line(result["conditions"])))
@@ -450,8 +485,13 @@ def _dim(text):
     return f"[dim]{escape(text)}[/dim]"
 
 
-def sheet_text(sheet):
-    """A sheet as it looks in a terminal of 100 columns, without colours."""
-    console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
+def width(conditions):
+    """Columns that the tables of a result are made for: on CUDA memory has one more."""
+    return 110 if conditions["device"] == "cuda" else 100
+
+
+def sheet_text(sheet, columns=100):
+    """A sheet as it looks in a terminal of so many columns, without colours."""
+    console = Console(file=io.StringIO(), width=columns, color_system=None, highlight=False)
     console.print(_rich_table(sheet), "", *map(_dim, sheet.notes), sep="\n")
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

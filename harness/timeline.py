@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness import cli, peers, workload
+from harness import buckets, cli, peers, workload
 from harness.launch import WorkerError, Workers
 from harness.ledger import Ledger
 from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
@@ -286,10 +286,11 @@ def svg(rows, title):
                        f'<text x="{left - 8}" y="{bottom - 1}" text-anchor="end">≤ {megabytes(step)}</text>'
                        f'<polygon points="{points}" class="memory"/>')
         y += band
-    for i in range(6):
-        anchor = "end" if i == 5 else "middle" if i else "start"
-        out.append(f'<text x="{left + width * i / 5:.0f}" y="{y + 12}" text-anchor="{anchor}">'
-                   f'{longest * 200 * i:.0f} ms</text>')
+    step_ms = buckets.round_step(1000 * longest)
+    for tick in range(int(1000 * longest / step_ms) + 1):
+        x = left + width * tick * step_ms / (1000 * longest)
+        anchor = "start" if tick == 0 else "end" if x > left + width - 20 else "middle"
+        out.append(f'<text x="{x:.0f}" y="{y + 12}" text-anchor="{anchor}" class="tick">{tick * step_ms:g} ms</text>')
     x = left
     for what in (*LETTERS, "memory"):
         out.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" class="{what}"/>'

@@ -19,6 +19,7 @@ import bench
 import stage2_allgather
 from harness import cli, measure, peers, tables, workload
 from harness.ledger import Ledger
+from harness.memory import Memory
 from harness.timeline import PARAMETERS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
@@ -39,18 +40,72 @@ def result(tmp_path_factory):
 
 def test_schema(result):
     keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
-    keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff"}
+    keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff", "peak_bytes", "held_bytes"}
+    keys |= {"activation_bytes"}
     assert set(result) == {"conditions", "rows", "model_state", "gathered", "host", "caps"}
     for row in result["rows"]:
         assert keys <= set(row), row["name"]
         assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}
         assert {"model", "optimizer", "backward", "step", "peak"} <= set(row["memory_bytes"])
+        assert list(row["peak_bytes"]) == ["build", "forward", "backward", "step"]
+        assert list(row["held_bytes"]) == ["parameters", "gradients", "state", "buffers"]
         assert row["kind"] in ("floor", "reference", "stage", "peer", "noise")
         assert [set(step) for step in row["timeline"]] == [{"exposed_seconds"}] * 2
     kinds = [row["kind"] for row in result["rows"]]
     assert kinds.count("reference") == kinds.count("noise") == 1
     assert kinds.count("floor") == 2 and kinds.count("stage") == 7
     assert {"torch", "backend", "ranks", "model", "batch_size", "dtype", "rounds"} <= set(result["conditions"])
+
+
+@pytest.mark.parametrize("device, given, model", [("cuda", None, "medium"), ("cpu", None, "tiny"),
+                                                  ("cuda", "small", "small"), ("cpu", "nano", "nano")])
+def test_the_model_is_one_that_shows_something_on_the_device(device, given, model, monkeypatch):
+    """As the ranks find it: a machine with a GPU may run them on its processor still."""
+    class Ranks:
+        def run(self, function, *args):
+            assert function is measure.device_type
+            return [device] * 2
+    asked = []
+    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(Ranks()))
+    monkeypatch.setattr(measure, "measure", lambda workers, settings, *_: asked.append(settings) or {"rows": []})
+    monkeypatch.setattr(tables, "show", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "64",
+                                      *(["--model", given] if given else [])])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert not end.value.code and [settings.model for settings in asked] == [model]
+
+
+def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(monkeypatch, capsys):
+    """512 are none too many for medium, and tiny takes 256."""
+    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "default_model", lambda _: "tiny")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "512"])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2 and "--sequence-length 512: tiny takes at most 256" in capsys.readouterr().err
+
+
+def test_a_result_says_of_which_code_it_is(result, tmp_path):
+    """A file of the code that has changed since is a +, one of the results is none; without git there is no answer."""
+    def git(*command):
+        run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
+                             capture_output=True, text=True, check=True, timeout=60)
+        return run.stdout.strip()
+    assert result["conditions"]["commit"] == measure.commit()
+    for name in ("code.py", "table.json"):
+        (tmp_path / name).write_text("1")
+    git("init", "--quiet")
+    assert measure.commit(tmp_path) == "unknown"  # nothing is committed yet
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    head = git("rev-parse", "--short", "HEAD")
+    (tmp_path / "table.json").write_text("2")
+    assert measure.commit(tmp_path) == head
+    (tmp_path / "code.py").write_text("2")
+    assert measure.commit(tmp_path) == f"{head}+"
+    assert measure.commit(tmp_path / "nowhere") == "unknown"
+    assert f"commit {measure.commit()}" in tables.conditions_line(result["conditions"])
 
 
 def test_the_noise_is_ddp_beside_itself(result):
@@ -76,6 +131,57 @@ def test_what_is_counted_is_what_the_formula_says(result):
         assert row["wire_bytes"] == pytest.approx(theory, rel=0.01, abs=slack), row["name"]
         assert row["bytes_per_param"] == pytest.approx(row["bytes_per_param_theory"], rel=0.005), row["name"]
         assert row["message_bytes"].keys() == row["collectives"].keys()
+
+
+HELD = {  # times the bytes of all parameters, in fp32, on 2 ranks: parameters, gradients, state
+    "compute only": (1, 1, 2), "compute + bytes": (1, 1, 2), "ddp": (1, 1, 2), "rung 0 replicated": (1, 1, 2),
+    "ddp + stage 1": (1, 1, 1), "ddp + stage 2": (1, 1, 1), "ddp + torch ZeRO": (1, 1, 1),
+    "stage 1 naive broadcast": (1, 1, 1), "stage 2 all-gather": (1, 1, 1), "stage 3 grad buffer": (1, 1, 1),
+    "stage 4 overlap": (1, 0.5, 1), "owner reduce": (1, 0.5, 1), "fsdp2": (0.5, 0.5, 1), "fsdp2 reshard": (0.5, 0.5, 1)}
+
+
+def test_what_is_held_is_of_the_kinds_that_the_formulas_have(result):
+    """The kinds add up to what was counted before they were told apart; activations are those of the same model."""
+    numel, rows = result["conditions"]["parameters"], {row["name"]: row for row in result["rows"]}
+    for name, shares in HELD.items():
+        *held, buffers = rows[name]["held_bytes"].values()
+        assert [n_bytes / (4 * numel) for n_bytes in held] == pytest.approx(shares, rel=0.03), name  # padding, shares
+        assert sum(held) + buffers == pytest.approx(rows[name]["bytes_per_param"] * numel, rel=0.01), name
+        assert rows[name]["activation_bytes"] == pytest.approx(rows["compute only"]["activation_bytes"], rel=0.1), name
+    assert {name for name in HELD if rows[name]["held_bytes"]["buffers"] > 0.05 * 4 * numel} == {
+        "compute + bytes", "stage 4 overlap"}
+
+
+def test_a_peak_is_within_its_phase(result):
+    """No less than what is held meanwhile, and the largest is that of the whole: only the first step may have more."""
+    for row in result["rows"]:
+        peaks, held = row["peak_bytes"], sum(row["held_bytes"].values())
+        assert peaks["step"] >= 0.99 * held and max(peaks.values()) <= row["memory_bytes"]["peak"], row["name"]
+        assert peaks["forward"] >= row["held_bytes"]["state"] + row["activation_bytes"], row["name"]
+        assert peaks["build"] >= 0.99 * row["held_bytes"]["parameters"], row["name"]
+        if row["name"].startswith("fsdp2"):  # whole parameters are there in the passes only
+            assert peaks["step"] < peaks["forward"] and peaks["step"] < peaks["backward"]
+
+
+def examined_and_counted(rank, settings, name):
+    """-> what `examine` says of a row, and what a counter without kinds says of the same steps."""
+    found, batches = measure.examine(rank, settings, name), measure.make_batches(settings, rank)
+    with Memory(rank.device) as memory:
+        training = peers.find(name).build(measure.make_model(settings, rank, "float32"), measure.adamw(settings))
+        for batch in batches[:2]:
+            training.zero_grad()
+            training.forward_backward(batch)
+            training.update()
+            training.finish()
+        held = memory.settled()
+    return sum(found["held_bytes"].values()), held
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", ["ddp", "stage 4 overlap", "fsdp2"])
+def test_the_kinds_are_all_that_is_held(run, name):
+    for of_kinds, held in run(examined_and_counted, measure.Settings("nano", 2, 16, 1, 1), name):
+        assert of_kinds == held
 
 
 def test_collectives(result):
@@ -124,9 +230,13 @@ def test_bad_input_is_one_line(args, message):
 
 def test_a_row_is_that_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent():
     def part(n):
-        return {"memory_bytes": {"model": n, "peak": 10 - n}, "wire_bytes": n, "bytes_per_param": n / 2, "other": n}
+        return {"memory_bytes": {"model": n, "peak": 10 - n}, "peak_bytes": {"build": 9 - n, "step": n},
+                "held_bytes": {"state": n, "buffers": 5 - 2 * n}, "activation_bytes": n,
+                "wire_bytes": n, "bytes_per_param": n / 2, "other": n}
     assert measure._over_ranks([part(1), part(4)]) == {
-        "memory_bytes": {"model": 4, "peak": 9}, "wire_bytes": 2, "bytes_per_param": 1.25, "other": 1}
+        "memory_bytes": {"model": 4, "peak": 9}, "peak_bytes": {"build": 8, "step": 4},
+        "held_bytes": {"state": 1, "buffers": 3}, "activation_bytes": 4,
+        "wire_bytes": 2, "bytes_per_param": 1.25, "other": 1}
 
 
 def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
@@ -155,7 +265,8 @@ class Recorded:
         if function is measure.describe:
             return [{}] * 2
         if function is measure.examine:
-            return [{**self.examined, "memory_bytes": {}, "wire_bytes": 0, "bytes_per_param": 0}] * 2
+            return [{**self.examined, "memory_bytes": {}, "peak_bytes": {}, "held_bytes": {}, "activation_bytes": 0,
+                     "wire_bytes": 0, "bytes_per_param": 0}] * 2
         self.timed.append(*args)
         return [len(self.timed)] * 2
 

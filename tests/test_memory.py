@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.memory import Memory
+from harness.memory import REST, Memory, mark_grads, mark_state
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 2**20  # a MiB
@@ -48,6 +48,47 @@ def test_a_linear_layer_and_adamw():
         assert memory.live == 16_000_000 + 4  # the number of the step
 
 
+def test_kinds_by_hand():
+    """A storage counts once, under its first name, and only while it is alive; a dead one's name is forgotten."""
+    with Memory("cpu") as memory:
+        a, b, c = torch.ones(100), torch.ones(10), torch.ones(1)
+        memory.mark("one", [a.view(10, 10)[3:]])
+        memory.mark("other", [a, b])
+        assert memory.by_kind() == {"one": 400, "other": 40, REST: 4}
+        del a
+        assert memory.by_kind() == {"other": 40, REST: 4} and memory.live == 44
+        c.untyped_storage().resize_(0)
+        assert memory.by_kind() == {"other": 40, REST: 0}
+
+
+class Around(torch.optim.Optimizer):
+    """Steps fp32 copies, by an optimizer inside; `main_grad` has what `grad` can't be."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        (self.param,) = self.param_groups[0]["params"]
+        self.copy = self.param.detach().float()
+        self.optimizer = torch.optim.SGD([self.copy], lr=0.1, momentum=0.9)
+        self.spare = torch.zeros(5)
+
+    def step(self):
+        self.param.main_grad = self.copy.grad = self.param.grad.float()
+        self.optimizer.step()
+
+
+def test_kinds_of_a_step():
+    """A 16-bit parameter of 100: its gradient twice, momentum and a copy as state, and 20 bytes that are neither."""
+    with Memory("cpu") as memory:
+        param = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+        optimizer = Around([param])
+        memory.mark("parameters", [param])
+        (2 * param).sum().backward()
+        optimizer.step()
+        mark_grads(memory, [param])
+        mark_state(memory, optimizer)
+        assert memory.by_kind() == {"parameters": 200, "gradients": 200 + 400, "state": 400 + 400, REST: 20}
+
+
 def of_a_layer_and_adamw(rank):
     """-> bytes that the counter has seen, and that the allocator of a GPU took for them."""
     with Memory(rank.device) as memory:
@@ -69,7 +110,7 @@ def test_a_gpu_is_counted_as_a_cpu_is(run, world_size):
 # what Linux counts besides (libraries, code, threads) doesn't grow any more.
 PROGRAM = """
 import torch
-from harness.memory import Memory
+from harness.memory import REST, Memory, mark_grads, mark_state
 
 def peak_rss():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])

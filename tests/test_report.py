@@ -310,6 +310,43 @@ def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
     assert {len(line) for line in memory.splitlines() if line.startswith("─")} <= set(range(111))
 
 
+def with_kinds(result):
+    """`result` with the kinds of memory, which older ones lack."""
+    for number, row in enumerate(result["rows"], 1):
+        row["peak_bytes"] = {phase: 1e6 * number for phase in ("build", "forward", "backward", "step")}
+        row["held_bytes"] = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
+        row["activation_bytes"] = 5.55e7
+    return result
+
+
+def test_kinds_of_memory_are_a_sheet_of_their_own_where_they_were_counted(result):
+    """A row that failed has dashes, and so has one that was counted before there were kinds."""
+    for row in result["rows"]:
+        for key in ("peak_bytes", "held_bytes", "activation_bytes"):
+            row.pop(key, None)
+    assert len(tables.memory_sheets(result)) == 1
+    ddp = find(with_kinds(result), "ddp")
+    for key in ("peak_bytes", "held_bytes", "activation_bytes"):
+        del ddp[key]
+    _, kinds = tables.memory_sheets(result)
+    found = {row[0]: row[1:] for row in kinds.rows}
+    assert found["ddp"] == [tables.NONE] * 9 and "ddp again" not in found
+    number = 1 + [row["name"] for row in result["rows"]].index("stage 4 overlap")
+    assert found["stage 4 overlap"] == [f"{number}.0"] * 4 + ["15000", "20.0", "30.0", "40.0", "55.5"]
+    text = tables.sheet_text(kinds)
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
+
+
+def test_the_gpu_s_block_has_the_memory_too(monkeypatch):
+    bench = with_kinds(report._load("bench_cuda.json"))
+    monkeypatch.setattr(report, "_load_of", lambda *_: bench)
+    sheets = report.BLOCKS["cuda"]()
+    assert [text.splitlines()[0].split(",")[0] for text in sheets[1:4]] == [
+        "Time and traffic of a step", "Memory of a rank", "Peak within each phase"]
+    assert "commit" in sheets[0] and "commit" in sheets[4]  # of which code these figures are
+    assert "reserved" in sheets[2] and "…" not in "".join(sheets)
+
+
 def test_an_unknown_block_is_an_error():
     with pytest.raises(KeyError):
         report.rewritten("<!-- report: nothing -->\n<!-- end -->\n")

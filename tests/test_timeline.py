@@ -133,6 +133,20 @@ def run_timeline(args):
     return run.stdout
 
 
+@pytest.mark.parametrize("seconds, ticks", [(0.8347, [0, 200, 400, 600, 800]), (1, [0, 200, 400, 600, 800, 1000]),
+                                            (0.0132, [0, 5, 10]), (2.5, [0, 500, 1000, 1500, 2000, 2500])])
+def test_ticks_are_round_numbers_at_their_place(seconds, ticks):
+    step = {"seconds": seconds, "exposed_seconds": 0, "phases": [], "busy": [], "communication": [], "memory": [1]}
+    root = ElementTree.fromstring(timeline.svg([("a row", step)], "title"))
+    found = [one for one in root.iter("{http://www.w3.org/2000/svg}text") if one.get("class") == "tick"]
+    assert [one.text for one in found] == [f"{tick} ms" for tick in ticks]
+    xs = [float(one.get("x")) for one in found]
+    axis = next(rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "nothing")
+    pixels = float(axis.get("width")) / seconds / 1000  # a millisecond
+    assert xs == pytest.approx([float(axis.get("x")) + pixels * tick for tick in ticks], abs=0.6)
+    assert len({one.get("text-anchor") for one in found[1:-1]} | {"middle"}) == 1
+
+
 @pytest.mark.parametrize("row", ["stage 4", "fsdp2", "all"])
 def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, capsys):
     out = tmp_path / "timeline.svg"
