@@ -27,7 +27,7 @@ from harness import buckets, peers
 from harness.ledger import Ledger
 from harness.llama import build_model, forward_flops
 from harness.measure import rank_0_of
-from harness.memory import StorageMemory, held_by, tensors_in
+from harness.memory import StorageMemory, mark_grads, mark_state
 from stage4_overlap.transport import GlooTransport
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,11 +105,6 @@ class Dry(StorageMemory):
         elif flops or n_bytes:
             self.events.append(Event("compute", self.phase, flops, n_bytes, live=self.live))
 
-    def hold(self, n_bytes):
-        """What the stood-in model keeps, or, less than 0, lets go."""
-        self.live += n_bytes
-        self.peak = max(self.peak, self.live)
-
     def launch(self, schema, args, arguments):
         entry = self.ledger.entry_of(schema.name, arguments)
         kind, work = entry.kind, FakeWork(self, self.number, self.n_launched, args[0])
@@ -123,14 +118,10 @@ class Dry(StorageMemory):
     def wait(self, number, index):
         self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
 
-    def wait_for_futures(self):
-        """DDP's C++ waits for its futures when the backward pass ends, and tells nobody."""
-        for number, index in self.futures:
-            self.wait(number, index)
-        self.futures = []
-
 
 class FakeWork(dist.Work):
+    """Arrives nowhere. Whoever waits for it is written down."""
+
     def __init__(self, dry, number, index, tensors):
         super().__init__()
         self.dry, self.number, self.index, self.tensors = dry, number, index, tensors
@@ -145,11 +136,15 @@ class FakeWork(dist.Work):
         return self.index + 2 < self.dry.n_launched or self.number < self.dry.number
 
     def get_future(self):
-        self.dry.futures.append((self.number, self.index))
+        self.dry.futures.append(self.index)
         future = torch.futures.Future()
         future.set_result(self.tensors)
         self.tensors = None
         return future
+
+
+def tensors_in(values):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_touched(function, arguments, result):
@@ -194,12 +189,10 @@ def fake(d, name="", gloo=False):
 
 def cost_of(spec, dtype, batch_size, sequence_length):
     """Of a forward and backward pass of the model itself, operator by operator -> Cost."""
-    def drop_grad(param):
-        param.grad = None
     with fake(1), Dry() as dry:
         model = build_model(spec, dtype)
         for param in model.parameters():
-            param.register_post_accumulate_grad_hook(drop_grad)
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
         before = dry.live
         dry.reset_peak()
@@ -214,14 +207,14 @@ class Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, param, cost, dry):
         ctx.param, ctx.cost, ctx.dry = param, cost, dry
-        dry.hold(cost.activations)
+        dry._add([0], cost.activations)  # of which no tensor is known
         dry.compute(cost.flops, 0)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.dry.compute(2 * ctx.cost.flops, 0)
-        ctx.dry.hold(-ctx.cost.activations)
+        ctx.dry._add([0], -ctx.cost.activations)
         return grad, torch.empty_like(ctx.param), None, None
 
 
@@ -254,11 +247,24 @@ def record(name, spec, d, cost, gloo=False):
             dry.phase = "backward"
             loss.backward()
             del loss
-            dry.wait_for_futures()
+            for index in dry.futures:  # DDP's C++ waits for them when the backward pass ends, and tells nobody
+                dry.wait(number, index)
             dry.phase = "step"
             training.update()
-            held = held_by(training, dry.live)
+            held = held_by(dry, training)
             training.zero_grad()
         numel = sum(param.numel() for param in model.parameters())
         theory = row.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
         return Recorded(numel, held, theory, dry.peak, dry.events)
+
+
+def held_by(memory, training):
+    """-> {kind: bytes}, after a step. What no kind knows are buffers: those that buckets travel in."""
+    params, inner = list(training.model.parameters()), getattr(training.optimizer, "optimizer", training.optimizer)
+    memory.mark("parameters", params)
+    mark_grads(memory, params)
+    mark_grads(memory, stepped := [param for group in inner.param_groups for param in group["params"]])
+    memory.mark("main parameters", stepped)
+    mark_state(memory, inner)
+    found = memory.by_kind()
+    return {kind: found.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}

@@ -163,31 +163,3 @@ class CudaMemory(StorageMemory):
     @property
     def reserved(self):
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
-
-
-def tensors_in(values):
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def held_by(training, live):
-    """`live`: bytes after a step -> {kind: bytes}. A storage is of the first kind that has a tensor in it; what its
-    tensors leave free is padding. What no kind knows are buffers: those that buckets travel in."""
-    inner = getattr(training.optimizer, "optimizer", training.optimizer)
-    params = list(training.model.parameters())
-    stepped = [param for group in inner.param_groups for param in group["params"]]
-
-    def grads(tensors):
-        return tensors_in([[one.grad, getattr(one, "main_grad", None)] for one in tensors])
-    held = dict.fromkeys(("parameters", "gradients", "main parameters", "moments", "padding"), 0)
-    seen = set()
-    for kind, tensors in (("parameters", params), ("gradients", grads(params)), ("gradients", grads(stepped)),
-                          ("main parameters", stepped), ("moments", tensors_in(list(inner.state.values())))):
-        storages = {}  # -> bytes of it, bytes of it that tensors use
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                storages.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += tensor.nbytes
-        held[kind] += sum(used for _, used in storages.values())
-        held["padding"] += sum(n_bytes - used for n_bytes, used in storages.values())
-        seen |= storages.keys()
-    return {**held, "buffers": round(live - sum(held.values()))}

@@ -114,7 +114,8 @@ def plan(planner):
         shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
         rows.append({
             "name": name, "formula": f"{whole:g}{shared}{' + b' if name.startswith('stage 4') else ''}",
-            "held": last.held, "peak": {str(d): one.peak for d, one in counted.items()},
+            "held": last.held, "padding": sum(last.held.values()) - last.theory,
+            "peak": {str(d): one.peak for d, one in counted.items()},
             "fits_from": next((d for d in ranks if counted[d].peak <= args.device_memory * 1e9), 0),
             "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
             "bytes_per_param_theory": {str(d): one.theory / one.numel for d, one in counted.items()},

@@ -40,9 +40,9 @@ def two_hosts():
     for path in sorted((ROOT / "results").glob("network*.json")):
         latest = json.loads(path.read_text(encoding="utf-8"))
         for result in (latest, *latest["other_rates"]):
-            only = times_of(result)["compute only", 1, False]
-            for part in (result, result.get("sweep"), result.get("accumulation")):
-                found += of_a_part(f"{path.stem} {result['conditions']['rate']}", part, only) if part else []
+            c, only = result["conditions"], times_of(result)["compute only", 1, False]
+            for part in (result, *(result[name] for name in ("sweep", "accumulation") if name in result)):
+                found += of_a_part(f"{path.stem} {c['rate']}", {**part, "conditions": {**c, **part["conditions"]}}, only)
     return found
 
 

@@ -50,7 +50,8 @@ def test_a_llama_has_as_many_parameters_as_its_name_says():
 def test_ranks_that_share_layers_hold_parts_of_them():
     with dryrun.fake(1):
         whole, half = (sum(param.numel() for param in llama.build_model(
-            llama.NAMED["7b"]._replace(n_layers=2, tensor_parallel=share), "bfloat16").parameters()) for share in (1, 2))
+            llama.NAMED["7b"]._replace(n_layers=2, tensor_parallel=share), "bfloat16").parameters())
+            for share in (1, 2))
     assert half / whole == pytest.approx(0.5, rel=1e-3)
 
 
