@@ -143,9 +143,9 @@ def advice(planner, result):
     if tuned.peak <= args.device_memory * 1e9:
         fitting[ours] = ms[best]
     once, each = (planner.ms(tuned, world, 8, exchange_each) for exchange_each in (False, True))
-    fits = "; ".join(f"{name}, {fitting[name]:,.0f} ms a step" for name in sorted(fitting, key=fitting.get))
+    fits = "; ".join(f"{name}, {fitting[name]:,.0f} ms" for name in sorted(fitting, key=fitting.get)[:3])
     by_size = ", ".join(f"{ms[cap_mb]:,.0f} ms with {cap_mb} MiB" for cap_mb in CAPS_MB)
-    said = [f"Stage: in {room} fit {fits}." if fitting else
+    said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fits} a step." if fitting else
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
             f"Bucket of stage 4: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step takes "
             f"{by_size}.",
