@@ -9,6 +9,7 @@ one after the other, on stated hardware (harness/replay.py). Exit code: 0; 2 for
 """
 
 import argparse
+import bisect
 import functools
 import gc
 import json
@@ -26,6 +27,7 @@ fail = functools.partial(cli.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*peers.LADDER, "owner reduce"], "bf16": [row.name for row in peers.PLANNED]}
 RANKS, MORE_RANKS = (1, 8, 64, 1024), (8, 32, 128, 512)  # that all rows are counted at; that --advise compares at
+POWERS = [2**i for i in range(12)]
 CAPS_MB = (25, 100, 400, 1600, 6400)  # buckets that --advise tries
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
 EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
@@ -73,6 +75,13 @@ def parse():
     return args
 
 
+def fits_from(name, spec, cost, world, n_bytes):
+    """-> the least power of two ranks, or `world`, on which the row's peak is within `n_bytes`; 0: none."""
+    ranks = [d for d in POWERS if d < world] + [world]
+    first = bisect.bisect_left(ranks, True, key=lambda d: dryrun.record(name, spec, d, cost).peak <= n_bytes)
+    return [*ranks, 0][first]
+
+
 class Planner:
     """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor."""
 
@@ -104,25 +113,22 @@ def plan(planner):
     """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
     args, rows = planner.args, []
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    found = planner.run([(planner.sized(name), d) for name in ROWS[args.dtype] for d in ranks
-                         if d == args.world or not name.startswith("ddp")])
+    found = planner.run([(planner.sized(name), d) for name in ROWS[args.dtype] for d in ranks])
+    fits = {name: planner.workers.submit(fits_from, planner.sized(name), planner.spec, planner.cost, args.world,
+                                         args.device_memory * 1e9) for name in ROWS[args.dtype]}
     for name in ROWS[args.dtype]:
-        last = found[planner.sized(name), args.world]
-        counted = {d: found.get((planner.sized(name), d), last) for d in ranks}  # DDP's are all equal
+        counted = {d: found[planner.sized(name), d] for d in ranks}
+        last = counted[args.world]
         formula = functools.partial(peers.find(name).bytes_per_param, 1)
         whole, all_of_it = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (math.inf, 1))
         shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
         rows.append({
             "name": name, "formula": f"{whole:g}{shared}{' + b' if name.startswith('stage 4') else ''}",
             "held": last.held, "padding": sum(last.held.values()) - last.theory,
-            "peak": {str(d): one.peak for d, one in counted.items()},
-            "fits_from": next((d for d in ranks if counted[d].peak <= args.device_memory * 1e9), 0),
+            "peak": last.peak, "fits_from": fits[name].result(),
             "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
             "bytes_per_param_theory": {str(d): one.theory / one.numel for d, one in counted.items()},
             "step": replay(last.events, planner.hardware, args.world, args.accumulate)})
-    for row in rows:
-        if row["step"]["seconds"] > 4 * min(one["step"]["seconds"] for one in rows):  # it would make a picture narrow
-            row["step"] = {key: row["step"][key] for key in ("seconds", "exposed_seconds")}
     conditions = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
     return {"conditions": {**conditions, "parameters": last.numel, "activations": planner.cost.activations,
                            "efficiency": EFFICIENCY, **planner.hardware._asdict()}, "rows": rows}
@@ -156,16 +162,17 @@ def advice(planner, result):
         over = {d: planner.ms(found[name, d], d) / planner.ms(found[ours, d], d) for d in ranks}
         slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
         said.append(f"{title}: {f'behind stage 4 from {slower} ranks on' if slower else 'as fast as stage 4 or faster'}, "
-                    f"{' and '.join(f'{over[d]:.2f} of its time on {d}' for d in sorted({ranks[0], world}))}. "
+                    f"of whose time it takes {', '.join(f'{over[d]:.2f} on {d}' for d in ranks)}. "
                     f"It {'fits' if rows[row]['fits_from'] else 'does not fit'} in {room}.")
     return said
 
 
 def picture(result):
     """-> rows and title for timeline.svg and timeline.text: those that don't take four times as long as the fastest."""
-    c, steps = result["conditions"], {row["name"]: row["step"] for row in result["rows"] if "busy" in row["step"]}
-    return list(steps.items()), (f"One step on rank 0 of {c['world']}, modelled: {c['model']}, {c['batch_size']} x "
-                                 f"{c['sequence_length']}")
+    c, steps = result["conditions"], {row["name"]: row["step"] for row in result["rows"]}
+    longest = 4 * min(step["seconds"] for step in steps.values())
+    return [(name, step) for name, step in steps.items() if step["seconds"] <= longest], (
+        f"One step on rank 0 of {c['world']}, modelled: {c['model']}, {c['batch_size']} x {c['sequence_length']}")
 
 
 def main():

@@ -123,14 +123,13 @@ def test_a_ring_passes_every_rank_and_pays_for_every_hop():
 @pytest.mark.parametrize("options, says", [
     (["--model", "8b"], "argument --model: invalid choice: '8b'"),
     (["--world", "0"], "--world is 0: it must be at least 1"),
-    (["--world", "5000"], "--world 5000: it must be at most 4096"),
+    (["--world", "5000"], "--world must be at most 4096, and --bucket-cap-mb more than 0"),
     (["--device-memory", "much"], "argument --device-memory: invalid gigabytes value: 'much'"),
-    (["--model", "gpt2", "--tensor-parallel", "2"], "--tensor-parallel 2: gpt2 can't be cut so"),
+    (["--model", "gpt2", "--tensor-parallel", "2"], "--tensor-parallel 2: the heads of gpt2 can't be shared out so"),
     (["--model", "tiny", "--sequence-length", "300"], "--sequence-length 300: tiny takes at most 256"),
-    (["--efficiency", "2"], "--efficiency 2.0: it must be more than 0, and at most 1"),
+    (["--layers", "2"], "--layers and --width: give both, and a width that is a multiple of 128"),
 ], ids=lambda value: value if isinstance(value, str) else " ".join(value))
 def test_bad_options_are_one_line(options, says, capsys, monkeypatch):
-    from harness import plan
     monkeypatch.setattr(sys, "argv", ["plan", *options])
     with pytest.raises(SystemExit) as ended:
         plan.parse()
@@ -148,4 +147,5 @@ def test_the_program_prints_its_tables(tmp_path):
 
 
 def test_the_planner_is_short():
-    assert sum(len(code_lines(ROOT / "harness" / name)) for name in ("dryrun.py", "replay.py", "plan.py")) <= 450
+    """Of what it asks (models by name) and what it is compared with (the check) are files of their own."""
+    assert sum(len(code_lines(ROOT / "harness" / name)) for name in ("dryrun.py", "replay.py", "plan.py")) <= 400
