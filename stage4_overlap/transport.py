@@ -65,4 +65,5 @@ class GlooTransport(Exchange):
     def all_gather(self, shards):
         """Each rank broadcasts what it has stepped, from there to where it will be read: as many bytes, no copy."""
         common = {"group": self.process_group, "async_op": True}
-        return [dist.broadcast(shard, group_src=rank, **common) for rank, shard in enumerate(shards)]
+        turns = zip(*(shard.split(PIECE_BYTES // shard.itemsize) for shard in shards))  # in each a piece of every rank
+        return [dist.broadcast(piece, group_src=rank, **common) for turn in turns for rank, piece in enumerate(turn)]

@@ -168,10 +168,11 @@ def counted(rank, dtype, n_rounds):
             model(torch.ones(2, 1024, device=rank.device, dtype=DTYPES[dtype])).sum().backward()
         optimizer.step()
     d, sizes = rank.world_size, [bucket.flat_params.nbytes for bucket in optimizer.buckets]
-    pieces = sum(-(-size // d // 2**20) for size in sizes) * (d - 1) * n_rounds
+    pieces = sum(-(-size // d // 2**20) for size in sizes)  # of all shards of a rank, at most 1 MiB each
+    sent = pieces * (d - 1) * n_rounds
     flags = 4 * (2 * 6 + 2 + 2)  # used, what is wrong, rounds begun and finished, and the settings twice
-    gathers = {"broadcast": d * len(sizes)} if rank.backend == "gloo" else {"all_gather": len(sizes)}
-    expected = {"send": pieces, "recv": pieces, "all_reduce": 1, **gathers}
+    gathers = {"broadcast": d * pieces} if rank.backend == "gloo" else {"all_gather": len(sizes)}
+    expected = {"send": sent, "recv": sent, "all_reduce": 1, **gathers}
     assert ledger.collectives == {kind: count for kind, count in expected.items() if count}
     assert sum(entry.size for entry in ledger.entries if entry.kind == "send") == sum(sizes) * (d - 1) // d * n_rounds
     assert ledger.wire_bytes == round((sum(sizes) * (1 + n_rounds) + 2 * flags) * (d - 1) / d)
