@@ -11,7 +11,7 @@ from html import escape
 
 from harness import peers
 
-PEERS = ["ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # the buckets of all are DDP's: it is swept
+PEERS = [peers.REFERENCE, "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # each is swept, for a size of its own
 PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB; the default is 25
 STAGE_4 = "stage 4 overlap"
 SIZES = [peers.ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
@@ -19,8 +19,8 @@ SIZES = [peers.ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
 
 def names(text=""):
     """The rows of a sweep whose name holds `text`, and the reference."""
-    swept = [peers.REFERENCE, *(peers.sized_name(peers.REFERENCE, size) for size in PEER_SIZES),
-             *(peers.sized_name(STAGE_4, size) for size in SIZES)]
+    swept = [name for base in PEERS for name in (base, *(peers.sized_name(base, size) for size in PEER_SIZES))]
+    swept += [peers.sized_name(STAGE_4, size) for size in SIZES]
     return [name for name in swept if text in name or name == peers.REFERENCE]
 
 
@@ -45,14 +45,16 @@ def median(row):
 
 
 def best(rows):
-    """Of a sweep: the names of all PEERS with the size with which DDP is fastest; none where that is the default.
+    """Of a sweep: the name of each of PEERS with the size with which it is fastest; not of one whose default is that.
 
     Stage 4 keeps its default.
     """
-    found = min((row for row in rows if base_of(row["name"]) == peers.REFERENCE), key=median, default=None)
-    if found is None or found["name"] == peers.REFERENCE or median(found) == math.inf:
-        return []
-    return [found["name"].replace(peers.REFERENCE, base, 1) for base in PEERS]
+    found = []
+    for base in PEERS:
+        fastest = min((row for row in rows if base_of(row["name"]) == base), key=median, default=None)
+        if fastest is not None and fastest["name"] != base and median(fastest) < math.inf:
+            found.append(fastest["name"])
+    return found
 
 
 def beside(names, tuned):
@@ -86,7 +88,7 @@ def ratio(one, other):
 # ---------------------------------------------------------------------------------------------------------------------
 # The picture: ms a step over bucket size, a panel for each rate
 
-COLOURS = {peers.REFERENCE: "#4a90d9", STAGE_4: "#3a9d5d"}
+COLOURS = {STAGE_4: "#3a9d5d", **dict(zip(PEERS, ("#4a90d9", "#d9822b", "#9b59b6", "#999999")))}
 
 
 def round_step(span, most_ticks=6):

@@ -412,7 +412,8 @@ def measure(workers, settings, names, progress=lambda text: None):
 def accumulation(workers, settings, ddp=peers.REFERENCE, progress=lambda text: None):
     """One exchange a step in several rows, and in stage 4 also one for each micro-batch, interleaved.
 
-    `ddp`: the row that stands for DDP -> list of dicts, one for each number of micro-batches.
+    `ddp`: the row that stands for DDP -> list of dicts, one for each number of micro-batches. The more of them a step
+    has, the fewer steps a round has, and 2 at least.
     """
     ways = {"no_sync_ms": ("stage 4 overlap", True), "each_ms": ("stage 4 overlap", False),
             "compute_ms": ("compute only", True), "ddp_ms": (ddp, True), "stage3_ms": ("stage 3 grad buffer", True)}
@@ -422,7 +423,8 @@ def accumulation(workers, settings, ddp=peers.REFERENCE, progress=lambda text: N
             for key, (name, in_no_sync) in ways.items():
                 k = one["micro_batches"]
                 progress(f"round {turn + 1}: {k} micro-batches, {name}{'' if in_no_sync else ', reduced one by one'}")
-                one[key].append(_on_rank_0(workers, time_accumulation, settings, name, k, in_no_sync))
+                fewer = settings._replace(steps=max(2, settings.steps // k))
+                one[key].append(_on_rank_0(workers, time_accumulation, fewer, name, k, in_no_sync))
     return found
 
 

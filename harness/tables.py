@@ -112,7 +112,7 @@ def buckets_sheet(sweep):
         rows = found[size]
         stage4 = rows.get(buckets.STAGE_4, {})
         times = [f"{row['step_ms']['median']:.0f}" if (row := rows.get(base, {})).get("step_ms") else NONE
-                 for base in (buckets.peers.REFERENCE, buckets.STAGE_4)]
+                 for base in (*buckets.PEERS, buckets.STAGE_4)]
         sent = stage4.get("collectives", {})
         n_buckets = sent.get("send", 0) or sent.get("reduce_scatter", 0)
         held = f"{stage4['bytes_per_param']:.2f}" if "bytes_per_param" in stage4 else NONE
@@ -120,7 +120,9 @@ def buckets_sheet(sweep):
     c = sweep["conditions"]
     return Sheet(
         "Bucket size, ms a step",
-        [("", ""), ("ddp\n", "measured"), ("stage 4\n", "measured"), ("its messages\nof gradients", "counted"),
+        [("", ""), ("ddp\n", "measured"), *((f"ddp +\n{name.split()[-2]} {name.split()[-1]}", "measured")
+                                           for name in buckets.PEERS[1:]),
+         ("stage 4\n", "measured"), ("its messages\nof gradients", "counted"),
          ("its bytes a\nparameter", "counted")],
         [cells(size) for size in order if size in found],
         [f"Medians of {c['rounds']} round(s) of {c['steps']} steps. DDP's default is 25 MB. The model's gradients have "
