@@ -9,7 +9,6 @@ one after the other, on stated hardware (harness/replay.py). Exit code: 0; 2 for
 """
 
 import argparse
-import bisect
 import functools
 import gc
 import json
@@ -20,15 +19,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import cli, dryrun, llama, peers, plan_check, tables, timeline
+from harness import buckets, cli, dryrun, llama, peers, plan_check, tables, timeline
 from harness.replay import Hardware, replay
 
 fail = functools.partial(cli.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*peers.LADDER, "owner reduce"], "bf16": [row.name for row in peers.PLANNED]}
 RANKS, MORE_RANKS = (1, 8, 64, 1024), (8, 32, 128, 512)  # that all rows are counted at; that --advise compares at
-POWERS = [2**i for i in range(12)]
-CAPS_MB = (25, 100, 400, 1600, 6400)  # buckets that --advise tries
+CAPS_MB = (100, 400, 1600, 6400)  # buckets that are tried beside the default
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
 EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
 # As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
@@ -54,7 +52,7 @@ def parse():
     add("--sequence-length", type=int, default=1024, help="tokens of a sequence (default 1024)")
     add("--accumulate", type=int, default=1, help="micro-batches a step, exchanged once (default 1)")
     add("--tensor-parallel", type=int, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: each one's own)")
+    add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: the best of a few sizes)")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
     add("--advise", action="store_true", help="also say in words what to take")
     add("--json", type=Path, metavar="PATH", help="write the result there as well, and the picture as .svg")
@@ -75,57 +73,64 @@ def parse():
     return args
 
 
-def fits_from(name, spec, cost, world, n_bytes):
-    """-> the least power of two ranks, or `world`, on which the row's peak is within `n_bytes`; 0: none."""
-    ranks = [d for d in POWERS if d < world] + [world]
-    first = bisect.bisect_left(ranks, True, key=lambda d: dryrun.record(name, spec, d, cost).peak <= n_bytes)
-    return [*ranks, 0][first]
-
-
 class Planner:
-    """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor."""
+    """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor.
+
+    `recorded`: (name of a row, d) -> dryrun.Recorded, of all that were run.
+    """
 
     def __init__(self, args, workers):
-        self.args, self.workers, device = args, workers, DEVICES[args.device]
-        self.spec = args.spec._replace(tensor_parallel=args.tensor_parallel)
+        self.args, self.workers, self.recorded, device = args, workers, {}, DEVICES[args.device]
+        self.spec, self.room = args.spec._replace(tensor_parallel=args.tensor_parallel), args.device_memory * 1e9
         flops = device.flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32 is half as fast as 16 bits
         self.hardware = device._replace(flops=flops, sharing=args.tensor_parallel)
         self.cost = workers.submit(dryrun.cost_of, self.spec, DTYPES[args.dtype], args.batch_size,
                                    args.sequence_length).result()
 
-    def sized(self, name):
-        """The row, in buckets of --bucket-cap-mb where it has some."""
-        cap_mb = self.args.bucket_cap_mb if name.startswith(("stage 4", "ddp")) else None
-        return peers.sized_name(name, cap_mb) if cap_mb else name
+    def run(self, names, ranks):
+        """Each row on each number of ranks."""
+        found = {(name, d): self.workers.submit(dryrun.record, name, self.spec, d, self.cost)
+                 for name in names for d in ranks if (name, d) not in self.recorded}
+        self.recorded.update((task, one.result()) for task, one in found.items())
 
-    def run(self, tasks):
-        """[(name of a row, d), …] -> {(name, d): dryrun.Recorded}"""
-        found = {(name, d): self.workers.submit(dryrun.record, name, self.spec, d, self.cost) for name, d in tasks}
-        return {task: one.result() for task, one in found.items()}
+    def fits(self, name, d):
+        return self.recorded[name, d].peak <= self.room
 
-    def ms(self, recorded, d, micro_batches=1, exchange_each=False):
+    def ms(self, name, d, micro_batches=1, exchange_each=False):
         """Of a micro-batch."""
-        step = replay(recorded.events, self.hardware, d, micro_batches, exchange_each)
+        step = replay(self.recorded[name, d].events, self.hardware, d, micro_batches, exchange_each)
         return 1e3 * step["seconds"] / micro_batches
+
+    def sizes(self, base):
+        """A row -> {its name with a size of bucket: ms a step}. The default comes first; few rows have buckets."""
+        caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else [None, *CAPS_MB]
+        names = [peers.sized_name(base, cap_mb) if cap_mb else base
+                 for cap_mb in (caps_mb if base.startswith(("stage 4", "ddp")) else [None])]
+        self.run(names, [self.args.world])
+        return {name: self.ms(name, self.args.world) for name in names}
+
+    def tuned(self, base):
+        """-> the smallest size with which it is as fast as with any, of those with which it fits."""
+        ms = self.sizes(base)
+        fitting = [name for name in ms if self.fits(name, self.args.world)] or list(ms)
+        return next(name for name in fitting if ms[name] <= AS_FAST * min(ms[one] for one in fitting))
 
 
 def plan(planner):
     """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
     args, rows = planner.args, []
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    found = planner.run([(planner.sized(name), d) for name in ROWS[args.dtype] for d in ranks])
-    fits = {name: planner.workers.submit(fits_from, planner.sized(name), planner.spec, planner.cost, args.world,
-                                         args.device_memory * 1e9) for name in ROWS[args.dtype]}
-    for name in ROWS[args.dtype]:
-        counted = {d: found[planner.sized(name), d] for d in ranks}
-        last = counted[args.world]
-        formula = functools.partial(peers.find(name).bytes_per_param, 1)
+    names = {planner.tuned(base): base for base in ROWS[args.dtype]}
+    planner.run(names, ranks)
+    for name, base in names.items():
+        counted = {d: planner.recorded[name, d] for d in ranks}
+        last, formula = counted[args.world], functools.partial(peers.find(name).bytes_per_param, 1)
         whole, all_of_it = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (math.inf, 1))
         shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
         rows.append({
-            "name": name, "formula": f"{whole:g}{shared}{' + b' if name.startswith('stage 4') else ''}",
-            "held": last.held, "padding": sum(last.held.values()) - last.theory,
-            "peak": last.peak, "fits_from": fits[name].result(),
+            "name": name, "formula": f"{whole:g}{shared}{' + b' if base.startswith('stage 4') else ''}",
+            "held": last.held, "padding": sum(last.held.values()) - last.theory, "peak": last.peak,
+            "fits_from": next((d for d in ranks if all(planner.fits(name, more) for more in ranks if more >= d)), 0),
             "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
             "bytes_per_param_theory": {str(d): one.theory / one.numel for d, one in counted.items()},
             "step": replay(last.events, planner.hardware, args.world, args.accumulate)})
@@ -137,33 +142,28 @@ def plan(planner):
 def advice(planner, result):
     """-> sentences."""
     args, world, rows = planner.args, planner.args.world, {row["name"]: row for row in result["rows"]}
-    stage4, owner, ddp = (next(name for name in rows if name.startswith(kind)) for kind in ("stage 4", "owner", "ddp"))
-    sizes = {cap_mb: peers.sized_name(stage4, cap_mb) for cap_mb in CAPS_MB}
-    ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
-    found = planner.run([(name, world) for name in sizes.values()])
-    ms = {cap_mb: planner.ms(found[name, world], world) for cap_mb, name in sizes.items()}
-    best = next(cap_mb for cap_mb in CAPS_MB if ms[cap_mb] <= AS_FAST * min(ms.values()))
-    ours, tuned, room = sizes[best], found[sizes[best], world], f"{args.device_memory:g} GB"
-    found = planner.run([(name, d) for name in (ours, owner, planner.sized(ddp)) for d in ranks])
-    fitting = {name: 1e3 * row["step"]["seconds"] for name, row in rows.items() if row["fits_from"] and name != stage4}
-    if tuned.peak <= args.device_memory * 1e9:
-        fitting[ours] = ms[best]
-    once, each = (planner.ms(tuned, world, 8, exchange_each) for exchange_each in (False, True))
-    fits = "; ".join(f"{name}, {fitting[name]:,.0f} ms" for name in sorted(fitting, key=fitting.get)[:3])
-    by_size = ", ".join(f"{ms[cap_mb]:,.0f} ms with {cap_mb} MiB" for cap_mb in CAPS_MB)
-    said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fits} a step." if fitting else
+    ours, owner, ddp = (next(name for name in rows if name.startswith(kind)) for kind in ("stage 4", "owner", "ddp"))
+    fitting = {name: planner.ms(name, world) for name, row in rows.items() if row["fits_from"]}
+    room, stage4 = f"{args.device_memory:g} GB", planner.recorded[ours, world]
+    fastest = "; ".join(f"{name}, {fitting[name]:,.0f} ms" for name in sorted(fitting, key=fitting.get)[:3])
+    sizes = planner.sizes(buckets.base_of(ours))
+    by_size = ", ".join(f"{ms:,.0f} ms with {buckets.size_of(name)}" for name, ms in sizes.items())
+    once, each = (planner.ms(ours, world, 8, exchange_each) for exchange_each in (False, True))
+    said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fastest} a step." if fitting else
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
-            f"Bucket of stage 4: {best} MiB, in two buffers of {tuned.held['buffers'] / 2e9:.1f} GB. A step takes "
-            f"{by_size}.",
+            f"Bucket of stage 4: {buckets.size_of(ours)}, in two buffers of {stage4.held['buffers'] / 2e9:.1f} GB. A step "
+            f"takes {by_size}.",
             f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of 8 "
             f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
-            f"keeps whole gradients of {tuned.held['parameters'] / 1e9:.1f} GB."]
-    for title, row, name in (("Owner's reduce", owner, owner), ("DDP", ddp, planner.sized(ddp))):
-        over = {d: planner.ms(found[name, d], d) / planner.ms(found[ours, d], d) for d in ranks}
+            f"keeps whole gradients of {stage4.held['parameters'] / 1e9:.1f} GB."]
+    ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
+    planner.run([ours, owner, ddp], ranks)
+    for title, name in (("Owner's reduce", owner), ("DDP", ddp)):
+        over = {d: planner.ms(name, d) / planner.ms(ours, d) for d in ranks}
         slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
         said.append(f"{title}: {f'behind stage 4 from {slower} ranks on' if slower else 'as fast as stage 4 or faster'}, "
                     f"of whose time it takes {', '.join(f'{over[d]:.2f} on {d}' for d in ranks)}. "
-                    f"It {'fits' if rows[row]['fits_from'] else 'does not fit'} in {room}.")
+                    f"It {'fits' if rows[name]['fits_from'] else 'does not fit'} in {room}.")
     return said
 
 

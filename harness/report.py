@@ -153,8 +153,8 @@ def _cuda_sheets():
     return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), *_time_and_memory(bench), _conditions(bench)]
 
 
-PLANS = {"plan.json": ' ARGS="--bucket-cap-mb 1600 --advise --check --json results/plan.json"',
-         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --bucket-cap-mb 6400 --json results/plan_70b.json"'}
+PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',
+         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"'}
 
 
 def _plans():

@@ -384,7 +384,8 @@ def plan_memory_sheet(result):
     c, rows = result["conditions"], []
     for row in result["rows"]:
         figures = [*row["held"].values(), row["padding"], c["activations"], row["peak"]]
-        rows.append([row["name"], *(f"{n_bytes / 1e9:.2f}" for n_bytes in figures), str(row["fits_from"] or NONE)])
+        name = row["name"].replace(", ", ",\n")
+        rows.append([name, *(f"{n_bytes / 1e9:.2f}" for n_bytes in figures), str(row["fits_from"] or NONE)])
     names = ("params", "grads", "main", "moments", "buffers", "padding", "activ.", "peak", "fits\nfrom d")
     return Sheet(
         f"What a rank of {c['world']} holds, in GB: {c['model']}, {c['parameters']:,} parameters a rank",
@@ -392,7 +393,7 @@ def plan_memory_sheet(result):
         ["GB: 10⁹ bytes, after a step, on rank 0. main: fp32 copies of 16-bit parameters. buffers: those that buckets "
          "travel in. padding: of all these, what is more than the formula: of padded, or of uneven, shards. "
          f"activ.: of a micro-batch of {c['batch_size']} x {c['sequence_length']}. peak: the most at one "
-         f"moment of a step. fits from d: the least power of two ranks on which the peak is at most "
+         f"moment of a step. fits from d: of the d below, the one from which on the peak is at most "
          f"{c['device_memory']:g} GB; torch's allocator takes more."])
 
 

@@ -141,7 +141,7 @@ def test_the_program_prints_its_tables(tmp_path):
     run = subprocess.run([sys.executable, "-m", "harness.plan", "--model", "nano", "--sequence-length", "64", "--world",
                           "16", "--json", tmp_path / "plan.json"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    for title in ("What a rank of 16 holds", "Model state, bytes a parameter", "A step on 16 x h100"):
+    for title in ("What a rank of 16 holds", "Model state, bytes a parameter", "A step of nano on 16 x h100"):
         assert title in run.stdout
     assert (tmp_path / "plan.json").exists()
 
