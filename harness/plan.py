@@ -120,6 +120,7 @@ def plan(planner):
     """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
     args, rows = planner.args, []
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
+    planner.run(ROWS[args.dtype], [args.world])  # all at once
     names = {planner.tuned(base): base for base in ROWS[args.dtype]}
     planner.run(names, ranks)
     for name, base in names.items():
