@@ -518,7 +518,7 @@ SMALL = {  # what makes a program quick: appended, and the last of two equal opt
     "train": f"{NANO} --batch-size 2 --steps 2",
     "test": "--collect-only --quiet",
     "show": "",
-    "plan": "--model nano --sequence-length 32 --world 8",
+    "plan": "--layers 1 --width 1024 --sequence-length 32 --world 8",
     "report": "",
     "diff": "",
     "help": "",

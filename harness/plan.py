@@ -96,13 +96,13 @@ class Planner:
     def fits(self, name, d):
         return self.recorded[name, d].peak <= self.room
 
-    def ms(self, name, d, micro_batches=1, exchange_each=False):
-        """Of a micro-batch."""
-        step = replay(self.recorded[name, d].events, self.hardware, d, micro_batches, exchange_each)
-        return 1e3 * step["seconds"] / micro_batches
+    def ms(self, name, d, micro_batches=None, exchange_each=False):
+        """Of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
+        k = micro_batches or self.args.accumulate
+        return 1e3 * replay(self.recorded[name, d].events, self.hardware, d, k, exchange_each)["seconds"] / k
 
     def sizes(self, base):
-        """A row -> {its name with a size of bucket: ms a step}. The default comes first; few rows have buckets."""
+        """A row -> {its name with a size of bucket: ms a micro-batch}. The default comes first; few rows have buckets."""
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else [None, *CAPS_MB]
         names = [peers.sized_name(base, cap_mb) if cap_mb else base
                  for cap_mb in (caps_mb if base.startswith(("stage 4", "ddp")) else [None])]
@@ -150,10 +150,10 @@ def advice(planner, result):
     sizes = planner.sizes(buckets.base_of(ours))
     by_size = ", ".join(f"{ms:,.0f} ms with {buckets.size_of(name)}" for name, ms in sizes.items())
     once, each = (planner.ms(ours, world, 8, exchange_each) for exchange_each in (False, True))
-    said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fastest} a step." if fitting else
+    said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fastest} a micro-batch." if fitting else
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
-            f"Bucket of stage 4: {buckets.size_of(ours)}, in two buffers of {stage4.held['buffers'] / 2e9:.1f} GB. A step "
-            f"takes {by_size}.",
+            f"Bucket of stage 4: {buckets.size_of(ours)}, in two buffers of {stage4.held['buffers'] / 2e9:.1f} GB. A "
+            f"micro-batch takes {by_size}.",
             f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of 8 "
             f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
             f"keeps whole gradients of {stage4.held['parameters'] / 1e9:.1f} GB."]
