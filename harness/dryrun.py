@@ -8,8 +8,8 @@
 
 torch's fake tensors have shapes and no memory; its fake process group sends nothing. Rows are those of the bench, with
 a stage's core: a guard asks tensors for their values, and fake ones have none. Its hooks, buckets and collectives run
-as in training. The model runs once, for its cost. In a recorded step that cost is spread over the parameters by their
-size.
+as in training. The model itself runs once, for its activations. In a recorded step these, and its FLOPs, are spread
+over the parameters by their size.
 """
 
 import importlib
@@ -75,9 +75,8 @@ class Dry(StorageMemory):
         self.works, self.ledger = [], Ledger()
         self.begin_step(0)
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # torch would guard every operator against being compiled, which takes longer than all else here
+    # torch would guard every operator against being compiled, which takes longer than all else here.
+    _should_skip_dynamo = classmethod(lambda cls: False)
 
     def begin_step(self, number):
         self.number, self.phase, self.events, self.n_launched, self.futures = number, "forward", [], 0, []
@@ -124,16 +123,18 @@ class FakeWork(dist.Work):
 
     def __init__(self, dry, number, index, tensors):
         super().__init__()
-        self.dry, self.number, self.index, self.tensors = dry, number, index, tensors
+        self.dry, self.number, self.index, self.tensors, self.is_known = dry, number, index, tensors, False
 
     def wait(self, timeout=None):
-        self.dry.wait(self.number, self.index)
+        if not self.is_known:
+            self.dry.wait(self.number, self.index)
         self.tensors = None
         return True
 
     def is_completed(self):
-        """Who asks is told so when two more have left."""
-        return self.index + 2 < self.dry.n_launched or self.number < self.dry.number
+        """Who asks is told so when two more have left, and waits no more."""
+        self.is_known = self.index + 2 < self.dry.n_launched or self.number < self.dry.number
+        return self.is_known
 
     def get_future(self):
         self.dry.futures.append(self.index)
@@ -152,9 +153,11 @@ def bytes_touched(function, arguments, result):
     schema = function._schema
     if function.is_view or "empty" in schema.name:
         return 0
-    written = [arguments.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
+    read = [value for name, value in arguments.items() if name not in unread]
     made = [] if any(one.alias_info for one in schema.returns) else result
-    return sum(tensor.nbytes for tensor in tensors_in([list(arguments.values()), written, made]))
+    return sum(tensor.nbytes for tensor in tensors_in([read, [arguments.get(name) for name in written], made]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +191,7 @@ def fake(d, name="", gloo=False):
 
 
 def cost_of(spec, dtype, batch_size, sequence_length):
-    """Of a forward and backward pass of the model itself, operator by operator -> Cost."""
+    """-> Cost: activations of a forward and backward pass of the model itself, operator by operator; FLOPs by formula."""
     with fake(1), Dry() as dry:
         model = build_model(spec, dtype)
         for param in model.parameters():

@@ -65,7 +65,7 @@ def parse():
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
-    if args.world > 4096 or (args.bucket_cap_mb or 1) <= 0:
+    if args.world > 4096 or (args.bucket_cap_mb is not None and args.bucket_cap_mb <= 0):
         fail("--world must be at most 4096, and --bucket-cap-mb more than 0")
     if args.json:
         cli.check_beside("--json", args.json, ".svg", fail)

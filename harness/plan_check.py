@@ -11,13 +11,12 @@ import math
 import statistics
 from pathlib import Path
 
-from harness import buckets, dryrun, llama, peers, tables
-from harness.replay import Hardware, accumulated, replay
+from harness import buckets, dryrun, llama, peers
+from harness.replay import Hardware, replay
 
 ROOT = Path(__file__).resolve().parents[1]
 # Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
 HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
-MIB = {"default": None, "one-parameter": peers.ONE_PARAMETER}
 
 
 def calibrated(rate, modelled, hardware, measured):
@@ -27,6 +26,8 @@ def calibrated(rate, modelled, hardware, measured):
         middle = math.sqrt(low * high)
         found = hardware._replace(**{rate: middle})
         low, high = (middle, high) if modelled(found) > measured else (low, middle)
+    if abs(modelled(found) / measured - 1) > 1e-3:
+        raise ValueError(f"no {rate} gives {measured:.3g} s: the model takes {modelled(found):.3g} s")
     return found
 
 
@@ -64,7 +65,7 @@ def of_a_part(where, part, only):
     cost = dryrun.cost_of(spec, "float32", c["batch_size"], c["sequence_length"])
     hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * c["bits_per_second"] / 8, per_node=1,
                      latency_between=HOST_LATENCY, backend="gloo")
-    alone = dryrun.record("ddp", spec, 1, cost).events  # sends nothing
+    alone = dryrun.record("compute only", spec, 1, cost).events
     hosts = calibrated("flops", lambda one: replay(alone, one, 1)["seconds"], hosts,
                        times.pop(("compute only", 1, False), only) / 1e3)
     for (name, k, exchange_each), ms in sorted(times.items()):
@@ -124,7 +125,7 @@ def published():
     users = calibrated("between", lambda one: step_of(less, one), users, tokens(less) / less[-1])
     return {"hardware": [(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
             "rows": [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
-                     *rows("calibrated", A_USERS[:2], users), *rows("predicted", A_USERS[2:], users),
+                     *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
                      *rows("none hidden", A_USERS[2:], users, False)]}
 
 

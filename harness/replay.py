@@ -43,7 +43,8 @@ def message_seconds(kind, n_bytes, d, hardware):
         return 0.0
     in_group = max(1, hardware.per_node // hardware.sharing)  # ranks of this group on a node
     between = math.ceil(d / in_group) - 1
-    rate = min(hardware.in_node, hardware.between / hardware.sharing) if between else hardware.in_node
+    # As many groups as a node has ranks, at most, use its links to others at once.
+    rate = min(hardware.in_node, hardware.between / min(hardware.sharing, hardware.per_node)) if between else hardware.in_node
     if kind in ("send", "recv"):
         return (hardware.latency_between if between else hardware.latency_in_node) + n_bytes / rate
     hops = (d - 1 - between) * hardware.latency_in_node + between * hardware.latency_between
@@ -77,7 +78,7 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
                 clock += event.flops / hardware.flops + event.n_bytes / hardware.memory_rate
                 busy.append((start, clock))
             elif event.what == "wait":
-                clock = max(clock, arrived.get((step - event.lag, event.index), 0.0))
+                clock = max(clock, arrived[step - event.lag, event.index] if step >= event.lag else 0.0)
             else:
                 used = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
                 leaves = max(clock, *(free_at[direction] for direction in used))

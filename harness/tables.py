@@ -394,7 +394,8 @@ def plan_memory_sheet(result):
          "travel in. padding: of all these, what is more than the formula: of padded, or of uneven, shards. "
          f"activ.: of a micro-batch of {c['batch_size']} x {c['sequence_length']}. peak: the most at one "
          f"moment of a step. fits from d: of the d below, the one from which on the peak is at most "
-         f"{c['device_memory']:g} GB; torch's allocator takes more."])
+         f"{c['device_memory']:g} GB; torch's allocator takes more, and stage 4 that accumulates in no_sync() whole "
+         "gradients. Buckets are those that are best on most ranks."])
 
 
 def plan_time_sheet(result):
@@ -428,9 +429,8 @@ def plan_check_sheets(check):
               ["The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 "
                "of 1514 bytes on the line are data, sending takes no time of the one core that computes, and a table "
                "without compute only computed as fast as the one with it.",
-               f"Further off than 10 %: {which or 'none'}. Stage 4 with few, large buckets takes as long as if the two "
-               "broadcasts of a bucket came one after the other, and the model lets both directions of the line work at "
-               "once. Where computing is the limit, compute + bytes shows what sending takes of the core."]),
+               f"Further off than 10 %: {which or 'none'}. Where computing is the limit, the model leaves out what sending "
+               "and Python take of the core that computes: compute + bytes shows a part of it."]),
         Sheet("LLaMA-13B on 8 x A100 a node: tokens/s a GPU",
               [("", ""), ("", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
                ("error", "modelled")],
