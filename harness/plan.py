@@ -102,7 +102,7 @@ class Planner:
         return 1e3 * replay(self.recorded[name, d].events, self.hardware, d, k, exchange_each)["seconds"] / k
 
     def sizes(self, base):
-        """A row -> {its name with a size of bucket: ms a micro-batch}. The default comes first; few rows have buckets."""
+        """A row -> {its name with a size of bucket: ms a micro-batch}, the default first; few rows have buckets."""
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else [None, *CAPS_MB]
         names = [peers.sized_name(base, cap_mb) if cap_mb else base
                  for cap_mb in (caps_mb if base.startswith(("stage 4", "ddp")) else [None])]
@@ -154,16 +154,16 @@ def advice(planner, result):
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
             f"Bucket of stage 4: {buckets.size_of(ours)}, in two buffers of {stage4.held['buffers'] / 2e9:.1f} GB. A "
             f"micro-batch takes {by_size}.",
-            f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of 8 "
-            f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
+            f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of "
+            f"8 micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
             f"keeps whole gradients of {stage4.held['parameters'] / 1e9:.1f} GB."]
     ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
     planner.run([ours, owner, ddp], ranks)
     for title, name in (("Owner's reduce", owner), ("DDP", ddp)):
         over = {d: planner.ms(name, d) / planner.ms(ours, d) for d in ranks}
         slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
-        said.append(f"{title}: {f'behind stage 4 from {slower} ranks on' if slower else 'as fast as stage 4 or faster'}, "
-                    f"of whose time it takes {', '.join(f'{over[d]:.2f} on {d}' for d in ranks)}. "
+        behind = f"behind stage 4 from {slower} ranks on" if slower else "as fast as stage 4 or faster"
+        said.append(f"{title}: {behind}, of whose time it takes {', '.join(f'{over[d]:.2f} on {d}' for d in ranks)}. "
                     f"It {'fits' if rows[name]['fits_from'] else 'does not fit'} in {room}.")
     return said
 

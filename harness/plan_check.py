@@ -43,7 +43,8 @@ def two_hosts():
         for result in (latest, *latest["other_rates"]):
             c, only = result["conditions"], times_of(result)["compute only", 1, False]
             for part in (result, *(result[name] for name in ("sweep", "accumulation") if name in result)):
-                found += of_a_part(f"{path.stem} {c['rate']}", {**part, "conditions": {**c, **part["conditions"]}}, only)
+                part = {**part, "conditions": {**c, **part["conditions"]}}
+                found += of_a_part(f"{path.stem} {c['rate']}", part, only)
     return found
 
 

@@ -59,7 +59,8 @@ def message_seconds(kind, n_bytes, d, hardware):
 def accumulated(events, micro_batches, exchange_each):
     """Events of a step of one micro-batch -> of several. `exchange_each`: every backward pass exchanges its gradients,
     or else the last one does."""
-    passes = [event for event in events if event.phase != "step"  # who waits for parameters again waits no more
+    # Who has waited for parameters once waits no more.
+    passes = [event for event in events if event.phase != "step"
               and (exchange_each or event.what == "compute" or event.lag)]
     return passes * (micro_batches - 1) + events
 

@@ -162,7 +162,9 @@ def _plans():
 
 
 def _plan_sheets():
-    return [tables.sheet_text(sheet) for result in _plans() for sheet in tables.plan_sheets({**result, "check": None})]
+    first, second = (tables.plan_sheets({**result, "check": None}) for result in _plans())
+    again = [sheet._replace(notes=[]) for sheet in (second[0], second[-1])]  # their notes stand below the first
+    return [tables.sheet_text(sheet) for sheet in (*first, *again)]
 
 
 def _plan_check_sheets():
@@ -177,7 +179,8 @@ def _planned():
 def _checked():
     """How far modelled times are from measured and from published ones."""
     check = _plans()[0]["check"]
-    whole, parts = ([(modelled / measured - 1, f"{row}, {where}") for where, row, measured, modelled in check["two_hosts"]
+    runs = check["two_hosts"]
+    whole, parts = ([(modelled / measured - 1, f"{row}, {where}") for where, row, measured, modelled in runs
                      if (" x " in row) == is_part] for is_part in (False, True))
     near, near_parts = (sum(abs(error) <= 0.1 for error, _ in found) for found in (whole, parts))
     farthest, which = max(whole, key=lambda run: abs(run[0]))
