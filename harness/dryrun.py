@@ -191,7 +191,7 @@ def fake(d, name="", gloo=False):
 
 
 def cost_of(spec, dtype, batch_size, sequence_length):
-    """-> Cost: activations of a pass of the model itself, forward and backward, operator by operator; FLOPs by formula."""
+    """-> Cost: activations of a forward and backward pass of the model itself, as counted; FLOPs by formula."""
     with fake(1), Dry() as dry:
         model = build_model(spec, dtype)
         for param in model.parameters():

@@ -154,8 +154,8 @@ def advice(planner, result):
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
             f"Bucket of stage 4: {buckets.size_of(ours)}, in two buffers of {stage4.held['buffers'] / 2e9:.1f} GB. A "
             f"micro-batch takes {by_size}.",
-            f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step, in no_sync()'}. Of "
-            f"8 micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
+            f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step: no_sync()'}. Of 8 "
+            f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
             f"keeps whole gradients of {stage4.held['parameters'] / 1e9:.1f} GB."]
     ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
     planner.run([ours, owner, ddp], ranks)

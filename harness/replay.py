@@ -44,7 +44,7 @@ def message_seconds(kind, n_bytes, d, hardware):
     in_group = max(1, hardware.per_node // hardware.sharing)  # ranks of this group on a node
     between = math.ceil(d / in_group) - 1
     # As many groups as a node has ranks, at most, use its links to others at once.
-    rate = min(hardware.in_node, hardware.between / min(hardware.sharing, hardware.per_node)) if between else hardware.in_node
+    rate = min(hardware.in_node, hardware.between / min(hardware.sharing, hardware.per_node) if between else math.inf)
     if kind in ("send", "recv"):
         return (hardware.latency_between if between else hardware.latency_in_node) + n_bytes / rate
     hops = (d - 1 - between) * hardware.latency_in_node + between * hardware.latency_between
