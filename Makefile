@@ -1,11 +1,14 @@
 # make bench | test | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show
-# make faults | cuda | host | report | docs-check | diff A=2 B=3
+# make faults | cuda | host | plan MODEL=7b | report | docs-check | diff A=2 B=3
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
 PYTHON ?= .venv/bin/python
 STAGE ?= 4
 RATE ?= 1gbit
 NPROC ?= 2
+MODEL ?= 7b
+WORLD ?= 1024
+DTYPE ?= bf16
 ARGS ?=
 A ?= 1
 B ?= 2
@@ -14,7 +17,7 @@ ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test grade train network timeline show faults cuda host report docs-check diff clean
+.PHONY: help bench test grade train network timeline show faults cuda host plan report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -28,6 +31,7 @@ help:
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
+	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'
 	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
 	@echo 'make diff A=2 B=3           what one stage changes in the one before: the cores; with FULL=1 everything'
@@ -66,6 +70,9 @@ cuda: $(ENV)
 
 host: $(ENV)
 	exec $(PYTHON) -m harness.host $(ARGS)
+
+plan: $(ENV)
+	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report

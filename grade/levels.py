@@ -230,7 +230,7 @@ def ladder(grader):
              if kinds == found["large"] and times <= sent <= 1.25 * times]  # padding is sent, too
     stage = f"the collectives and bytes of stage {rungs[0]}" if rungs else "none of the four stages sends that"
     early = f"{found['during_backward'] or 'none'} of them in the backward pass"
-    ideal = "; 2 where a reduce-scatter is not an all-reduce, as on gloo" if "reduce_scatter" in found["large"] else ""
+    ideal = "; 2 where a reduce-scatter is no all-reduce, as gloo's is" if "reduce_scatter" in found["large"] else ""
     return [f"ladder     {stage}",
             f"a step     {collectives}; {early}",
             f"sent       {sent:.2f} · 4Ψ · (d-1)/d bytes a rank{ideal} (DDP alone: 2)",

@@ -34,6 +34,12 @@ def size_of(name):
     return match[1] if (match := re.search(r", (\S+(?: MB)?) buckets$", name)) else "default"
 
 
+def cap_mb_of(name):
+    """"ddp, 2 MB buckets" -> 2.0; "ddp" -> None."""
+    size = size_of(name)
+    return float(size.removesuffix(" MB")) if " " in size else {"one-parameter": peers.ONE_PARAMETER}.get(size)
+
+
 def median(row):
     return row["step_ms"]["median"] if row.get("step_ms") else math.inf
 

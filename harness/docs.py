@@ -44,8 +44,10 @@ MOST_WORDS = {
     "stage2_allgather/README.md": 600,
     "stage3_gradbuffer/README.md": 1000,
     "stage4_overlap/README.md": 1400,
+    "docs/plan.md": 700,
 }
 MOST_WORDS_ELSEWHERE = 8000
+SENTENCES = ("planned", "checked")  # blocks of `make report` that are no tables
 LIMIT_S = 300  # of one command
 
 
@@ -296,7 +298,8 @@ def _long(page, project):
     most = MOST_WORDS.get(page.name, MOST_WORDS_ELSEWHERE)
     if words(page.text) > most:
         yield 1, f"{words(page.text)} words: it may have {most}"
-    if page.name.split("/")[0] not in ("README.md", "results") and "<!-- report:" in page.text:
+    generated = set(re.findall(r"<!-- report: (\w+)", page.text)).difference(SENTENCES)
+    if page.name.split("/")[0] not in ("README.md", "results") and generated:
         yield 1, "a generated table: tables stand in results/README.md"
 
 
@@ -515,6 +518,7 @@ SMALL = {  # what makes a program quick: appended, and the last of two equal opt
     "train": f"{NANO} --batch-size 2 --steps 2",
     "test": "--collect-only --quiet",
     "show": "",
+    "plan": "--layers 1 --width 1024 --sequence-length 32 --world 8",
     "report": "",
     "diff": "",
     "help": "",

@@ -149,14 +149,14 @@ class Ledger(TorchDispatchMode):
         if function.namespace not in ("c10d", "_c10d_functional"):
             return function(*args, **(kwargs or {}))
         names = [argument.name for argument in function._schema.arguments]
-        entry = self._entry(function._schema.name, {**dict(zip(names, args)), **(kwargs or {})})
+        entry = self.entry_of(function._schema.name, {**dict(zip(names, args)), **(kwargs or {})})
         result = function(*args, **(kwargs or {}))
         if entry is None:
             return result
         self.entries.append(entry)
         return self._watch(entry, result)
 
-    def _entry(self, operator, arguments):
+    def entry_of(self, operator, arguments):
         if operator in MOVES_NOTHING:
             return None
         if operator not in OPERATORS:

@@ -145,6 +145,15 @@ def compute_only_16bit(model, adamw):
     return MainParamsTraining(model, adamw, world_size=1)
 
 
+def ddp_16bit(bucket_cap_mb=None):
+    """DDP averages 16-bit gradients while backward runs, and AdamW steps fp32 copies on every rank."""
+    def build(model, adamw):
+        training = compute_only_16bit(model, adamw)
+        training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        return training
+    return build
+
+
 def ddp_and_zero(bucket_cap_mb=None):
     """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped.
 
@@ -325,9 +334,28 @@ APART = [
 ]
 
 
+def planned(name, make, whole, shared, **settings):
+    """A row of make plan: after a step a parameter takes `whole` + `shared` / d bytes, and its share of buffers."""
+    return Row(name, "stage", make(**settings), travels(1), lambda numel, d, optimizer:
+               whole + shared / d + optimizer.bucket_buffer_bytes / numel, dtype="bfloat16",
+               sized=lambda cap_mb: make(bucket_cap_mb=cap_mb))
+
+
+# With 16-bit parameters, for GPUs: nobody has measured these here.
+PLANNED = [
+    planned("ddp bf16", ddp_16bit, 20, 0),
+    planned("owner reduce bf16", owner_reduce, 2, 6),
+    planned("stage 1 bf16", functools.partial(stage, STAGE_1), 4, 4),
+    planned("stage 2 bf16", functools.partial(stage, STAGE_2), 4, 4),
+    planned("stage 3 bf16/fp32", functools.partial(stage, STAGE_3), 6, 12, grad_dtype=torch.float32),
+    planned("stage 3 bf16/bf16", functools.partial(stage, STAGE_3), 4, 16),
+    planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 2, 16),
+]
+
+
 def find(name):
     """The row of that name. "ddp, 2 MB buckets", and "ddp, one-parameter buckets", are row "ddp" with such buckets."""
-    for row in [*ROWS, *APART]:
+    for row in [*ROWS, *APART, *PLANNED]:
         if name == row.name:
             return row
         size = re.fullmatch(rf"{re.escape(row.name)}, (?:(one-parameter)|([\d.]+) MB) buckets", name)

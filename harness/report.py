@@ -2,8 +2,9 @@
 
     python -m harness.report        # or: make report
 
-writes what stands in README.md and results/*.md between a line that says <!-- report: NAME --> and <!-- end -->. NAME
-is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn anew too.
+writes what stands in README.md, docs/plan.md and results/*.md between a line that says <!-- report: NAME --> and
+<!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn
+anew too.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import buckets, cli, docs, gpu, tables, timeline
+from harness import buckets, cli, docs, gpu, plan, tables, timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,6 +151,54 @@ def _faults_sheets():
 def _cuda_sheets():
     bench = _load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
     return [tables.sheet_text(gpu.sheet(_load("cuda.json"))), *_time_and_memory(bench), _conditions(bench)]
+
+
+PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',
+         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"'}
+
+
+def _plans():
+    return [_load(name, arguments) for name, arguments in PLANS.items()]
+
+
+def _plan_sheets():
+    first, second = (tables.plan_sheets({**result, "check": None}) for result in _plans())
+    again = [sheet._replace(notes=[]) for sheet in (second[0], second[-1])]  # their notes stand below the first
+    return [tables.sheet_text(sheet) for sheet in (*first, *again)]
+
+
+def _plan_check_sheets():
+    return [tables.sheet_text(sheet) for sheet in tables.plan_check_sheets(_plans()[0]["check"])]
+
+
+def _planned():
+    """What make plan --advise says."""
+    return [_bullets(_plans()[0]["advice"])]
+
+
+def _checked():
+    """How far modelled times are from measured and from published ones."""
+    check = _plans()[0]["check"]
+    runs = check["two_hosts"]
+    whole, parts = ([(modelled / measured - 1, f"{row}, {where}") for where, row, measured, modelled in runs
+                     if (" x " in row) == is_part] for is_part in (False, True))
+    near, near_parts = (sum(abs(error) <= 0.1 for error, _ in found) for found in (whole, parts))
+    farthest, which = max(whole, key=lambda run: abs(run[0]))
+
+    users = "predicted, user's"
+
+    def errors(*words):
+        return ", ".join(f"{modelled / found - 1:+.1%}" for what, kind, gpus, _, _, found, modelled
+                         in check["published"]["rows"] if (what, kind, gpus > 128) in words)
+    return [_bullets([
+        f"Our two hosts: {near} of {len(whole)} steps are modelled within 10 %, the farthest ({which}) {farthest:+.1%} "
+        f"off; with accumulation {near_parts} of {len(parts)}.",
+        "Megatron-LLaMA's table: calibrated on one of four figures, the others are "
+        f"{errors(('predicted', 'overlapped', True), ('predicted', 'distributed', True))} off.",
+        "A user's 128 GPUs, where the overlapped optimizer was the slower one: by that calibration distributed "
+        f"{errors(('predicted', 'distributed', False))}, overlapped {errors(('predicted', 'overlapped', False))}; "
+        f"calibrated on the user's two distributed runs, overlapped {errors((users, 'overlapped', False))}; the "
+        f"same with no message hidden {errors(('none hidden', 'overlapped', False))}."])]
 
 
 class Rung(NamedTuple):
@@ -343,9 +392,12 @@ BLOCKS = {
     "accumulation": _accumulation_sheets,
     "cuda": _cuda_sheets,
     "faults": _faults_sheets,
+    "plan": _plan_sheets,
+    "plan_check": _plan_check_sheets,
 }
 # These, and not as it looks in a terminal.
-MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets}
+MARKDOWN = {"ladder": _ladder, "reading": _reading, "ahead": _ahead, "found": _found, "buckets": _buckets,
+            "planned": _planned, "checked": _checked}
 
 
 def rewritten(text):
@@ -369,12 +421,17 @@ def buckets_picture():
     return buckets.picture([latest, *latest["other_rates"]])
 
 
-PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" / "buckets.svg": buckets_picture}
+def plan_picture(name):
+    return timeline.svg(*plan.picture(_load(name, PLANS[name])))
+
+
+PICTURES = {ROOT / "results" / "network.svg": network_picture, ROOT / "results" / "buckets.svg": buckets_picture,
+            **{(ROOT / "results" / name).with_suffix(".svg"): functools.partial(plan_picture, name) for name in PLANS}}
 
 
 def files():
     """Pages that have blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "results").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "docs" / "plan.md", *sorted((ROOT / "results").glob("*.md"))]
 
 
 def main():

@@ -195,7 +195,7 @@ def length(spans):
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawing. A lane is (name, spans): spans are (start, end, what), in seconds from the start of the step.
 
-GRADIENTS = ("all_reduce", "reduce_scatter", "send", "recv", "all_to_all")
+GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
 PARAMETERS = ("all_gather", "broadcast")
 
 

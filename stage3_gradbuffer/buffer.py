@@ -35,7 +35,7 @@ class Range(NamedTuple):
 class GradBuffer:
     """A flat buffer for the gradients of `params`, and then for the parameters that the step makes of them.
 
-    With d = 2, on rank 0, three parameters of which the second lies in both shards (`_`: padding, always zero):
+    With d = 2, on rank 0, three parameters of which the second lies in both shards (`_`: padding):
 
                                  rank 0's shard   | rank 1's
         zero                    | 0 0 0 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |  ZEROS

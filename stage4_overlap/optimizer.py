@@ -28,7 +28,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         buckets: in the order in which their gradients leave; parameters come back in the reverse order.
-        idle, travelling: the two bucket buffers; those in which gradients are under way, the oldest first.
+        idle, travelling: bucket buffers that are free; those in which gradients are under way, the oldest first.
 
     Without: parameters that a backward pass doesn't use, accumulation without communication, who reads a parameter
     past its module, clipping, loss scaling, groups added later, saving, errors that say what is wrong: see guard/.
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.bucket_of[param].finish_param_sync()
 
     def finish_param_sync(self):
-        """Wait until every parameter has arrived: before an evaluation or a save, where parameters are prefetched."""
+        """Wait until every parameter has arrived: before a save, say, where parameters are prefetched."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
 
