@@ -268,8 +268,10 @@ def _lead(result):
     if tuned is ddp:
         return f"{text}."
     by_default, size = buckets.ratio(stage4, ddp), buckets.ratio(tuned, ddp)
-    return (f"{text}, and {by_default:.2f} of DDP with its default ones. Of these the tuned ones take {size:.2f}: so "
-            "much of the lead is bucket size, and none of ours.")
+    whose = ("so much of the lead is bucket size, and none of ours" if buckets.ratio(stage4, tuned) < 1 else
+             "all of the lead over those is bucket size, and none of it ours")
+    return (f"{text}, and {by_default:.2f} of DDP with its default ones. Of these the tuned ones take {size:.2f}: "
+            f"{whose}.")
 
 
 def _ahead():
