@@ -63,8 +63,8 @@ class Candidate:
 class Told(Ledger):
     """A ledger that tells of each collective before it begins."""
 
-    def _entry(self, operator, arguments):
-        entry = super()._entry(operator, arguments)
+    def entry_of(self, operator, arguments):
+        entry = super().entry_of(operator, arguments)
         if entry is not None:
             size = f" of {entry.size} bytes" if entry.size else ""
             event(("collective", f"{entry.kind}{size}", where(sys._getframe())))
