@@ -3,7 +3,7 @@
     make grade STAGE=my_package      a package or a module in the current folder; STAGE=3: a stage of this repository
 
 Level 1, it trains: by hand, like one process, state 1/d, what it sends. Level 2, it is an optimizer: groups,
-schedulers, accumulation, clipping, saving. Level 3, the whole contract: tests/test_contract.py.
+schedulers, accumulation, clipping, saving. Level 3, the whole contract: tests/stages/test_contract.py.
 docs/exercise.md has the interface that each level asks for, and exercises.
 Options that are not ours go to level 3's pytest. A package with a ShardedOptimizer only, a core, is graded by what a
 core has.
@@ -78,7 +78,7 @@ def passes(level, grader, only=""):
 def contract_holds(package, arguments):
     """The contract's tests by pytest, up to the third that fails -> whether all have passed."""
     print("\nLevel 3: The whole contract (minutes)", flush=True)
-    command = [sys.executable, "-m", "pytest", "tests/test_contract.py", "--stage", package, *arguments]
+    command = [sys.executable, "-m", "pytest", "tests/stages/test_contract.py", "--stage", package, *arguments]
     run = subprocess.run([*command, "-q", "--tb=no", "-rfE", "--maxfail=3", "-p", "no:cacheprovider"],
                          capture_output=True, text=True, env={**os.environ, "COLUMNS": "400"})
     counts = re.findall(r"\d+ (?:passed|failed|errors?)", run.stdout.splitlines()[-1] if run.stdout else "")

@@ -1,6 +1,6 @@
 """For whoever trains in fp16 with torch.amp.GradScaler: an inf on any rank makes all of them skip the step.
 
-The same file stands in every stage. Shown by tests/test_models.py and tests/test_dtypes.py.
+The same file stands in every stage. Shown by tests/stages/test_models.py and tests/stages/test_dtypes.py.
 """
 
 import warnings

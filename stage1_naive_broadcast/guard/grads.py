@@ -1,8 +1,8 @@
 """For whoever has gradients that are missing on some ranks, sparse or laid out otherwise, clips them, or has DDP.
 
 A parameter that a rank doesn't use counts as zero there; one that no rank uses keeps None, and isn't stepped. Shown by
-tests/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters` and `test_beneath_ddp`, and
-tests/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
+tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters` and `test_beneath_ddp`, and
+tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
 
 import contextlib

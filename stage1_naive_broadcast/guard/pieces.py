@@ -1,6 +1,6 @@
 """For whoever looks at the state, saves it, or loads it. What this rank owns are whole parameters.
 
-Shown by tests/test_contract.py, `test_resumes_from_its_state_dict`, and tests/test_checkpoint.py.
+Shown by tests/stages/test_contract.py, `test_resumes_from_its_state_dict`, and tests/checkpoint/test_checkpoint.py.
 """
 
 from .refuse import all_params

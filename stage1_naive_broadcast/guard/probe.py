@@ -1,7 +1,7 @@
 """For whoever brings an optimizer that steps tensors together, as Prodigy does: those of a rank would step differently.
 
 Found out by a trial on tensors of its own, before anything is changed. The same file stands in stages 1 and 2. Shown by
-tests/test_probe.py.
+tests/stages/test_probe.py.
 """
 
 import copy

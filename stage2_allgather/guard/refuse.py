@@ -1,7 +1,7 @@
 """For whoever passes parameters that can't work: refused on every rank, before anything is changed, by name.
 
 Duplicates, other devices, ranks with unlike models, groups edited behind the optimizer's back. The same file stands in
-every stage. Shown by tests/test_contract.py, `test_refuses_before_anything_changes`.
+every stage. Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 Ranks that step with other settings mix two trainings without a word. So a checksum of the groups travels with a message
 of the step; the values themselves only where checksums differ. What the inner optimizer has written into its groups is
-compared in the step that follows. The same file stands in every stage. Shown by tests/test_users.py,
+compared in the step that follows. The same file stands in every stage. Shown by tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 

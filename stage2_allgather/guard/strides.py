@@ -1,7 +1,7 @@
 """For whoever turns the model into channels_last after some steps, or loads a state into a model that is.
 
 torch's fused kernels don't look at strides: a moment that is laid out otherwise than its parameter would be that of
-other elements. The same file stands in stages 1 and 2. Shown by tests/test_users.py,
+other elements. The same file stands in stages 1 and 2. Shown by tests/stages/test_users.py,
 `test_states_follow_the_layout_of_their_parameters`.
 """
 

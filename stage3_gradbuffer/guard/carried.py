@@ -2,7 +2,7 @@
 
 So a few elements more lie in the buffer, behind the last parameter. Flags of a rank's settings are added up there with
 the gradients, and gathered with the parameters: no collective more, and nothing to wait for. Shown by
-tests/test_users.py,
+tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 

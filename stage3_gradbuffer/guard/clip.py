@@ -1,6 +1,6 @@
 """For whoever clips gradients: the norm is that of the whole model, though each rank has a part of the gradients.
 
-The same file stands in stages 3 and 4. Shown by tests/test_contract.py,
+The same file stands in stages 3 and 4. Shown by tests/stages/test_contract.py,
 `test_clipping_equals_torch_on_the_whole_model`.
 """
 

@@ -1,6 +1,6 @@
 """For whoever brings a tensor-parallel model: its parameters are DTensors, which stage 4 shards, and this stage can't.
 
-Shown by tests/test_dtensor.py.
+Shown by tests/stages/test_dtensor.py.
 """
 
 

@@ -1,8 +1,8 @@
 """For whoever writes gradients or parameters past the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
 
 Gradients that were assigned count, parameters that were loaded are what is stepped next, and what comes too late to be
-averaged is an error. Shown by tests/test_stages.py, `test_what_p_grad_holds_at_step_counts`, tests/test_hostile.py and
-tests/test_dtypes.py.
+averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_holds_at_step_counts`,
+tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
 """
 
 import contextlib

@@ -2,8 +2,9 @@
 
 Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A hook of all
 optimizers is called once a step. A process group that nobody holds ends its threads in destroy_process_group(), which
-could abort Python's end. The same file stands in every stage. Shown by tests/test_models.py,
-`test_python_ends_without_a_word`, and tests/test_users.py, `test_hooks_of_all_optimizers_are_called_once_a_step`.
+could abort Python's end. The same file stands in every stage. Shown by tests/stages/test_models.py,
+`test_python_ends_without_a_word`, and tests/stages/test_users.py,
+`test_hooks_of_all_optimizers_are_called_once_a_step`.
 """
 
 import contextlib

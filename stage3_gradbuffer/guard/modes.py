@@ -1,7 +1,8 @@
 """For whoever brings an optimizer with a train() and an eval() mode, as schedule-free ones have.
 
 The inner optimizer then writes other weights into what this rank owns, so the ranks bring them to each other. The same
-file stands in every stage. Shown by tests/test_users.py, `test_train_and_eval_reach_the_parameters_of_all_ranks`.
+file stands in every stage. Shown by tests/stages/test_users.py,
+`test_train_and_eval_reach_the_parameters_of_all_ranks`.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """For whoever looks at the state, saves it, loads it, or moves it to other ranks. What this rank owns are flat pieces.
 
-The same file stands in stages 3 and 4. Shown by tests/test_contract.py, `test_the_state_of_a_parameter_can_be_reset`,
-and tests/test_checkpoint.py.
+The same file stands in stages 3 and 4. Shown by tests/stages/test_contract.py,
+`test_the_state_of_a_parameter_can_be_reset`, and tests/checkpoint/test_checkpoint.py.
 """
 
 from collections import defaultdict

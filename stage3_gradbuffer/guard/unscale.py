@@ -1,6 +1,7 @@
 """For whoever calls GradScaler.unscale_() to clip: it looks into param.grad, where the gradients are not any more.
 
-The same file stands in stages 3 and 4. Shown by tests/test_dtypes.py, `test_unscale_that_sees_no_gradient_is_refused`.
+The same file stands in stages 3 and 4. Shown by tests/stages/test_dtypes.py,
+`test_unscale_that_sees_no_gradient_is_refused`.
 """
 
 from torch.amp.grad_scaler import OptState

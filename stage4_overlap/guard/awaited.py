@@ -3,8 +3,8 @@
 While its bucket is under way a parameter has a class of its own. torch hands every function that is called with such a
 tensor to that class first, and that waits for the bucket. The module hook of the core waits before a module is called,
 so that torch.compile finds parameters as they always are. Where an all-gather fails, one reader is told. Shown by
-tests/test_overlap.py, `test_whoever_reads_past_the_hooks_sees_finished_parameters`, and tests/test_users.py,
-`test_after_a_failure_the_model_can_be_read_and_trained_anew`.
+tests/stages/test_overlap.py, `test_whoever_reads_past_the_hooks_sees_finished_parameters`, and
+tests/stages/test_users.py, `test_after_a_failure_the_model_can_be_read_and_trained_anew`.
 """
 
 import sys

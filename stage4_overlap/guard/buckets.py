@@ -1,8 +1,8 @@
 """For whoever writes into the model between steps, has odd gradients, other messages, or a second optimizer.
 
 What load_state_dict() has written is what is stepped next. A gradient may be sparse, or missing. The messages of each
-optimizer have a tag of their own. Shown by tests/test_models.py, tests/test_hostile.py, and tests/test_overlap.py,
-`test_gradients_keep_out_of_other_messages`.
+optimizer have a tag of their own. Shown by tests/stages/test_models.py, tests/stages/test_hostile.py, and
+tests/stages/test_overlap.py, `test_gradients_keep_out_of_other_messages`.
 """
 
 import itertools

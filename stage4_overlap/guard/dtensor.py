@@ -1,7 +1,7 @@
 """For whoever trains a tensor-parallel model over a 2-D mesh: each rank shards what it has of a DTensor.
 
 What it has of a parameter lies in a bucket, over the data-parallel ranks. Its gradient may be a partial sum over the
-others, and norms count each element once. Shown by tests/test_dtensor.py.
+others, and norms count each element once. Shown by tests/stages/test_dtensor.py.
 """
 
 import math

@@ -1,7 +1,7 @@
 """For whoever brings an optimizer that is not element-wise, such as Lamb or Muon: a shard would step differently.
 
 Found out by a trial on tensors of its own, before anything is changed. The same file stands in stages 3 and 4. Shown by
-tests/test_probe.py.
+tests/stages/test_probe.py.
 """
 
 import copy

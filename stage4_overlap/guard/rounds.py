@@ -2,8 +2,8 @@
 
 In a *round* every bucket leaves once. A backward pass is a round, and what it leaves out leaves as zero when the pass
 ends. Inside no_sync() gradients stay where autograd puts them, and leave in a later round. Before a step the ranks
-agree, in one all-reduce, on which parameters were used and on how many rounds there are. Shown by tests/test_rounds.py,
-and tests/test_overlap.py, `test_unused_parameters_like_ddp`.
+agree, in one all-reduce, on which parameters were used and on how many rounds there are. Shown by
+tests/stages/test_rounds.py, and tests/stages/test_overlap.py, `test_unused_parameters_like_ddp`.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """For whoever uses this as any torch optimizer: closures, schedulers, groups that are added later, copies.
 
 The inner optimizer steps what this rank owns; what users write into our groups it must see, and what it writes into its
-own they must. The same file stands in every stage. Shown by tests/test_contract.py and tests/test_stages.py.
+own they must. The same file stands in every stage. Shown by tests/stages/test_contract.py and
+tests/stages/test_stages.py.
 """
 
 import inspect

@@ -13,7 +13,7 @@ import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict, reshard
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
-from tests.test_checkpoint import SHARDED
+from tests.checkpoint.test_checkpoint import SHARDED
 
 
 class Keeps(torch.optim.Optimizer):
@@ -263,7 +263,8 @@ class OfEachPiece(Keeps):
 
 
 REFUSED = {
-    AnObject: "the state of (parameter 0|0.weight) has thing, which can't be kept: it holds tests.test_states.Thing",
+    AnObject: "the state of (parameter 0|0.weight) has thing, which can't be kept: "
+              "it holds tests.checkpoint.test_states.Thing",
     ANamedTuple: "the state of (parameter 0|0.weight) has pair.inner, which can't be kept: it holds .*Pair",
     ATextForAKey: "optimizer.state has an entry for 'global', which is no parameter",
     AddsToItsDict: r"AddsToItsDict.state_dict\(\) has own, which is of no parameter",

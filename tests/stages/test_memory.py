@@ -9,7 +9,7 @@ import torch
 
 from harness.memory import REST, Memory, mark_grads, mark_state
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20  # a MiB
 
 

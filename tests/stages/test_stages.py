@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stage3_gradbuffer.buffer import Holds
 from tests.common import Net, Replicated, add, assert_same, batch, loss_of, optimizer_of, padding, trainable
-from tests.test_contract import ADAMW, Lamb, backward, exact, train
+from tests.stages.test_contract import ADAMW, Lamb, backward, exact, train
 
 FOUR = "stage4_overlap"
 

@@ -1014,5 +1014,5 @@ def test_works_that_are_done_stay_until_the_next(run):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_waits_for_the_whole_device(stage):
-    folder = Path(__file__).resolve().parents[1] / stage
+    folder = Path(__file__).resolve().parents[2] / stage
     assert not any("synchronize(" in path.read_text() for path in folder.glob("*.py"))

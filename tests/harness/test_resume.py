@@ -67,7 +67,7 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same
     """It comes in step 15, or in the save after step 20. Too late for the step's own exchange: after the next one."""
     folder = tmp_path / "run"
     command = [f"{STAGES[stage]}/train.py", *OPTIONS, "--steps", "30", "--save-every", "10", "--checkpoint", folder]
-    ended = run_ranks(2, "tests/killed.py", moment, *command)
+    ended = run_ranks(2, "tests/checkpoint/killed.py", moment, *command)
     assert [rank.code for rank in ended] == [75, 75], ended[0].stderr + ended[1].stderr
     name = moment.split(":")[1]
     assert f"stopped by {name} after step {step}, which is saved: the same command goes on " in ended[0].stdout
@@ -79,13 +79,13 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same
 
 def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
     command = [TRAIN, *OPTIONS, "--steps", "15", "--checkpoint", tmp_path]
-    ended = run_ranks(2, "tests/killed.py", "backward:SIGTERM", *command)
+    ended = run_ranks(2, "tests/checkpoint/killed.py", "backward:SIGTERM", *command)
     assert [rank.code for rank in ended] == [0, 0] and "validation loss after" in ended[0].stdout
     assert steps_in(tmp_path) == names(15)
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
-    ended = run_ranks(2, "tests/killed.py", "backward:SIGTERM", TRAIN, *OPTIONS, "--steps", "30")
+    ended = run_ranks(2, "tests/checkpoint/killed.py", "backward:SIGTERM", TRAIN, *OPTIONS, "--steps", "30")
     assert [rank.code for rank in ended] == [1, -15]
 
 
@@ -288,8 +288,8 @@ def test_the_same_text_in_another_place_is_the_same(tmp_path):
 
 
 def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(tmp_path):
-    ended = run_ranks(3, "tests/killed.py", "backward:SIGSTOP", TRAIN, *OPTIONS, "--steps", "30", "--timeout", "3",
-                      "--checkpoint", tmp_path)
+    ended = run_ranks(3, "tests/checkpoint/killed.py", "backward:SIGSTOP", TRAIN, *OPTIONS, "--steps", "30",
+                      "--timeout", "3", "--checkpoint", tmp_path)
     assert [rank.code for rank in ended] == [1, -9, 1]
     for rank in (0, 2):
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]

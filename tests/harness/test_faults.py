@@ -93,7 +93,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(undisturbed, tmp_path):
     """In the middle of a save, where random kills hardly come."""
     stage, moment = MOMENTS[3]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
-               "tests/killed.py", moment, f"{stage}/train.py", *options(tmp_path / "run", ranks=2)]
+               "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *options(tmp_path / "run", ranks=2)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 0, run.stderr
     assert len(re.findall("validation loss before", run.stdout)) == 2  # two attempts
@@ -105,7 +105,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(undisturbed, tmp_path):
 def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(stage, moment, undisturbed, tmp_path):
     """Without torchrun, which would end them itself. Then all are started again, with the same folder."""
     folder = tmp_path / "run"
-    ended = run_ranks(3, "tests/killed.py", moment, f"{stage}/train.py", *options(folder, ranks=3))
+    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *options(folder, ranks=3))
     assert [rank.code for rank in ended] == [1, -9, 1]
     for rank in (0, 2):
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]

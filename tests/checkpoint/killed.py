@@ -1,6 +1,6 @@
 """Runs a train.py whose rank 1 ends itself by SIGKILL, at a chosen moment of the first attempt.
 
-    python tests/killed.py MOMENT[:SIGNAL] stage4_overlap/train.py [arguments of train.py …]
+    python tests/checkpoint/killed.py MOMENT[:SIGNAL] stage4_overlap/train.py [arguments of train.py …]
 
 With a signal it sends itself that one. After SIGSTOP, which only SIGKILL and SIGCONT get through, it is killed some
 seconds later.
@@ -28,7 +28,7 @@ def die():
         subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -9 {os.getpid()}"])
     os.kill(os.getpid(), number)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from checkpoint import ranks
 

@@ -1,6 +1,6 @@
 """What users bring: optimizers with modes, schedulers of each rank's own, hooks, other layouts, and what fails.
 
-The situations come from public reports and from third-party optimizers; tests/test_probe.py has the trial that refuses
+The situations come from public reports and from third-party optimizers; test_probe.py has the trial that refuses
 some of these.
 """
 

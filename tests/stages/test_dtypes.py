@@ -10,7 +10,7 @@ from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import STAGES, Net, batch, loss_of, on_its_device, one_rank_of, optimizer_of, padding, trainable
-from tests.test_contract import ADAMW, SCHEDULERS
+from tests.stages.test_contract import ADAMW, SCHEDULERS
 
 ROWS = {
     "bf16/bf16": (torch.bfloat16, None),

@@ -155,7 +155,7 @@ BUGS = {
 
 @pytest.mark.parametrize("tests, chapter", BUGS, ids=lambda part: part)
 def test_the_bug_of_a_chapter_is_seen_by_the_command_beside_it(tests, chapter, tmp_path):
-    """In a copy of the repository. Without the edit the same tests are green: they are part of tests/test_cores.py."""
+    """In a copy of the repository. Without the edit the same tests are green: tests/stages/test_cores.py has them."""
     before, after, shown = BUGS[tests, chapter]
     for name in ("harness", "tests", *STAGES):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

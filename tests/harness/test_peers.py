@@ -11,7 +11,7 @@ from harness.owner_reduce import owner_buckets
 from harness.replicated import DistributedOptimizer
 from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
-from tests.test_house import code_lines
+from tests.house.test_house import code_lines
 from tests.ranks import ROOT
 
 SETTINGS = measure.Settings("nano", 2, 16, 1, 1)

@@ -27,7 +27,7 @@ from checkpoint import full_state_dict
 from harness.ledger import Ledger
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES, batch, leave_late, optimizer_of
-from tests.test_hostile import error_of
+from tests.stages.test_hostile import error_of
 
 SGD = {"optimizer_cls": torch.optim.SGD, "lr": 0.1}
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
@@ -123,7 +123,7 @@ def hooks_left(rank, stage):
     return len(weight._post_accumulate_grad_hooks)
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLAIN_SCRIPT = """
 import torch
 import torch.distributed as dist

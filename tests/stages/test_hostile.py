@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.common import STAGES, Net, Replicated, batch, loss_of, optimizer_of, trainable
-from tests.test_contract import ADAMW, UNFUSED, Lamb, backward, exact, train
+from tests.stages.test_contract import ADAMW, UNFUSED, Lamb, backward, exact, train
 
 ONE, TWO, THREE, FOUR = STAGES
 UNUSED = {FOUR: {"find_unused_parameters": True}}

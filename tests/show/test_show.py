@@ -9,7 +9,7 @@ import pytest
 
 from stage3_gradbuffer import show
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = ["All gradients", "Reduced shard", "Main gradients", "Main parameters", "Shard of parameters", "All parameters"]
 STEPS += ["Zeros"]
 

@@ -86,8 +86,8 @@ def opening(path):
 @pytest.mark.parametrize("path", [path for path in sum(GUARDS, []) if path.stem != "__init__"], ids=name_of)
 def test_a_guard_file_opens_with_whose_situation_it_is_for_and_the_test_that_shows_it(path):
     assert opening(path).startswith("For whoever ")
-    named = re.findall(r"tests/test_\w+\.py|`(test_\w+)`", opening(path))
-    files = re.findall(r"tests/test_\w+\.py", opening(path))
+    named = re.findall(r"tests/\w+/test_\w+\.py|`(test_\w+)`", opening(path))
+    files = re.findall(r"tests/\w+/test_\w+\.py", opening(path))
     assert files and all((ROOT / file).exists() for file in files)
     text = "".join((ROOT / file).read_text() for file in files)
     assert all(f"def {test}(" in text for test in named if test), named

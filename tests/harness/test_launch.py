@@ -15,7 +15,7 @@ from harness import launch
 from harness.launch import WorkerError, Workers
 from tests.ranks import hears_ctrl_c
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def add(rank, a, b):
@@ -82,7 +82,7 @@ def test_ctrl_c_ends_every_rank(tmp_path):
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from harness.launch import Workers
-from tests.test_launch import fails_on_rank_1
+from tests.harness.test_launch import fails_on_rank_1
 if __name__ == "__main__":
     with Workers(2) as workers:
         workers.run(fails_on_rank_1, "hang", on_event=lambda rank, event: print(event["pid"], flush=True))

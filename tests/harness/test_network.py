@@ -16,7 +16,7 @@ from harness import network as program
 from harness.network import Hosts, missing
 from tests.ranks import hears_ctrl_c
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
 
 

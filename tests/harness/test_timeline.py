@@ -16,7 +16,7 @@ from harness.ledger import Collective
 from harness.measure import Settings, adamw, make_batches, make_model
 from harness.memory import Memory
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def message(kind, launched_at, completed_at):
