@@ -4,6 +4,7 @@ Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPU
 """
 
 import importlib.util
+import itertools
 import os
 
 import pytest
@@ -50,14 +51,18 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --stage only the contract is run: the other tests are about the four stages and the harness.
+    """With --stage the contract is run, or the files that are named: the others are about the four stages.
 
     With --gpu those of few ranks come first: each rank takes a gigabyte of a GPU, and idle ones are ended, see `run`.
     """
-    files = ["test_contract.py"] if config.getoption("--stage") else ON_GPUS if config.getoption("--gpu") else None
-    if files:
-        config.hook.pytest_deselected(items=[item for item in items if item.path.name not in files])
-        items[:] = [item for item in items if item.path.name in files]
+    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    named = [path for path in paths if path.suffix == ".py"]
+    if config.getoption("--stage"):
+        kept = [item.path in named if named else item.path.name == "test_contract.py" for item in items]
+    else:
+        kept = [not config.getoption("--gpu") or item.path.name in ON_GPUS for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_kept in zip(items, kept) if not is_kept])
+    items[:] = itertools.compress(items, kept)
     if config.getoption("--gpu"):
         items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
 
