@@ -3,9 +3,10 @@
 No file is unpickled: what the manifest says is json, and tensors are bytes.
 """
 
+import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from .states import fitting_probes, kind_of
 
 
 @torch.no_grad()
-def load(path, model, optimizer):
+def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
 
     On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Nothing is
@@ -142,7 +143,7 @@ def read_state(path, manifest, name, param, piece):
     return state
 
 
-def latest(folder) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
     What has no number there, as best, is no checkpoint of the run.

@@ -43,7 +43,8 @@ WRITERS = weakref.WeakKeyDictionary()  # the group of all ranks, or optimizer if
 UNTOLD = {}  # path of an asynchronous save that failed -> why; until somebody has heard of it
 
 
-def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
+def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
+         *, asynchronous: bool = False) -> Future[None]:
     """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
 
     Args:
