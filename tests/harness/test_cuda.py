@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness import gpu, ledger, tables
+from harness.measure import gpu, ledger
+from harness.report import tables
 from tests.common import STAGES
 
 CPU = torch.device("cpu")

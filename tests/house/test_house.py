@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from harness.docs import code_lines
+from harness.report.docs import code_lines
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
 
@@ -36,7 +36,8 @@ def imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            yield from (f"{module}.{alias.name}" for alias in node.names) if module == "harness" else [module]
+            is_room = re.fullmatch(r"harness(\.\w+)?", module) and (ROOT / module.replace(".", "/")).is_dir()
+            yield from (f"{module}.{alias.name}" for alias in node.names) if is_room else [module]
 
 
 # ------------------------------------------------------------------------------------------------- cores and guards
@@ -170,17 +171,18 @@ def test_a_stage_calls_collectives_through_the_module(path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_train_imports_its_stage_and_the_workload(stage):
-    allowed = {"torch", "harness.workload", stage}
+    allowed = {"torch", "harness.train.workload", stage}
     modules = set(imported(ROOT / stage / "train.py"))
-    assert {"harness.workload", stage} <= modules
+    assert {"harness.train.workload", stage} <= modules
     others = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names and not m.startswith("torch.")}
     assert others <= allowed
 
 
 def harness_imports(folder):
     """-> {module: those of harness that it imports, also inside functions}."""
-    return {f"harness.{path.stem}": {".".join(module.split(".")[:2]) for module in imported(path)
-                                     if module.startswith("harness.")} for path in folder.glob("*.py")}
+    return {f"harness.{'.'.join(path.relative_to(folder).with_suffix('').parts)}":
+            {".".join(module.split(".")[:3]) for module in imported(path) if module.startswith("harness.")}
+            for path in folder.rglob("*.py")}
 
 
 def test_no_file_of_harness_imports_itself_by_way_of_others():
@@ -188,9 +190,10 @@ def test_no_file_of_harness_imports_itself_by_way_of_others():
 
 
 def test_a_circle_is_found_inside_a_function_too(tmp_path):
-    (tmp_path / "one.py").write_text("from harness import two")
-    (tmp_path / "two.py").write_text("def later():\n    from harness.one import something")
-    with pytest.raises(graphlib.CycleError, match="harness.one"):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "one.py").write_text("from harness.rows import two")
+    (tmp_path / "rows" / "two.py").write_text("def later():\n    from harness.rows.one import something")
+    with pytest.raises(graphlib.CycleError, match="harness.rows.one"):
         graphlib.TopologicalSorter(harness_imports(tmp_path)).prepare()
 
 
@@ -300,7 +303,7 @@ def test_lines_have_at_most_120_columns():
     assert files and not long
 
 
-@pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").glob("*.py")), *CHECKPOINT, *LIBRARY],
+@pytest.mark.parametrize("path", [ROOT / "bench.py", *sorted((ROOT / "harness").rglob("*.py")), *CHECKPOINT, *LIBRARY],
                          ids=name_of)
 def test_no_check_is_left_out_by_python_o(path):
     assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text())))

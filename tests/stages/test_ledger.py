@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.ledger import Ledger, wire_bytes
+from harness.measure.ledger import Ledger, wire_bytes
 from tests.common import optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]

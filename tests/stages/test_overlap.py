@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from harness.ledger import Ledger
-from harness.memory import Memory
-from harness.timeline import PARAMETERS, Recorder, overlap
+from harness.measure.ledger import Ledger
+from harness.measure.memory import Memory
+from harness.measure.timeline import PARAMETERS, Recorder, overlap
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.transport import GlooTransport, Transport

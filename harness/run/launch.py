@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
-from harness import cli
+from harness.run import cli
 
 
 class Rank(NamedTuple):

@@ -1,6 +1,6 @@
 """Tables and pictures of the pages, anew from results/*.json.
 
-    python -m harness.report        # or: make report
+    python -m harness.report.report        # or: make report
 
 writes what stands in README.md, docs/plan.md and results/*.md between a line that says <!-- report: NAME --> and
 <!-- end -->. NAME is one of BLOCKS or MARKDOWN. No figure between these lines is typed by hand. PICTURES are drawn
@@ -15,9 +15,13 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import buckets, cli, docs, gpu, plan, tables, timeline
+from harness.measure import gpu, timeline
+from harness.plan import plan
+from harness.report import docs, tables
+from harness.rows import buckets
+from harness.run import cli
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _load(name, arguments=""):

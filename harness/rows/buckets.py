@@ -9,7 +9,7 @@ import re
 import statistics
 from html import escape
 
-from harness import peers
+from harness.rows import peers
 
 PEERS = [peers.REFERENCE, "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # each is swept, for a size of its own
 PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB; the default is 25

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness import launch
+from harness.run import launch
 
 PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -1,11 +1,11 @@
 """Plan before you rent: what a rank of 1024 holds, and how long a step takes, from the code that trains.
 
-    python -m harness.plan --model 7b --world 1024 --dtype bf16     # or: make plan MODEL=7b WORLD=1024 DTYPE=bf16
-    python -m harness.plan --advise     # also in words: which stage, which bucket, and when DDP
-    python -m harness.plan --check      # also: modelled time beside runs that were measured, here and elsewhere
+    python -m harness.plan.plan --model 7b --world 1024 --dtype bf16     # or: make plan MODEL=7b WORLD=1024 DTYPE=bf16
+    python -m harness.plan.plan --advise     # also in words: which stage, which bucket, and when DDP
+    python -m harness.plan.plan --check      # also: modelled time beside runs that were measured, here and elsewhere
 
-Memory is counted: a step runs on tensors without memory (harness/dryrun.py). Time is modelled: the events of that step,
-one after the other, on stated hardware (harness/replay.py). Exit code: 0; 2 for bad input.
+Memory is counted: a step runs on tensors without memory (dryrun.py). Time is modelled: the events of that step, one
+after the other, on stated hardware (replay.py). Exit code: 0; 2 for bad input.
 """
 
 import argparse
@@ -19,8 +19,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import buckets, cli, dryrun, llama, peers, plan_check, tables, timeline
-from harness.replay import Hardware, replay
+from harness.measure import timeline
+from harness.plan import dryrun, llama, plan_check
+from harness.plan.replay import Hardware, replay
+from harness.report import tables
+from harness.rows import buckets, peers
+from harness.run import cli
 
 fail = functools.partial(cli.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

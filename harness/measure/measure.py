@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stage2_allgather
 import stage3_gradbuffer
 import stage4_overlap
-from harness import peers, workload
-from harness.launch import WorkerError
-from harness.ledger import Ledger
-from harness.memory import KINDS, Memory, mark_grads, mark_state
+from harness.measure.ledger import Ledger
+from harness.measure.memory import KINDS, Memory, mark_grads, mark_state
+from harness.rows import peers
+from harness.run.launch import WorkerError
+from harness.train import workload
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
 MICRO_BATCHES = (1, 2, 4, 8)  # a step
@@ -253,7 +254,7 @@ def describe(rank, settings):
             "date": date.today().isoformat()}
 
 
-def commit(folder=Path(__file__).parents[1]):
+def commit(folder=Path(__file__).parents[2]):
     """Of which code a figure is -> "abc1234"; with a + where the code has changed since; outside of git "unknown"."""
     def git(*command):
         return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""What was measured, as tables. Input: the result of measure.measure, as bench.py and harness.network write it.
+"""What was measured, as tables. Input: the result of measure.measure, as bench.py and harness.measure.network write it.
 
 Each column says where its figure comes from: measured (clock, subtraction), counted (ledger, memory), or a formula.
 """
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness import buckets
-from harness.memory import KINDS
+from harness.measure.memory import KINDS
+from harness.rows import buckets
 
 NONE = "–"
 EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
@@ -214,7 +214,7 @@ def line_sheet(result):
 
 
 def machines_sheet(results):
-    """Of results of harness.network on several machines, what `line_sheet` says of stage 4: a row each."""
+    """Of results of harness.measure.network on several machines, what `line_sheet` says of stage 4: a row each."""
     rows = []
     for result in results:
         cells = {row[0]: row for row in line_sheet(result).rows}
@@ -250,7 +250,7 @@ def _state(row, d):
 
 
 def host_sheet(rows):
-    """Of one number of tensors and one d, as harness.host measures them."""
+    """Of one number of tensors and one d, as harness.measure.host measures them."""
     plain, first = rows[0]["best_ms"], rows[0]
     phases = ("forward", "backward", "step", "zero_grad", "whole")
     body = [[row["name"], *(f"{row['best_ms'][phase]:.2f}" for phase in phases),
@@ -374,7 +374,7 @@ def _number(value):
 
 
 def plan_sheets(result):
-    """Of harness/plan.py: what a rank holds, the same by number of ranks, time, and what the check found."""
+    """Of harness/plan/plan.py: what a rank holds, the same by number of ranks, time, and what the check found."""
     check = plan_check_sheets(result["check"]) if result.get("check") else []
     return [plan_memory_sheet(result), state_sheet(result["rows"]), plan_time_sheet(result), *check]
 

@@ -1,6 +1,6 @@
 """The host's time: what launching, hooks and wrappers cost, where there is next to nothing to compute or to send.
 
-    python -m harness.host [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make host
+    python -m harness.measure.host [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make host
 
 A model of many 16 x 16 matrices, one after the other, and one process that plays rank 0 of d: messages go nowhere.
 Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import cli, peers, tables
-from harness.measure import rank_0_of
+from harness.measure.measure import rank_0_of
+from harness.report import tables
+from harness.rows import peers
+from harness.run import cli
 
 SIDE = 16  # of each matrix; tables.host_sheet names it
 BLOCK = 20  # matrices in a block, which is a unit of FSDP2

@@ -1,6 +1,6 @@
 """How long a recorded step takes on machines that aren't there: its events, one after the other, on stated hardware.
 
-    step = replay(recorded.events, hardware, d)      # as harness/timeline.py draws it
+    step = replay(recorded.events, hardware, d)      # as harness/measure/timeline.py draws it
 
 A rank is two things that work at once: a device that computes, and a line on which messages queue in the order in
 which they left. Computing takes its FLOPs over the device's rate, and its bytes over that of the device's memory. A
@@ -11,8 +11,8 @@ message is there. All ranks do the same at the same time: nobody is late. The ti
 import math
 from typing import NamedTuple
 
-from harness.ledger import wire_bytes
-from harness.timeline import length, most_alive, union
+from harness.measure.ledger import wire_bytes
+from harness.measure.timeline import length, most_alive, union
 
 REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
 

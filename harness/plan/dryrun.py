@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stage4_overlap
-from harness import buckets, peers
-from harness.ledger import Ledger
-from harness.llama import build_model, forward_flops
-from harness.measure import rank_0_of
-from harness.memory import StorageMemory, mark_grads, mark_state
+from harness.measure.ledger import Ledger
+from harness.measure.measure import rank_0_of
+from harness.measure.memory import StorageMemory, mark_grads, mark_state
+from harness.plan.llama import build_model, forward_flops
+from harness.rows import buckets, peers
 from stage4_overlap.transport import GlooTransport
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Do the pages still say what is there? Every *.md of the project: links, names, commands, and how long the page is.
 
-    python -m harness.docs          # or: make docs-check
+    python -m harness.report.docs          # or: make docs-check
 
 What can be read off the files is a part of `make test` too, see `problems`: pages and #headings that are linked,
 files and tests that are named, make's targets and variables, options, modules, samples of Python, words a page, and no
@@ -32,9 +32,9 @@ import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import cli
+from harness.run import cli
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WORDS_A_MINUTE, CODE_LINES_A_MINUTE = 200, 5
 CORE = ("optimizer.py", "buffer.py", "transport.py")
 # As `wc -w` counts. A page that teaches is short; what is looked things up in has no bound but patience.
@@ -441,7 +441,7 @@ def _mistakes(text, page, project):
     if program == "cp":
         sources = [word for word in rest[:-1] if not word.startswith("-") and not is_placeholder(word)]
         return [f"there is no {word}" for word in sources if not project.has(word, ".")]
-    return [] if program in PROGRAMS else [f"the check of pages doesn't know {program!r}: see harness/docs.py"]
+    return [] if program in PROGRAMS else [f"the check of pages doesn't know {program!r}: see harness/report/docs.py"]
 
 
 def _make_mistakes(rest, project):

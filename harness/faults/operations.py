@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from harness import resume, workload
-from harness.launch import WorkerError, Workers
+from harness.run.launch import WorkerError, Workers
+from harness.train import resume, workload
 
 CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 STEPS, SAVED = 4, 3  # of a whole run; that of the save in which a rank ends

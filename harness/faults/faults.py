@@ -1,7 +1,7 @@
 """Does to training runs what a cluster does: kills, signals, a stopped rank, a second run in the same folder; then
 moves a run through stages, numbers of ranks, and plain torch.
 
-    python -m harness.faults [--kills 10] [--stage 4] [--ranks 2]        # or: make faults
+    python -m harness.faults.faults [--kills 10] [--stage 4] [--ranks 2]        # or: make faults
 
 `operations`: a rank is ended before each file operation of a save, in turn.
 
@@ -39,11 +39,13 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from checkpoint import latest
 from checkpoint.convert import convert
-from harness import cli, operations, resume, workload
+from harness.faults import operations
+from harness.run import cli
+from harness.train import resume, workload
 
 fail = functools.partial(cli.fail, "faults")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SAVE_EVERY = 20
 STEPS_A_KILL = 200  # more than an attempt gets done on average, so that there is something left to kill
 LONGEST_S = 1.0  # that an attempt is left alone, after it has said where it goes on
@@ -324,7 +326,7 @@ def journey(folder, say=print, steps=1500, save_every=100):
     begin = int(stops[-1][1].name.removeprefix("step-"))
     model = in_plain_torch(converted(stops[-1][1], folder / "run.pt"), begin, steps)
     say(f"plain torch, in one process: steps {begin + 1} to {steps}")
-    arguments = "harness/train_ddp.py", 1, steps, folder / "ddp", "--keep=0"
+    arguments = "harness/train/train_ddp.py", 1, steps, folder / "ddp", "--keep=0"
     with Run(*arguments, batch_size=12, save_every=save_every) as undisturbed:
         say(f"$ {undisturbed.command}")
         check_undisturbed(undisturbed)

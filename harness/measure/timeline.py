@@ -1,13 +1,13 @@
 """One step of a row, as rank x time: what computes when, and what travels when. Recorded from outside, no stage knows.
 
-    python -m harness.timeline [--rows "stage 4"] [--ranks 2] [--model tiny]        # or: make timeline STAGE=4
-    python -m harness.timeline --rows all       # ddp and the four stages on one axis, or: make timeline STAGE=all
+    python -m harness.measure.timeline [--rows "stage 4"] [--ranks 2] [--model tiny]        # or: make timeline STAGE=4
+    python -m harness.measure.timeline --rows all    # ddp and the four stages on one axis, or: make timeline STAGE=all
 
 prints it, and writes results/timeline.svg, and results/timeline.json for https://ui.perfetto.dev and chrome://tracing.
 
 Computing is what the dispatcher runs: a dispatch mode notes when each operator starts and ends, and where nothing runs
 for longer than GAP_S the rank waits. What travels is the ledger's. Memory is what is alive after each operator, of all
-that was made since before the model was built, counted as in the bench (harness/memory.py).
+that was made since before the model was built, counted as in the bench (harness/measure/memory.py).
 """
 
 import argparse
@@ -23,11 +23,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness import buckets, cli, peers, workload
-from harness.launch import WorkerError, Workers
-from harness.ledger import Ledger
-from harness.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
-from harness.memory import Memory
+from harness.measure.ledger import Ledger
+from harness.measure.measure import WARMUP_STEPS, Settings, adamw, attempt, make_batches, make_model
+from harness.measure.memory import Memory
+from harness.rows import buckets, peers
+from harness.run import cli
+from harness.run.launch import WorkerError, Workers
+from harness.train import workload
 
 fail = functools.partial(cli.fail, "timeline")
 
@@ -40,7 +42,7 @@ class Recorder(Ledger):
     """A ledger that also writes down when operators ran, in which phase of the step, and how much was alive.
 
     Args:
-        memory: a `harness.memory.Memory` that has been entered.
+        memory: a `harness.measure.memory.Memory` that has been entered.
 
     Attributes:
         busy: [[start, end], …] in seconds of time.perf_counter, in order.
@@ -305,7 +307,7 @@ def svg(rows, title):
 
 
 def on_two_hosts(result):
-    """The result of harness.network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
+    """The result of harness.measure.network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
     c = result["conditions"]
     rows = [(row["name"], row["timeline"][0]) for row in result["rows"] if row["name"] in peers.LADDER
             and "timeline" in row]
@@ -314,7 +316,7 @@ def on_two_hosts(result):
 
 
 def picture(results):
-    """Of results of harness.network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
+    """Of results of make network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
     rows, title = on_two_hosts(drawn) if (drawn := to_draw(results)) else ([], "")
     return svg(rows, title) if rows else ""
 

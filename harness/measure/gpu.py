@@ -1,6 +1,6 @@
 """What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, and how well it uses the memory.
 
-    python -m harness.gpu [--json results/cuda.json]        # or: make cuda
+    python -m harness.measure.gpu [--json results/cuda.json]        # or: make cuda
 
 One process plays rank 0 of d with torch's fake process group, and collectives return at once: what is measured is the
 sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
@@ -20,8 +20,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-from harness import cli, host, memory, tables, workload
-from harness.measure import commit, rank_0_of
+from harness.measure import host, memory
+from harness.measure.measure import commit, rank_0_of
+from harness.report import tables
+from harness.run import cli
+from harness.train import workload
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from harness import cli, launch, resume
-from harness.launch import disconnect
+from harness.run import cli, launch
+from harness.run.launch import disconnect
+from harness.train import resume
 
 VOCABULARY = 256  # one symbol a byte
 STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order: loads in a fraction of a second

@@ -11,10 +11,11 @@ import math
 import statistics
 from pathlib import Path
 
-from harness import buckets, dryrun, llama, peers
-from harness.replay import Hardware, replay
+from harness.plan import dryrun, llama
+from harness.plan.replay import Hardware, replay
+from harness.rows import buckets, peers
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
 HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
 

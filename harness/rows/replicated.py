@@ -1,6 +1,6 @@
 """Rung 0: nothing is sharded. Every rank steps every parameter, behind the face that the stages have.
 
-    from harness.replicated import DistributedOptimizer      # and in place of this line:
+    from harness.rows.replicated import DistributedOptimizer      # and in place of this line:
     from stage4_overlap import DistributedOptimizer
 
 It is what the rows of the bench are compared with: beneath DDP (`average_gradients=False`) the usual way to train, and

@@ -1,6 +1,6 @@
 """Two hosts on one machine, joined by a line of limited rate: the rows of the bench where there is something to hide.
 
-    python -m harness.network --rate 1gbit [--rounds 4] [--rows "stage 4"]
+    python -m harness.measure.network --rate 1gbit [--rounds 4] [--rows "stage 4"]
 
 Each host is a network namespace of Linux; a veth pair joins them, whose two ends are held to `--rate` by a token bucket
 (tc tbf). In each, torchrun starts one rank with gloo on the CPU, on half of the cores. Needs root and iproute2. Nothing
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import cli
+from harness.run import cli
 
 fail = functools.partial(cli.fail, "network")
 
@@ -135,7 +135,7 @@ class Hosts:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.links[host], "CUDA_VISIBLE_DEVICES": "",
                        "OMP_NUM_THREADS": "1", INSIDE: str(host)}
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
-                                cwd=Path(__file__).resolve().parents[1], start_new_session=True,
+                                cwd=Path(__file__).resolve().parents[2], start_new_session=True,
                                 preexec_fn=prepare)
 
 
@@ -174,7 +174,7 @@ def measure_on_two_hosts(args):
         options = [*(f"--{name}" for name in flags), f"--tuned={';'.join(args.tuned)}",
                    *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
                      if name not in ("json", "accumulation", "sweep", "tuned"))]
-        processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.network",
+        processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.measure.network",
                                  *options, f"--json={path}") for host in (0, 1)]
         while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
             continue  # and no longer than until the first that fails: Hosts ends the other
@@ -203,7 +203,7 @@ class Together:
         """-> [function(rank 0, *args), function(rank 1, *args)], on every rank. Raises WorkerError where one fails."""
         import torch.distributed as dist
 
-        from harness.launch import WorkerError
+        from harness.run.launch import WorkerError
 
         result, error = None, None
         try:
@@ -220,7 +220,9 @@ class Together:
 
 def measure_here(args):
     """On every rank: the rows, interleaved; rank 0 writes the result."""
-    from harness import buckets, launch, measure, timeline
+    from harness.measure import measure, timeline
+    from harness.rows import buckets
+    from harness.run import launch
 
     rank = launch.connect(args.timeout)
     settings = measure.Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
@@ -259,7 +261,8 @@ def earlier(args):
     The table of accumulation and the sweep are kept, with the conditions that they were measured under, where they
     aren't measured again. Fails where tables and picture can't be made of what the file holds.
     """
-    from harness import tables, timeline  # here: see main
+    from harness.measure import timeline
+    from harness.report import tables  # here: see main
     if args.json is None or not args.json.exists():
         return [], {}
     if not args.json.is_file():
@@ -282,7 +285,7 @@ def earlier(args):
 
 def write(args, result):
     """Puts the result first in the file, before those of other rates, and draws the picture beside it."""
-    from harness import timeline
+    from harness.measure import timeline
     others, kept = earlier(args)
     results = [{**result, **kept}, *others]
     to_draw = timeline.to_draw(results)
@@ -300,7 +303,10 @@ def main():
     if INSIDE in os.environ:
         return measure_here(args)
     # Here: bad input is answered before torch is loaded.
-    from harness import buckets, measure, peers, tables, timeline, workload
+    from harness.measure import measure, timeline
+    from harness.report import tables
+    from harness.rows import buckets, peers
+    from harness.train import workload
 
     cli.check_workload(args, ("rounds", "steps", "timeout"), workload.MODELS, fail)
     if args.json:

@@ -1,4 +1,4 @@
-"""LLaMA and GPT-2 by name: what harness/plan.py asks about. They are built to be counted, and never trained here."""
+"""LLaMA and GPT-2 by name: what make plan asks about. They are built to be counted, and never trained here."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness import workload
+from harness.train import workload
 
 
 class Spec(NamedTuple):

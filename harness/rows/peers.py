@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
-from harness.owner_reduce import OwnerReduce
+from harness.rows.owner_reduce import OwnerReduce
 
 BYTES = 4  # of a parameter and of a gradient, fp32; AdamW's two moments are as large each
 ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
@@ -110,7 +110,7 @@ def beneath_ddp(package, bucket_cap_mb=None):
     return build
 
 
-ddp = beneath_ddp("harness.replicated")
+ddp = beneath_ddp("harness.rows.replicated")
 
 
 def replicated_16bit(model, adamw):
@@ -303,12 +303,13 @@ def row_of_stage_4(name, make):
 ROWS = [
     Row("compute only", "floor", compute_only, travels(0), replicated, starts_apart=False),
     Row("compute + bytes", "floor", ComputeAndBytes, travels(2), replicated_and_two_pieces, starts_apart=False),
-    Row("ddp", "reference", ddp, travels(2), replicated, sized=functools.partial(beneath_ddp, "harness.replicated")),
+    Row("ddp", "reference", ddp, travels(2), replicated,
+        sized=functools.partial(beneath_ddp, "harness.rows.replicated")),
     Row("ddp + stage 1", "stage", beneath_ddp(STAGE_1), travels(3), sharded_moments,
         sized=functools.partial(beneath_ddp, STAGE_1)),
     Row("ddp + stage 2", "stage", beneath_ddp(STAGE_2), travels(3), sharded_moments,
         sized=functools.partial(beneath_ddp, STAGE_2)),
-    Row("rung 0 replicated", "stage", stage("harness.replicated"), travels(2), replicated),
+    Row("rung 0 replicated", "stage", stage("harness.rows.replicated"), travels(2), replicated),
     Row("stage 1 naive broadcast", "stage", stage(STAGE_1), travels(3), sharded_moments),
     Row("stage 2 all-gather", "stage", stage(STAGE_2), travels(3), sharded_moments),
     Row("stage 3 grad buffer", "stage", stage(STAGE_3), travels(2), sharded_moments),
