@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from torch._subclasses.fake_tensor import FakeTensorMode
 

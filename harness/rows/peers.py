@@ -8,7 +8,8 @@ import contextlib
 import functools
 import importlib
 import re
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist

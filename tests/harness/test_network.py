@@ -14,7 +14,7 @@ import pytest
 from harness.measure import measure, timeline
 from harness.measure import network as program
 from harness.measure.network import Hosts, missing
-from harness.rows import buckets, peers
+from harness.rows import peers
 from harness.run import launch
 from tests.ranks import hears_ctrl_c
 

@@ -42,8 +42,8 @@ def test_an_owner_is_right_on_three_ranks(run, name):
 
 def messages(rank, name):
     training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
-    for batch in measure.make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
-        training.step(batch)
+    for data in measure.make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
+        training.step(data)
     with Ledger() as ledger:
         training.forward_backward(measure.make_batches(SETTINGS, rank)[2])
     n_params = sum(1 for _ in training.model.parameters())

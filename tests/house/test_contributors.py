@@ -1,4 +1,4 @@
-"""What contributors rely on: which tests a command line chooses, what CI runs, one version, types that tell mistakes."""
+"""What contributors rely on: which tests a command line chooses, what CI runs, and one version."""
 
 import re
 import subprocess
