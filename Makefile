@@ -17,8 +17,9 @@ B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 TOOLS = $(if $(filter .venv/%,$(PYTHON)),.venv/.tools)
 has = $(shell $(PYTHON) -c 'import $(1)' 2> /dev/null && echo yes)
-# Several files of tests at once, where pytest-xdist is there.
-PARALLEL = $(if $(call has,xdist),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+# Several files of tests at once, where pytest-xdist is there: one more than there are cores, since tests wait too.
+N_FILES = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist loadfile --no-loadscope-reorder)
 # What a change breaks first: a minute. `make test` has all.
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py layout.py rounds.py)
 export OMP_NUM_THREADS ?= 1

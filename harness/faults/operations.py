@@ -105,7 +105,7 @@ def kills_at_operations(stage, ranks, folder, say=print, every=1):
                                          f"{newest}: it went on from step {begin}, ended {end}, and kept {kept}")
                 shutil.rmtree(run)
                 n_kills += 1
-            say(f"rank {killed} killed before {len(range(0, at, every))} of its file operations of a save: nothing lost")
+            say(f"rank {killed} killed before {len(range(0, at, every))} file operations of a save: nothing lost")
     return n_kills
 
 
