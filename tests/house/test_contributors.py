@@ -1,27 +1,32 @@
 """What contributors rely on: which tests a command line chooses, what CI runs, and one version."""
 
 import re
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tests.common import STAGES
+import conftest
 from tests.ranks import ROOT
 
-CHOSEN = {  # what is named beside --stage -> the files whose tests are run
-    ("tests/house", "tests/stages"): {"tests/stages/test_contract.py"},
-    ("tests/stages/test_cores.py::test_a_core_adds_up_micro_batches", "tests/stages/test_layout.py"):
-        {"tests/stages/test_cores.py", "tests/stages/test_layout.py"},
+CONTRACT, CORES, LAYOUT, HOUSE = (f"tests/stages/test_{name}.py" for name in ("contract", "cores", "layout", "house"))
+CHOSEN = {  # what is named beside --stage -> of four files those whose tests are run
+    ("tests/stages",): [CONTRACT],
+    ("tests/house", "tests/stages"): [CONTRACT],
+    (CORES,): [CORES],
+    (f"{CORES}::test_a_core_adds_up_micro_batches[1]", LAYOUT): [CORES, LAYOUT],
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("named", CHOSEN, ids=["folders", "files"])
+@pytest.mark.parametrize("named", CHOSEN, ids=" ".join)
 def test_files_that_are_named_win_over_the_contract(named):
-    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--stage", STAGES[0], *named]
-    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert {line.split("::")[0] for line in shown.splitlines() if "::" in line} == CHOSEN[named]
+    left_out, items = [], [SimpleNamespace(path=ROOT / file) for file in (CONTRACT, CORES, LAYOUT, HOUSE)]
+    everything = list(items)
+    config = SimpleNamespace(
+        args=list(named), invocation_params=SimpleNamespace(dir=ROOT), getoption={"--stage": ["mine"]}.get,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.path for item in items] == [ROOT / file for file in CHOSEN[named]]
+    assert len(items) + len(left_out) == len(everything) and not any(item in items for item in left_out)
 
 
 def test_ci_runs_targets_of_the_makefile():
