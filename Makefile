@@ -54,7 +54,7 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.measure.network --rate $(RATE) --json results/network.json $(ARGS)
+	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json results/network.json $(ARGS)
 
 timeline: $(ENV)
 	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
@@ -63,23 +63,23 @@ show: $(ENV)
 	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults.faults --json results/faults.json $(ARGS)
+	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
 
 cuda: $(ENV)
-	exec $(PYTHON) -m harness.measure.gpu $(ARGS)
+	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
 
 host: $(ENV)
-	exec $(PYTHON) -m harness.measure.host $(ARGS)
+	exec $(PYTHON) -m harness.measure.host_time $(ARGS)
 
 plan: $(ENV)
-	exec $(PYTHON) -m harness.plan.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
+	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.report.report
+	$(PYTHON) -m harness.report
 
 .PHONY: docs-check
 docs-check: $(ENV)
-	exec $(PYTHON) -m harness.report.docs $(ARGS)
+	exec $(PYTHON) -m harness.report.docs_check $(ARGS)
 
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
