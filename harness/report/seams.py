@@ -23,16 +23,20 @@ def table(cls):
 def seams(cls):
     """-> method -> the classes that have it, in the order in which they run."""
     classes = [one for one in cls.__mro__ if one not in torch.optim.Optimizer.__mro__]
-    names = dict.fromkeys(name for one in reversed(classes) for name in vars(one) if not name.startswith("__"))
-    found = {name: [one for one in classes if has_method(one, name)] for name in names}
+    names = dict.fromkeys(name for one in reversed(classes) for name, value in vars(one).items() if is_method(value))
+    found = {name: [one for one in classes if has_its_own(one, name)] for name in names if not name.startswith("__")}
     return {name: having for name, having in found.items() if len(having) > 1}
 
 
-def has_method(cls, name):
-    """Its own: of a class that is built torch wraps the `step` that it finds, of whomever, and puts it there."""
+def is_method(value):
+    return callable(value) or isinstance(value, (property, staticmethod))
+
+
+def has_its_own(cls, name):
+    """Of a class that is built torch wraps the `step` that it finds, maybe of another class, and puts it there."""
     value = vars(cls).get(name)
-    is_method = callable(value) or isinstance(value, (property, staticmethod))
-    return is_method and getattr(value, "__qualname__", f"{cls.__name__}.{name}") == f"{cls.__name__}.{name}"
+    is_wrapped = getattr(value, "hooked", False) and value.__qualname__ != f"{cls.__name__}.{name}"
+    return name in vars(cls) and not is_wrapped
 
 
 def main():
