@@ -21,7 +21,7 @@ PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 OF_LARGE_TENSORS = [(2, False, 1.0)]
 # What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
-PASSED = set()  # trials that went well in this process: whoever builds many optimizers alike waits for one
+PASSED: set[tuple] = set()  # trials that went well in this process: whoever builds many optimizers alike waits for one
 
 
 def check_elementwise(make_optimizer, groups):

@@ -2,10 +2,12 @@
 
 from .optimizer import ShardedOptimizer as ShardedOptimizer
 
+__version__ = "0.2.0"
+
 
 def __getattr__(name):
     if name != "DistributedOptimizer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(name)
     try:
         from .distributed import DistributedOptimizer
     except ModuleNotFoundError as missing:

@@ -1,11 +1,15 @@
 """What contributors rely on: which tests a command line chooses, what CI runs, and one version."""
 
+import inspect
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+import checkpoint
 import conftest
+from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
 CONTRACT, CORES, LAYOUT, HOUSE = (f"tests/stages/test_{name}.py" for name in ("contract", "cores", "layout", "house"))
@@ -35,3 +39,23 @@ def test_ci_runs_targets_of_the_makefile():
               for file in (".ci/run", ".github/workflows/ci.yml")}
     assert called == {".ci/run": ["lint", "test"], ".github/workflows/ci.yml": ["check", "test", "faults"]}
     assert set(sum(called.values(), [])) <= set(targets)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_there_is_one_version(stage):
+    """Of pyproject.toml, of each stage, which goes elsewhere alone, and on top of the changelog."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    package = optimizer_of(stage).__module__.split(".")[0]
+    assert sys.modules[package].__version__ == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
+
+
+FACE = [checkpoint.full_state_dict, checkpoint.load_full_state_dict, checkpoint.save, checkpoint.load,
+        checkpoint.latest, checkpoint.reshard]
+
+
+@pytest.mark.parametrize("function", FACE, ids=lambda function: function.__name__)
+def test_a_public_function_of_checkpoint_has_types(function):
+    signature = inspect.signature(function)
+    assert all(parameter.annotation is not parameter.empty for parameter in signature.parameters.values())
+    assert signature.return_annotation is not signature.empty

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
-from harness.measure.timeline import PARAMETERS, Recorder, overlap
+from harness.measure.recorder import Recorder
+from harness.report.step_picture import PARAMETERS
+from harness.rows.spans import overlap
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.transport import GlooTransport, Transport

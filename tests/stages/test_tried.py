@@ -1,11 +1,15 @@
 """A torch that is newer than any that was tried is said to be so, once."""
 
+import functools
 import re
 import warnings
 
 import pytest
+import torch
 
+from guard import wrap
 from guard.tried import NEWEST, warn_of_an_untried_torch
+from tests.common import one_rank_of, optimizer_of
 from tests.ranks import ROOT
 
 
@@ -37,3 +41,13 @@ def test_the_other_ranks_are_silent(monkeypatch):
 def test_the_newest_that_was_tried_is_the_one_of_ci_and_of_pyproject():
     assert f'"{NEWEST}"]' in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert f"on {NEWEST}, the newest" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_whoever_builds_an_optimizer_is_warned(stage, monkeypatch):
+    monkeypatch.setattr(wrap, "warn_of_an_untried_torch", functools.partial(warn_of_an_untried_torch, "2.15.0"))
+    monkeypatch.delenv("RANK", raising=False)
+    warn_of_an_untried_torch.cache_clear()
+    with one_rank_of(2), pytest.warns(UserWarning, match="2.15.0 is newer") as told:
+        for _ in range(2):
+            optimizer_of(stage)([torch.nn.Parameter(torch.ones(3))])
+    assert len(told) == 1
