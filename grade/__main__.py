@@ -18,7 +18,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from harness import cli  # first: from here on Ctrl-C is one word
+from harness.run import cli  # first: from here on Ctrl-C is one word
 
 from grade import contract, grader, left_over
 from grade.grader import Grader, Wrong
