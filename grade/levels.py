@@ -165,7 +165,8 @@ def wrong_hyperparameters(came, run, world_size):
         return None
     wrong = [(name, *how) for name, how in zip(names, matches) if how != ("own", "own")]
     like_first = [name for name, *how in wrong if how == list(wrong[0][1:])]
-    said = (f"{', '.join(like_first[:2])}{' …' if len(like_first) > 2 else ''} moved with {words[wrong[0][1]]} lr and "
+    more = " …" if len(like_first) > 2 else ""
+    said = (f"{', '.join(like_first[:2])}{more} moved with {words[wrong[0][1]]} lr and "
             f"{words.get(wrong[0][2], 'no')} weight decay")
     if all(how == ["constructor", "constructor"] for _, *how in wrong):
         return said, NO_GROUPS
