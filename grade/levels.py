@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from grade import on_ranks
-from grade.by_hand import DEFAULTS, NOT_RECEIVED, OWN, SUMMED, TWICE_AVERAGED, explain
+from grade.by_hand import DEFAULTS, NOT_RECEIVED, OWN, SUMMED, TWICE_AVERAGED, explain, spans
 from grade.grader import UNKNOWN, NotRun, Wrong, shorten
 from grade.on_ranks import ByHand, Run, in_one_process, mean
 
@@ -73,14 +73,16 @@ def of_16_bits(grader):
 
 
 def constructor(grader):
-    values = grader.run(2, on_ranks.constructed)
-    for rank, value in enumerate(values):
+    for rank, (value, stepped) in enumerate(grader.run(2, on_ranks.constructed)):
+        expected = "the constructor gives every rank the parameters of rank 0: here 0 everywhere"
         if value.any():
-            raise Wrong("the constructor gives every rank the parameters of rank 0: here 0 everywhere",
-                        f"the first of rank {rank} that differs is {value[value != 0][0].item():g}; "
-                        f"{int((value != 0).sum())} of 16 elements do",
+            raise Wrong(expected, f"elements {spans(value != 0)} of rank {rank} are {value[value != 0][0].item():g}",
                         "parameters are broadcast from rank 0 in the constructor, each in place: " +
                         ("none was" if value.all() else "some were not"))
+        if stepped.any():
+            raise Wrong(expected, f"so it is; but a step with gradients of 0 makes elements {spans(stepped != 0)} of rank "
+                        f"{rank} {stepped[stepped != 0][0].item():g}",
+                        "what the inner optimizer steps was copied before the broadcast")
 
 
 def equals_one_process(grader, world_size, run, otherwise=UNKNOWN):
@@ -139,6 +141,12 @@ def likely(came, run, world_size):
     for cause, is_possible, other_run, arguments in known:
         if is_possible and all(map(close, came, in_one_process(other_run, world_size, **arguments)[0])):
             return cause
+    own = torch.stack([snapshots[0] for snapshots, _ in with_own_gradients(run, world_size)])
+    if torch.isclose(own, came[0], rtol=1e-4, atol=2e-6).any(dim=0).all():  # of each element, that of its owner
+        return OWN
+    due, before = in_one_process(run, world_size)[0][0], on_ranks.flat(on_ranks.model_of(0))
+    if (came[0] - due).abs().max() < 0.01 * (due - before).abs().max():
+        return "almost right, to two or three digits: something travels or is summed in 16 bits"
     return ""
 
 

@@ -212,12 +212,13 @@ class Seen:
     came: torch.Tensor  # (n,)
     own: torch.Tensor | None  # (n,)
     fed: str  # "nothing": no torch optimizer has stepped; "no gradients", "zeros", "gradients"
+    grad: float | None  # the mean of these gradients
 
 
 def by_hand(candidate, case):
     params = [nn.Parameter(part.to(case.dtype)) for part in case.start().split(case.numels)]
     optimizer = candidate.make(params, torch.optim.SGD, lr=case.lr, **dict(case.options))
-    own, fed = [], []
+    own, fed, means = [], [], []
 
     def all_elements():
         return torch.cat([param.detach().float().reshape(-1) for param in params])
@@ -226,6 +227,8 @@ def by_hand(candidate, case):
         if one is not optimizer:
             own.append(all_elements())
             grads = [param.grad for group in one.param_groups for param in group["params"]]
+            of_any = [grad.float().reshape(-1) for grad in grads if grad is not None]
+            means.append(torch.cat(of_any).mean().item() if of_any else None)
             is_any = any(grad is not None and grad.any() for grad in grads)
             fed.append("gradients" if is_any else "zeros" if any(grad is not None for grad in grads) else
                        "no gradients" if grads else "nothing")
@@ -239,16 +242,19 @@ def by_hand(candidate, case):
             optimizer.step()
             if case.zero:
                 optimizer.zero_grad()
-        return Seen(all_elements(), own[0] if own else None, fed[0] if fed else "nothing")
+        return Seen(all_elements(), *((own[0], fed[0], means[0]) if own else (None, "nothing", None)))
     finally:
         handle.remove()
 
 
 def constructed(candidate):
-    """Rank r begins with r everywhere -> (16,), after the constructor."""
+    """Rank r begins with r everywhere -> (16,) after the constructor, and after a step with gradients of 0."""
     params = [nn.Parameter(torch.full((4,), float(candidate.rank.rank))) for _ in range(4)]
-    candidate.make(params, torch.optim.SGD, lr=LR)
-    return torch.cat([param.detach() for param in params])
+    optimizer = candidate.make(params, torch.optim.SGD, lr=LR)
+    values = torch.cat([param.detach() for param in params])
+    sum(param.sum() * 0 for param in params).backward()
+    optimizer.step()
+    return values, torch.cat([param.detach() for param in params])
 
 
 def state_elements(candidate):
