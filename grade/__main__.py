@@ -18,14 +18,14 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from harness.run import cli  # first: from here on Ctrl-C is one word
+from harness.run import command_line
 
 from grade import contract, grader, left_over
 from grade.grader import Grader, Wrong
 from grade.levels import LEVELS
 
 ROOT = Path(__file__).resolve().parents[1]
-fail = functools.partial(cli.fail, "grade")
+fail = functools.partial(command_line.fail, "grade")
 
 
 def package_of(stage):
