@@ -45,7 +45,7 @@ help:
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'
 	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
-	@echo 'make diff A=2 B=3           what one stage changes in the one before: the cores; with FULL=1 everything'
+	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
@@ -109,14 +109,8 @@ docs-check: $(ENV)
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
-	@old=$(wildcard stage$(A)_*) new=$(wildcard stage$(B)_*); \
-	diff="git diff --no-index --color=auto"; \
-	if [ -n "$(FULL)" ]; then $$diff -- $$old $$new; else \
-	for file in optimizer.py buffer.py transport.py; do \
-		from=$$old/$$file to=$$new/$$file; \
-		[ -e $$from ] || from=/dev/null; [ -e $$to ] || to=/dev/null; \
-		[ $$from = $$to ] || $$diff -- $$from $$to; \
-	done; fi || true
+	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
+		$(or $(wildcard $(PYTHON)),python3) -m grade.diff $(A) $(B))
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

@@ -4,7 +4,6 @@ Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPU
 """
 
 import importlib.util
-import itertools
 import os
 
 import pytest
@@ -51,18 +50,22 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --stage the contract is run, or the files that are named: the others are about the four stages.
+    """With --stage the contract is run, or, where files are named, what in those is about a stage; the others are about
+    the four stages and the harness.
 
     With --gpu those of few ranks come first: each rank takes a gigabyte of a GPU, and idle ones are ended, see `run`.
     """
-    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
-    named = [path for path in paths if path.suffix == ".py"]
-    if config.getoption("--stage"):
-        kept = [item.path in named if named else item.path.name == "test_contract.py" for item in items]
-    else:
-        kept = [not config.getoption("--gpu") or item.path.name in ON_GPUS for item in items]
-    config.hook.pytest_deselected(items=[item for item, is_kept in zip(items, kept) if not is_kept])
-    items[:] = itertools.compress(items, kept)
+    stages, files = config.getoption("--stage"), ON_GPUS if config.getoption("--gpu") else None
+    if stages and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        files = ["test_contract.py"]
+
+    def is_asked_for(item):
+        stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
+        return (files is None or item.path.name in files) and (
+            not stages or stage in stages or item.path.name == "test_contract.py")
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_asked_for(item)])
+    items[:] = [item for item in items if is_asked_for(item)]
     if config.getoption("--gpu"):
         items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
 

@@ -32,6 +32,8 @@ from harness.train.gpt import GPT, MODELS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
+pytestmark = pytest.mark.slow
+
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
 
 

@@ -12,25 +12,25 @@ import conftest
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
-CONTRACT, CORES, LAYOUT, HOUSE = (f"tests/stages/test_{name}.py" for name in ("contract", "cores", "layout", "house"))
-CHOSEN = {  # what is named beside --stage -> of four files those whose tests are run
-    ("tests/stages",): [CONTRACT],
-    ("tests/house", "tests/stages"): [CONTRACT],
-    (CORES,): [CORES],
-    (f"{CORES}::test_a_core_adds_up_micro_batches[1]", LAYOUT): [CORES, LAYOUT],
-}
+CONTRACT, CORES, HOUSE = (f"tests/stages/test_{name}.py" for name in ("contract", "cores", "house"))
 
 
-@pytest.mark.parametrize("named", CHOSEN, ids=" ".join)
-def test_files_that_are_named_win_over_the_contract(named):
-    left_out, items = [], [SimpleNamespace(path=ROOT / file) for file in (CONTRACT, CORES, LAYOUT, HOUSE)]
-    everything = list(items)
+def item(file, **params):
+    return SimpleNamespace(path=ROOT / file, callspec=SimpleNamespace(params=params))
+
+
+@pytest.mark.parametrize("source, kept", [("TESTPATHS", ["of the contract"]), ("ARGS", ["of the contract", "of mine"])])
+def test_with_a_stage_files_that_are_named_win_over_the_contract(source, kept):
+    """Of them what is about that stage. pytest gives the tests of named files only."""
+    items = {"of the contract": item(CONTRACT, stage="mine"), "of mine": item(CORES, stage="mine"),
+             "of stage 4": item(CORES, stage="stage4_overlap"), "of no stage": item(HOUSE)}
+    left_out, run = [], list(items.values())
     config = SimpleNamespace(
-        args=list(named), invocation_params=SimpleNamespace(dir=ROOT), getoption={"--stage": ["mine"]}.get,
+        args_source=pytest.Config.ArgsSource[source], getoption={"--stage": ["mine"]}.get,
         hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
-    conftest.pytest_collection_modifyitems(config, items)
-    assert [item.path for item in items] == [ROOT / file for file in CHOSEN[named]]
-    assert len(items) + len(left_out) == len(everything) and not any(item in items for item in left_out)
+    conftest.pytest_collection_modifyitems(config, run)
+    assert run == [items[name] for name in kept]
+    assert left_out == [items[name] for name in items if name not in kept]
 
 
 def test_ci_runs_targets_of_the_makefile():
