@@ -20,7 +20,7 @@ from harness.measure import any_ranks, conditions, default_buckets, every_row, h
 from harness.measure.setup import Settings
 from harness.report import terminal
 from harness.rows import catalogue, saved
-from harness.rows.results import Choice
+from harness.rows.choice import Choice
 from harness.run.files import write
 from harness.run.workers import WorkerError, Workers
 from harness.train import corpus

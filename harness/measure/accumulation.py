@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from harness.measure.setup import adamw, make_batches, make_model
 from harness.rows import catalogue
-from harness.rows.results import AccumulatedRow, Choice
+from harness.rows.choice import Choice
+from harness.rows.results import AccumulatedRow
 from harness.run.workers import on_rank_0
 
 MICRO_BATCHES = (1, 2, 4, 8)  # a step

@@ -5,7 +5,7 @@ import functools
 import re
 from pathlib import Path
 
-from harness.rows.results import Choice
+from harness.rows.choice import Choice
 from harness.run import command_line
 
 fail = functools.partial(command_line.fail, "network")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from harness.plan import dry_run, published_runs
 from harness.plan.replay import Hardware, replay
 from harness.rows import catalogue
+from harness.rows.choice import Choice
 from harness.rows.plan_results import PlanConditions, PlanResult, PlanRow
-from harness.rows.results import Choice
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}

@@ -9,8 +9,8 @@ import functools
 from harness.plan import dry_run, models
 from harness.plan.calibration import calibrated
 from harness.plan.replay import Hardware, replay
+from harness.rows.choice import Choice
 from harness.rows.plan_results import PublishedRun
-from harness.rows.results import Choice
 
 # LLaMA-13B, sequences of 2048 on 8 x A100-80GB a node, tokens/s a GPU: (optimizer, GPUs, sequences a step, sequences a
 # micro-batch, tokens/s). Megatron-LLaMA's README; neither it nor the user's issue 22 there says how many GPUs share

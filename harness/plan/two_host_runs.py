@@ -12,8 +12,9 @@ from harness.plan import dry_run, models
 from harness.plan.calibration import calibrated
 from harness.plan.replay import Hardware, replay
 from harness.rows import catalogue, saved
+from harness.rows.choice import Choice
 from harness.rows.plan_results import ModelledRun
-from harness.rows.results import Choice, Conditions, Result
+from harness.rows.results import Conditions, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.

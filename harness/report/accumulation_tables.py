@@ -4,7 +4,7 @@ import statistics
 from typing import NamedTuple
 
 from harness.report.sheet import Sheet
-from harness.rows.results import Choice
+from harness.rows.choice import Choice
 
 
 def accumulation_sheet(accumulation):

@@ -3,7 +3,7 @@
 from harness.report.cells import failures
 from harness.report.sheet import NONE, Sheet
 from harness.rows import bucket_sizes
-from harness.rows.results import Choice
+from harness.rows.choice import Choice
 
 
 def buckets_sheet(sweep):

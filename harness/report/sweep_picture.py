@@ -4,7 +4,7 @@ from html import escape
 
 from harness.report.ticks import round_step
 from harness.rows.bucket_sizes import DEFAULT_MB, PEERS, SIZES, STAGE_4
-from harness.rows.results import ONE_PARAMETER
+from harness.rows.choice import ONE_PARAMETER
 
 COLOURS = {STAGE_4: "#3a9d5d", **dict(zip(PEERS, ("#4a90d9", "#d9822b", "#9b59b6", "#999999")))}
 

@@ -1,7 +1,7 @@
 """Bucket sizes: which are tried of which rows, and which was the best."""
 
 from harness.rows import catalogue
-from harness.rows.results import ONE_PARAMETER, Choice
+from harness.rows.choice import ONE_PARAMETER, Choice
 
 PEERS = [catalogue.REFERENCE, "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # each is swept
 PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB

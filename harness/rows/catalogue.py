@@ -5,6 +5,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
+from harness.rows.choice import Choice
 from harness.rows.formulas import (
     replicated,
     replicated_and_two_pieces,
@@ -16,7 +17,6 @@ from harness.rows.formulas import (
     sharded_moments,
     travels,
 )
-from harness.rows.results import Choice
 from harness.rows.ways import (
     STAGE_1,
     STAGE_2,

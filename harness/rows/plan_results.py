@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from harness.rows.results import OfChoice, RecordedStep
+from harness.rows.choice import OfChoice
+from harness.rows.results import RecordedStep
 
 
 @dataclass

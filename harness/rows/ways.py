@@ -135,9 +135,9 @@ class LeavesLate(stage4_overlap.DistributedOptimizer):
         if self.pass_has_ended:
             super().send_full_buckets()
 
-    def finish_round(self):
+    def _finish_round(self):
         self.pass_has_ended = True
-        super().finish_round()
+        super()._finish_round()
         self.pass_has_ended = False
 
 

@@ -26,7 +26,8 @@ from harness.report import terminal
 from harness.report.conditions_line import conditions_line
 from harness.report.step_picture import PARAMETERS
 from harness.rows import catalogue, saved
-from harness.rows.results import Choice, Result, Row
+from harness.rows.choice import Choice
+from harness.rows.results import Result, Row
 from harness.run import files
 from harness.train.gpt import GPT, MODELS
 from tests.common import optimizer_of

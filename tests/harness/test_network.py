@@ -15,7 +15,8 @@ import pytest
 from harness.measure import accumulation, every_row, namespaces, on_each_host, recorder, two_host_options, two_hosts
 from harness.measure.namespaces import Hosts, missing
 from harness.rows import catalogue, saved
-from harness.rows.results import AccumulatedRow, Choice, Result, Row, Sweep
+from harness.rows.choice import Choice
+from harness.rows.results import AccumulatedRow, Result, Row, Sweep
 from harness.run import meeting, signals
 from tests.ranks import hears_ctrl_c
 

@@ -10,9 +10,9 @@ from harness.measure.ledger import Ledger
 from harness.measure.played_rank import rank_0_of
 from harness.measure.setup import Settings, adamw, make_batches, make_model
 from harness.rows import catalogue
+from harness.rows.choice import ONE_PARAMETER, Choice
 from harness.rows.owner_reduce import owner_buckets
 from harness.rows.replicated import DistributedOptimizer
-from harness.rows.results import ONE_PARAMETER, Choice
 from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
 from tests.house.test_house import code_lines

@@ -16,7 +16,7 @@ from harness.plan.dry_run import Event
 from harness.plan.replay import Hardware, replay
 from harness.report.reading_time import code_lines
 from harness.rows import catalogue
-from harness.rows.results import Choice
+from harness.rows.choice import Choice
 from tests.ranks import ROOT
 
 TINY = models.NAMED["tiny"]

@@ -18,19 +18,11 @@ from harness.report.line_tables import line_sheet, machines_sheet
 from harness.report.row_tables import memory_sheets
 from harness.report.sheet import NONE, sheet_text
 from harness.rows import bucket_sizes, catalogue, saved
+from harness.rows.choice import ONE_PARAMETER, Choice
 from harness.rows.fault_results import FaultResult
 from harness.rows.gpu_results import GpuResult
 from harness.rows.plan_results import PlanResult
-from harness.rows.results import (
-    ONE_PARAMETER,
-    AccumulatedRow,
-    Accumulation,
-    Choice,
-    RecordedStep,
-    Result,
-    Row,
-    Sweep,
-)
+from harness.rows.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 
 HERE = published.ROOT
 IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests")

@@ -75,7 +75,7 @@ TOLD = "print(torch.cat([param.detach().view(-1) for param in model.parameters()
 
 def test_from_rung_0_to_stage_4_is_one_line(tmp_path):
     """The loop of the guide, with either import: the same weights on both ranks."""
-    for name in (*STAGES, "harness"):
+    for name in (*STAGES, "guard", "harness"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "common.py").write_text(FILES["common.py"])
     (stage_4,) = [code for _, heading, code in PROGRAMS if heading == "Train, with a scheduler"]

@@ -491,8 +491,7 @@ def padding_stays_zero(rank, row):
             assert buffer.flat.numel() % (rank.world_size * 16) == 0 and len(around) and around.eq(0).all()
         optimizer.finish_grad_sync()
         for buffer in optimizer.buffers:
-            ranges = [*buffer.ranges, *(buffer.own_flags or ())[:1]]  # behind them lie flags of the settings
-            assert padding(buffer.grad_shard, [(r.offset, r.stop - r.start) for r in ranges]).eq(0).all()
+            assert padding(buffer.grad_shard, [(r.offset, r.stop - r.start) for r in buffer.ranges]).eq(0).all()
         optimizer.step()
 
 
