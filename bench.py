@@ -1,6 +1,6 @@
 """Trains the same model in every row of harness/rows/catalogue.py, on ranks that it starts: time, traffic, memory.
 
-    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json results/bench.json]
+    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
 Each row is checked against replicated training first; one that computes something else gets no time.
 Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
@@ -19,7 +19,7 @@ import rich.progress
 from harness.measure import any_ranks, conditions, default_buckets, every_row, host_time, recorder
 from harness.measure.setup import Settings
 from harness.report import terminal
-from harness.rows import catalogue, saved
+from harness.rows import catalogue, rates, saved
 from harness.rows.choice import Choice
 from harness.run.files import write
 from harness.run.workers import WorkerError, Workers
@@ -86,7 +86,7 @@ def main():
             if not args.quick:
                 if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
                     recorder.record_rows(workers, settings, result.rows, progress)
-                    recorder.keep_exposed_only(result.rows)
+                    rates.keep_exposed_only(result.rows)
                 progress("model state at any number of ranks")
                 result.model_state = any_ranks.model_state(settings)
                 result.gathered = any_ranks.gathered(settings)

@@ -1,6 +1,6 @@
 """What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, and how well it uses the memory.
 
-    python -m harness.measure.gpu_step [--json results/cuda.json]        # or: make cuda
+    python -m harness.measure.gpu_step [--json measured/cuda.json]        # or: make cuda
 
 One process plays rank 0 of d with torch's fake process group, and collectives return at once: what is measured is the
 sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
@@ -113,7 +113,7 @@ def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail = functools.partial(command_line.fail, "cuda")
-    parser.add_argument("--json", type=Path, default=Path("results/cuda.json"), help="where the result is written")
+    parser.add_argument("--json", type=Path, default=Path("measured/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")

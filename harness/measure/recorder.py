@@ -116,12 +116,6 @@ def record_rows(workers, settings, rows, progress=lambda text: None):
             attempt(row, functools.partial(record_row, row))
 
 
-def keep_exposed_only(rows):
-    """Of the recorded steps, what the tables show."""
-    for row in rows:
-        row.timeline = [RecordedStep(step.exposed_seconds) for step in row.timeline]
-
-
 def one_step(recorder, number):
     """One of the recorded steps, not the first -> RecordedStep, from the start of its forward until the next
     one's could start.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.measure.namespaces import ADDRESSES, INSIDE, Hosts, missing
 from harness.measure.two_host_options import fail, parse
-from harness.rows import saved
+from harness.rows import rates, saved
 from harness.rows.results import Result
 from harness.run import command_line, signals
 from harness.run.files import write
@@ -52,13 +52,9 @@ def wait_a_moment(process):
 
 
 def earlier(args):
-    """What the file holds, if there is one -> the results at other rates, and of this rate what is kept of it.
-
-    The table of accumulation and the sweep are kept, with the conditions that they were measured under, where they
-    aren't measured again. Fails where the file holds something else.
-    """
+    """What the file holds -> list of Results, each of one rate. Fails where it holds something else."""
     if args.json is None or not args.json.exists():
-        return [], {}
+        return []
     if not args.json.is_file():
         fail(f"--json {args.json}: it is no file: results of other rates are kept in it")
     try:
@@ -67,26 +63,19 @@ def earlier(args):
         fail(f"--json {args.json}: it holds something else than results of make network, name another file: {error}")
     if not all(result.conditions.rate for result in results):
         fail(f"--json {args.json}: it holds something else than results of make network, name another file")
-    kept = {name: getattr(result, name) for result in results for name in ("accumulation", "sweep")
-            if result.conditions.rate == args.rate and getattr(result, name) and not getattr(args, name)}
-    return [result for result in results if result.conditions.rate != args.rate], kept
+    return results
 
 
 def add_to_file(args, result):
-    """Puts the result first in the file, before those of other rates, and draws the picture beside it."""
-    from harness.measure.recorder import keep_exposed_only
+    """Puts the result first in the file, before those of other rates, and draws the picture beside it.
+
+    What was asked for and has failed isn't taken over from the run before.
+    """
     from harness.report import step_picture
-    others, kept = earlier(args)
-    for name, part in kept.items():
-        setattr(result, name, part)
-    results = [result, *others]
-    to_draw = step_picture.to_draw(results)
-    for other in results:
-        if other is not to_draw:
-            keep_exposed_only(other.rows)
-    result.other_rates = others
+    kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
+    result = rates.merged(result, earlier(args), kept)
     write("--json", args.json, saved.to_json(result), fail)
-    picture = step_picture.two_hosts_picture(results)
+    picture = step_picture.two_hosts_picture(result.at_all_rates())
     if picture:
         write("--json", args.json.with_suffix(".svg"), picture, fail)
 
@@ -105,9 +94,10 @@ def main():
     command_line.check_workload(args, ("rounds", "steps", "timeout"), MODELS, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
-    _, kept = earlier(args)  # fails now if the file holds something else
+    before = earlier(args)  # fails now if the file holds something else
     if args.tuned is None:
-        args.tuned = bucket_sizes.best(kept["sweep"].rows) if "sweep" in kept else []
+        sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
+        args.tuned = bucket_sizes.best(sweeps[0].rows) if sweeps and not args.sweep else []
     for choice in args.tuned:
         try:
             catalogue.find(*choice)

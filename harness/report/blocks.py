@@ -166,7 +166,6 @@ def plan_picture(name):
     return step_picture.svg(*step_picture.planned_steps(published.load_plan(name)))
 
 
-_RESULTS = published.ROOT / "results"
-PICTURES = {_RESULTS / "network.svg": network_picture, _RESULTS / "buckets.svg": buckets_picture,
-            **{(_RESULTS / name).with_suffix(".svg"): functools.partial(plan_picture, name)
-               for name in published.PLANS}}
+# By the name of a file in results/.
+PICTURES = {"network.svg": network_picture, "buckets.svg": buckets_picture,
+            **{name.replace(".json", ".svg"): functools.partial(plan_picture, name) for name in published.PLANS}}

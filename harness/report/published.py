@@ -12,7 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def load(name, kind=Result, arguments=""):
     """-> what the file holds, of a dataclass. `arguments`: of the command that makes the file, which is called as what
     stands before a _ in its name."""
-    path = ROOT / "results" / name
+    return read(ROOT / "results" / name, kind, arguments)
+
+
+def read(path, kind, arguments=""):
+    """As `load`, of any file."""
     command = f"make {path.stem.split('_')[0]}{arguments}"
     try:
         return saved.from_json(kind, path.read_text(encoding="utf-8"))
@@ -39,10 +43,14 @@ def load_of(device, name, arguments=""):
 
 def load_bench():
     result = load_of("cpu", "bench.json")
+    check_whole(result, "results/bench.json")
+    return result
+
+
+def check_whole(result, name):
     right = {row.name for row in result.rows if not row.error}
     if not (result.model_state and result.gathered and result.host) or set(catalogue.LADDER) - right:
-        raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
-    return result
+        raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
 
 
 PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',

@@ -6,15 +6,8 @@ A lane is (name, spans): spans are (start, end, what), in seconds from the start
 from html import escape
 
 from harness.report.ticks import round_step
-from harness.rows import catalogue
+from harness.rows import catalogue, rates
 from harness.rows.spans import MEMORY_PARTS, length, overlap
-
-
-def to_draw(results):
-    """Of results at several rates, the one to be drawn: at the lowest there is most to see. None: no step was kept."""
-    drawable = [result for result in results
-                if any(step.seconds for row in result.rows for step in row.timeline)]
-    return min(drawable, key=lambda result: result.conditions.bits_per_second, default=None)
 
 
 GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
@@ -136,7 +129,7 @@ def on_two_hosts(result):
 
 def two_hosts_picture(results):
     """Of results of make network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
-    rows, title = on_two_hosts(drawn) if (drawn := to_draw(results)) else ([], "")
+    rows, title = on_two_hosts(drawn) if (drawn := rates.to_draw(results)) else ([], "")
     return svg(rows, title) if rows else ""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from harness.measure import accumulation, every_row, namespaces, on_each_host, recorder, two_host_options, two_hosts
 from harness.measure.namespaces import Hosts, missing
-from harness.rows import catalogue, saved
+from harness.rows import catalogue, rates, saved
 from harness.rows.choice import Choice
 from harness.rows.results import AccumulatedRow, Result, Row, Sweep
 from harness.run import meeting, signals
@@ -68,7 +68,7 @@ def test_network_json_is_like_bench_json(result):
     assert result.conditions.rate == "100mbit" and result.conditions.bits_per_second == 1e8
     others = committed()
     for other in others:
-        recorder.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
+        rates.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
     others[0].other_rates = []
     assert result.other_rates == others
     names = [row.name for row in result.rows]

@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from harness.report import blocks, ladder, pages, published, sentences, sweep_picture, terminal
+from harness.report import blocks, ladder, pages, published, sentences, sweep_picture, terminal, yours
 from harness.report.accumulation_tables import accumulation_sheet, share_sheet
 from harness.report.bucket_tables import buckets_sheet
 from harness.report.cells import label_of
 from harness.report.line_tables import line_sheet, machines_sheet
 from harness.report.row_tables import memory_sheets
 from harness.report.sheet import NONE, sheet_text
-from harness.rows import bucket_sizes, catalogue, saved
+from harness.rows import bucket_sizes, catalogue, rates, saved
 from harness.rows.choice import ONE_PARAMETER, Choice
 from harness.rows.fault_results import FaultResult
 from harness.rows.gpu_results import GpuResult
@@ -25,7 +25,8 @@ from harness.rows.plan_results import PlanResult
 from harness.rows.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 
 HERE = published.ROOT
-IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests")
+IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests", "measured", "runs")
+IGNORED_IN_A_CLONE = shutil.ignore_patterns(".venv", ".git", "__pycache__", "measured", "runs")
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +53,13 @@ def test_every_block_agrees_with_its_json(path, monkeypatch):
         assert pages.rewritten(text) == text, "run make report"
 
 
-@pytest.mark.parametrize("path", blocks.PICTURES, ids=lambda path: path.name)
-def test_every_picture_agrees_with_its_json(path, monkeypatch):
+@pytest.mark.parametrize("name", blocks.PICTURES)
+def test_every_picture_agrees_with_its_json(name, monkeypatch):
+    path = HERE / "results" / name
     text = path.read_text() if path.exists() else ""  # of what was not measured there is none
-    if blocks.PICTURES[path]() != text:
+    if blocks.PICTURES[name]() != text:
         monkeypatch.setattr(published, "ROOT", HERE)
-        assert blocks.PICTURES[path]() == text, "run make report"
+        assert blocks.PICTURES[name]() == text, "run make report"
 
 
 def test_every_block_is_in_the_readme_or_among_the_results_once():
@@ -496,3 +498,95 @@ def test_a_field_of_another_type_or_name_is_named():
         text = json.dumps({**whole, "rows": [{**whole["rows"][0], **change}]})
         with pytest.raises(saved.UnreadableResult, match=says):
             saved.from_json(Result, text)
+
+
+# ------------------------------------------------------------------------------------------------ yours, and publishing
+
+
+@pytest.fixture
+def copy_with_yours(tmp_path, monkeypatch):
+    """-> a copy of the project, in whose measured/ lie a bench and a network run: 1 gbit again, and 9 gbit."""
+    copy = copied(tmp_path)
+    (copy / "measured").mkdir()
+    bench, (network, *_) = read("bench.json"), read("network.json").at_all_rates()
+    bench.find("stage 4 overlap").vs_reference = 0.42
+    bench.conditions.date = network.conditions.date = "3000-01-01"
+    network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
+    for name, result in (("bench.json", bench), ("network.json", network)):
+        (copy / "measured" / name).write_text(saved.to_json(result), encoding="utf-8")
+    monkeypatch.setattr(published, "ROOT", copy)
+    return copy
+
+
+def test_yours_stand_beside_the_published_ones(copy_with_yours):
+    bench, network = map(sheet_text, yours.sheets())
+    theirs = read("bench.json").find("stage 4 overlap")
+    assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.vs_reference:.2f}", "0.42"]
+    assert "3000-01-01" in bench and "Yours beside the published ones: network.json, 9gbit" in network
+    assert "published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
+    assert max(map(len, [*bench.splitlines(), *network.splitlines()])) <= pages.COLUMNS
+
+
+def test_nothing_is_published_unless_it_is_said(copy_with_yours, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report"])
+    before = {path: path.read_bytes() for path in (copy_with_yours / "results").iterdir()}
+    pages.main()
+    assert "Yours beside the published ones: bench.json" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in (copy_with_yours / "results").iterdir()}
+    assert len(list((copy_with_yours / "measured").iterdir())) == 2
+
+
+def test_what_is_published_is_in_the_place_of_ours_and_other_rates_stay(copy_with_yours):
+    rates_before = {result.conditions.rate for result in read("network.json").at_all_rates()}
+    assert yours.publish() == ["measured/bench.json is results/bench.json now",
+                               "measured/network.json is results/network.json now"]
+    assert read("bench.json").find("stage 4 overlap").vs_reference == 0.42
+    network = read("network.json")
+    assert {result.conditions.rate for result in network.at_all_rates()} == rates_before | {"9gbit"}
+    assert not list((copy_with_yours / "measured").iterdir())
+    assert yours.sheets() == [] and yours.publish() == ["measured/ holds nothing to publish"]
+
+
+@pytest.mark.parametrize("device, target", [("cpu", "bench.json"), ("cuda", "bench_cuda.json")])
+def test_a_bench_is_published_beside_those_of_its_device(device, target, copy_with_yours):
+    mine = saved.from_json(Result, (copy_with_yours / "measured" / "bench.json").read_text())
+    mine.conditions.device = device
+    (copy_with_yours / "measured" / "bench.json").write_text(saved.to_json(mine))
+    assert yours.publish()[0] == f"measured/bench.json is results/{target} now"
+
+
+def test_a_part_of_a_bench_is_not_published(copy_with_yours):
+    path = copy_with_yours / "measured" / "bench.json"
+    path.write_text(saved.to_json(dataclasses.replace(read("bench.json"), host=[])))
+    before = (copy_with_yours / "results" / "network.json").read_bytes()
+    with pytest.raises(SystemExit, match="^report: measured/bench.json is a part of the bench"):
+        yours.publish()
+    assert path.exists() and (copy_with_yours / "results" / "network.json").read_bytes() == before
+
+
+def test_a_rate_that_is_measured_again_keeps_the_sweep_of_before():
+    first, *others = read("network.json").at_all_rates()
+    again = dataclasses.replace(read("network.json"), other_rates=[], sweep=None, accumulation=None)
+    found = rates.merged(again, [first, *others])
+    assert found.sweep == first.sweep and found.accumulation == first.accumulation
+    assert [one.conditions.rate for one in found.at_all_rates()] == [
+        one.conditions.rate for one in (first, *others)]
+
+
+def test_a_run_leaves_the_checkout_clean(tmp_path):
+    """As in a fresh clone: `make bench`, then `git status` has nothing to say."""
+    copy = shutil.copytree(HERE, tmp_path / "clone", ignore=IGNORED_IN_A_CLONE)
+
+    def git(*command):
+        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=copy,
+                              capture_output=True, text=True, check=True, timeout=60).stdout
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "all")
+    small = "--quick --model nano --sequence-length 16 --batch-size 2 --rows compute --ranks 1"
+    for command in (["make", "bench", f"ARGS={small}"], ["make", "report"]):
+        run = subprocess.run([*command, f"PYTHON={sys.executable}"], cwd=copy, capture_output=True, text=True,
+                             timeout=120)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert (copy / "measured" / "bench.json").exists() and "Yours beside the published ones" in run.stdout
+    assert git("status", "--porcelain") == ""

@@ -17,7 +17,7 @@ from harness.measure.memory import Memory
 from harness.measure.setup import Settings, adamw, make_batches, make_model
 from harness.report import step_picture
 from harness.report.step_trace import trace
-from harness.rows import catalogue
+from harness.rows import catalogue, rates
 from harness.rows.results import RecordedStep, Result, Row
 from harness.rows.spans import length, overlap, union
 
@@ -177,11 +177,11 @@ def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
     recorded, counted = [RecordedStep(0, seconds=1.0)], [RecordedStep(0)]
     results = [Result(SimpleNamespace(bits_per_second=rate), [Row("compute only"), Row("ddp", timeline=steps)])
                for rate, steps in ((1e9, recorded), (1e7, counted), (1e8, recorded))]
-    assert step_picture.to_draw(results) is results[2]
-    recorder.keep_exposed_only(results[2].rows)
-    assert step_picture.to_draw(results) is results[0]
-    recorder.keep_exposed_only(results[0].rows)
-    assert step_picture.to_draw(results) is None and step_picture.two_hosts_picture(results) == ""
+    assert rates.to_draw(results) is results[2]
+    rates.keep_exposed_only(results[2].rows)
+    assert rates.to_draw(results) is results[0]
+    rates.keep_exposed_only(results[0].rows)
+    assert rates.to_draw(results) is None and step_picture.two_hosts_picture(results) == ""
 
 
 @pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),
