@@ -18,7 +18,7 @@ ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test grade train network timeline show faults cuda host plan report docs-check diff clean
+.PHONY: help bench test grade train network timeline show seams take faults cuda host plan report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -28,6 +28,8 @@ help:
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
+	@echo 'make seams STAGE=4          which class adds to which method, in the order in which they run'
+	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
 	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
@@ -59,6 +61,13 @@ network: $(ENV)
 
 timeline: $(ENV)
 	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
+
+seams: $(ENV)
+	exec $(PYTHON) -m harness.report.seams $(STAGE)
+
+take: $(ENV)
+	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))
+	exec $(PYTHON) -m harness.run.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)

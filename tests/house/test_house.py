@@ -92,7 +92,7 @@ def test_a_guard_imports_torch_the_standard_library_and_its_siblings(path):
 
 
 def test_all_guards_together_can_be_read():
-    assert sum(len(code_lines(path)) for path in GUARDS) <= 1250
+    assert sum(len(code_lines(path)) for path in GUARDS) <= 1450
 
 
 def opening(path):
@@ -282,35 +282,6 @@ def test_checkpoint_imports_torch_the_standard_library_and_its_siblings(path):
 def test_no_stage_imports_checkpoint(stage):
     files = [path for path in (ROOT / stage).rglob("*.py")]
     assert files and not [path for path in files if "checkpoint" in tops_of(path)]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_taken_home_with_checkpoint_beside_it_saves_and_loads(stage, tmp_path):
-    for package, name in ((stage, "mine"), ("guard", "guard"), ("checkpoint", "checkpoint")):
-        shutil.copytree(ROOT / package, tmp_path / name, ignore=shutil.ignore_patterns(*PROGRAMS, "__pycache__"))
-    (tmp_path / "program.py").write_text("""
-import torch, torch.distributed as dist
-import checkpoint
-from mine import DistributedOptimizer
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def a_model(value):
-    model = torch.nn.ParameterList([torch.full((3,), value)])
-    return model, DistributedOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.5)
-model, optimizer = a_model(1.0)
-model[0].sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-checkpoint.save("runs/step-1", model, optimizer, {"step": 1})
-model, optimizer = a_model(7.0)
-print(checkpoint.load(checkpoint.latest("runs"), model, optimizer))
-model[0].sum().backward()
-optimizer.step()
-print(model[0].tolist(), checkpoint.__file__)
-dist.destroy_process_group()
-""")
-    run = run_alone(tmp_path / "program.py", cwd=tmp_path)
-    assert run.code == 0, run.stderr
-    assert run.stdout.splitlines() == ["{'step': 1}", f"[-0.25, -0.25, -0.25] {tmp_path}/checkpoint/__init__.py"]
 
 
 def test_show_imports_torch_rich_the_standard_library_and_its_siblings():
