@@ -5,7 +5,7 @@ import collections
 import torch
 
 from .manifest import manifest_of, read, verify
-from .packing import unpack
+from .json_values import unpack
 from .reading import TensorsOf
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .packing import DTYPES, checked_shape, tensor_of, unpack, unpack_data
+from .json_values import DTYPES, checked_shape, tensor_of, unpack, unpack_data
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, where its tensors lie, and the sizes and checksums of its files
 FORMAT = 1

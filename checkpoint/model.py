@@ -2,8 +2,8 @@
 
 import torch
 
-from .face import all_params
-from .packing import DTYPES
+from .optimizers import all_params
+from .json_values import DTYPES
 
 
 def unwrapped(model):

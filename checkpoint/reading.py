@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from .face import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
+from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
 from .full_state import Whole
 from .manifest import MANIFEST, Manifest, manifest_of, read, verify
 from .model import names_of, state_of, untied, unwrapped
-from .packing import DTYPES, unpack, unpack_data
+from .json_values import DTYPES, unpack, unpack_data
 from .ranks import CheckpointError, all_gather, errors_on_all, rank_in
 from .states import fitting_probes, kind_of
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from .face import all_params, hyperparameters, inner_of, local, steps_ranges
-from .packing import SMALL, NotPackable, bytes_of, pack, pack_data
+from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
+from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
 from .ranks import all_gather
 
 

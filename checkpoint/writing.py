@@ -26,12 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .boxes import Shard
-from .face import all_params, group_of, inner_of, packed_groups, pieces_of
+from .optimizers import all_params, group_of, inner_of, packed_groups, pieces_of
 from .folder import claim, refuse_existing
 from .full_state import filled, flat
 from .manifest import FORMAT, MANIFEST, checksum, manifest_of, opened, parsed, verify_sizes
 from .model import names_of, state_of, unwrapped
-from .packing import SMALL, NotPackable, pack, pack_data, tensors_in, unpack
+from .json_values import SMALL, NotPackable, pack, pack_data, tensors_in, unpack
 from .ranks import CheckpointError, agree, all_gather, at_own_pace, errors_on_all, first_line
 from .ranks import rank_and_size, rank_in
 from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
