@@ -20,7 +20,6 @@ from harness import launch
 PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
-DAMAGED = ("is damaged", "is not complete")  # what `checkpoint.load` says then, and not of another model's checkpoint
 
 
 class StopSignal:

@@ -525,11 +525,12 @@ class Checkpoints:
         for step in self._steps_to_try():
             try:
                 extra = checkpoint.load(resume.path_of(self.args.checkpoint, step), self.model, self.optimizer)
+            except checkpoint.DamagedCheckpoint as error:
+                first_error = first_error or error
+                continue
             except checkpoint.CheckpointError as error:
                 first_error = first_error or error
-                if not any(text in str(error) for text in resume.DAMAGED):
-                    break
-                continue
+                break
             return step, extra, f": {first_error}" if first_error else ""
         if first_error:
             raise ValueError(str(first_error))
