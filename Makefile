@@ -54,32 +54,32 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.network --rate $(RATE) --json results/network.json $(ARGS)
+	exec $(PYTHON) -m harness.measure.network --rate $(RATE) --json results/network.json $(ARGS)
 
 timeline: $(ENV)
-	exec $(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
+	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
 
 show: $(ENV)
 	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
+	exec $(PYTHON) -m harness.faults.faults --json results/faults.json $(ARGS)
 
 cuda: $(ENV)
-	exec $(PYTHON) -m harness.gpu $(ARGS)
+	exec $(PYTHON) -m harness.measure.gpu $(ARGS)
 
 host: $(ENV)
-	exec $(PYTHON) -m harness.host $(ARGS)
+	exec $(PYTHON) -m harness.measure.host $(ARGS)
 
 plan: $(ENV)
-	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
+	exec $(PYTHON) -m harness.plan.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.report
+	$(PYTHON) -m harness.report.report
 
 .PHONY: docs-check
 docs-check: $(ENV)
-	exec $(PYTHON) -m harness.docs $(ARGS)
+	exec $(PYTHON) -m harness.report.docs $(ARGS)
 
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))

@@ -1,4 +1,4 @@
-"""Trains the same model in every row of harness/peers.py, on ranks that it starts, and compares time, traffic, memory.
+"""Trains the same model in every row of harness/rows/peers.py, on ranks that it starts: time, traffic, memory.
 
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json results/bench.json]
 
@@ -12,13 +12,16 @@ import json
 import sys
 from pathlib import Path
 
-from harness import cli  # first: from here on Ctrl-C is one word
+from harness.run import cli  # first: from here on Ctrl-C is one word
 
 import rich.console
 import rich.progress
 
-from harness import host, measure, peers, tables, timeline, workload
-from harness.launch import WorkerError, Workers
+from harness.measure import host, measure, timeline
+from harness.report import tables
+from harness.rows import peers
+from harness.run.launch import WorkerError, Workers
+from harness.train import workload
 
 fail = functools.partial(cli.fail, "bench.py")
 

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from harness.launch import WorkerError, Workers
+from harness.run.launch import WorkerError, Workers
 from tests.common import STAGES
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.

@@ -20,6 +20,7 @@ and it imports no stage. What it asks of a stage's optimizer is this face:
                                  have written into the model.
     optimizer.make_optimizer(groups)         another inner optimizer, to see what its state consists of
     optimizer.pass_on_hyperparameters()      outer groups -> inner groups
+    optimizer.refuse_different_settings()    an error on every rank where groups of the ranks have other values
     optimizer.move_to(process_group)         stages 3 and 4: give up the shards, take those of the new place, no state
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
 """

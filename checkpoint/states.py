@@ -128,7 +128,10 @@ def agree_on_states(optimizer, states, pieces, names, group):
 
     Raises:
         NotKept: on every rank, before anything travels; it names the parameter and the key.
+        RuntimeError: on every rank; their parameter groups have other values, another lr say.
     """
+    if hasattr(optimizer, "refuse_different_settings"):
+        optimizer.refuse_different_settings()
     error, mine, tensors = None, {}, {}
     try:
         refuse_unclaimed(optimizer)

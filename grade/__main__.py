@@ -21,7 +21,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from harness import cli  # first: from here on Ctrl-C is one word
+from harness.run import cli  # first: from here on Ctrl-C is one word
 
 from grade import on_ranks
 from grade.grader import Grader, Wrong

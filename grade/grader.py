@@ -1,7 +1,7 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
 from grade import on_ranks
-from harness.launch import WorkerError, Workers
+from harness.run.launch import WorkerError, Workers
 
 START_S = 60  # to start the ranks, and to import what is graded
 LIMIT_S = 8  # of a check, which takes a second or less

@@ -17,10 +17,14 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness import cli, measure, peers, tables, workload
-from harness.ledger import Ledger
-from harness.memory import Memory
-from harness.timeline import PARAMETERS
+from harness.measure import measure
+from harness.measure.ledger import Ledger
+from harness.measure.memory import Memory
+from harness.measure.timeline import PARAMETERS
+from harness.report import tables
+from harness.rows import peers
+from harness.run import cli
+from harness.train import workload
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from checkpoint import DamagedCheckpoint, latest
-from harness import faults as program
-from harness import operations, resume, workload
-from harness.faults import Run, faults, final_state
-from harness.launch import WorkerError
-from harness.operations import kills_at_operations
+from harness.faults import faults as program
+from harness.faults import operations
+from harness.faults.faults import Run, faults, final_state
+from harness.faults.operations import kills_at_operations
+from harness.run.launch import WorkerError
+from harness.train import resume, workload
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
@@ -82,7 +83,7 @@ def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturb
     printed = train(f"{STAGES[2]}/train.py", tmp_path, ranks=3)
     assert "step 11/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
     (tmp_path / "step-00000030").rename(tmp_path / "one.partial")
-    printed = train("harness/train_ddp.py", tmp_path, ranks=1)
+    printed = train("harness/train/train_ddp.py", tmp_path, ranks=1)
     assert "step 21/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
 
 

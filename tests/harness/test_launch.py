@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import launch
-from harness.launch import WorkerError, Workers
+from harness.run import launch
+from harness.run.launch import WorkerError, Workers
 from tests.ranks import hears_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_every_rank(tmp_path):
     """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from harness.launch import Workers
+from harness.run.launch import Workers
 from tests.harness.test_launch import fails_on_rank_1
 if __name__ == "__main__":
     with Workers(2) as workers:
@@ -121,7 +121,7 @@ def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, expected,
 FALLS_BACK = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from harness import launch
+from harness.run import launch
 cpu, meta = torch.device("cpu"), torch.device("meta")
 launch.choices = lambda *_: [("gloo", meta), ("gloo", cpu), ("gloo", meta)]
 rank = launch.connect(timeout_s=30)
@@ -179,7 +179,7 @@ ENDS = """
 import atexit, sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from harness import launch
+from harness.run import launch
 
 @atexit.register  # what is registered first comes last
 def count_threads():
@@ -204,7 +204,8 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
-@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.faults", "harness.gpu", "harness.report"])
+@pytest.mark.parametrize("module", ["bench", "harness.measure.timeline", "harness.faults.faults", "harness.measure.gpu",
+                                    "harness.report.report"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
@@ -224,7 +225,7 @@ def test_ctrl_c_is_one_word_for_a_rank(capsys):
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nfrom harness.launch import connect\nconnect()\n"
+    script.write_text("import os, time\nfrom harness.run.launch import connect\nconnect()\n"
                       "print(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

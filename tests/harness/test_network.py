@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import buckets, launch, measure, peers, timeline
-from harness import network as program
-from harness.network import Hosts, missing
+from harness.measure import measure, timeline
+from harness.measure import network as program
+from harness.measure.network import Hosts, missing
+from harness.rows import buckets, peers
+from harness.run import launch
 from tests.ranks import hears_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +39,7 @@ needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, netwo
 
 
 def network(*args, **kwargs):
-    return [sys.executable, "-m", "harness.network", *args], dict(cwd=ROOT, text=True, **kwargs)
+    return [sys.executable, "-m", "harness.measure.network", *args], dict(cwd=ROOT, text=True, **kwargs)
 
 
 def hosts():

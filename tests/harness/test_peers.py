@@ -5,10 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import measure, peers
-from harness.ledger import Ledger
-from harness.owner_reduce import owner_buckets
-from harness.replicated import DistributedOptimizer
+from harness.measure import measure
+from harness.measure.ledger import Ledger
+from harness.rows import peers
+from harness.rows.owner_reduce import owner_buckets
+from harness.rows.replicated import DistributedOptimizer
 from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
 from tests.house.test_house import code_lines
@@ -144,7 +145,7 @@ def test_rung_0_is_replicated_training_with_the_face_of_a_stage(run, beneath_ddp
 
 
 def test_rung_0_is_short():
-    assert len(code_lines(ROOT / "harness" / "replicated.py")) <= 60
+    assert len(code_lines(ROOT / "harness" / "rows" / "replicated.py")) <= 60
 
 
 # ------------------------------------------------------------------------------------- accumulation, default buckets

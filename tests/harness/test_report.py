@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from harness import buckets, measure, peers, report, tables
+from harness.measure import measure
+from harness.report import report, tables
+from harness.rows import buckets, peers
 
 
 HERE = report.ROOT
@@ -382,14 +384,14 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
     copy = copied(tmp_path)
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for env in (None, ascii_only):  # after the first the tables are those of results/, in any case
-        run = subprocess.run([sys.executable, "-m", "harness.report"], cwd=copy, env=env, capture_output=True,
+        run = subprocess.run([sys.executable, "-m", "harness.report.report"], cwd=copy, env=env, capture_output=True,
                              text=True, timeout=120)
         assert run.returncode == 0, run.stderr
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
 
 
 def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
-    show = "import json; from harness import tables; tables.show(json.load(open('results/bench.json')))"
+    show = "import json; from harness.report import tables; tables.show(json.load(open('results/bench.json')))"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run([sys.executable, "-c", show], cwd=report.ROOT, env=ascii_only, capture_output=True, text=True,
                          timeout=120)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from checkpoint import latest, save
-from harness import resume, workload
-from harness.faults import converted, final_state
+from harness.faults.faults import converted, final_state
+from harness.train import resume, workload
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import peers, timeline
-from harness.ledger import Collective
-from harness.measure import Settings, adamw, make_batches, make_model
-from harness.memory import Memory
+from harness.measure import timeline
+from harness.measure.ledger import Collective
+from harness.measure.measure import Settings, adamw, make_batches, make_model
+from harness.measure.memory import Memory
+from harness.rows import peers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,7 +128,7 @@ def test_the_memory_curve_ends_where_the_counter_ends(run, name):
 
 
 def run_timeline(args):
-    command = [sys.executable, "-m", "harness.timeline", *args]
+    command = [sys.executable, "-m", "harness.measure.timeline", *args]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness import docs
+from harness.report import docs
 from tests.ranks import ROOT
 
 
@@ -18,7 +18,7 @@ def found():
 
 @pytest.mark.parametrize("page", [page.name for page in docs.pages()])
 def test_a_page_says_what_is_there(page):
-    """Links, names, commands, samples, tables that stand twice, and words: see harness/docs.py."""
+    """Links, names, commands, samples, tables that stand twice, and words: see harness/report/docs.py."""
     mine = [line for line in found() if line.startswith(f"{page}:")]
     assert not mine, "\n".join(mine)
 
@@ -178,7 +178,7 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
     ("torchrun --nproc-per-node 2 stage4_overlap/train.py",
      ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
       *docs.SMALL["train"].split()]),
-    ("python -m harness.timeline", ["python", "-m", "harness.timeline", *docs.NANO.split()]),
+    ("python -m harness.measure.timeline", ["python", "-m", "harness.measure.timeline", *docs.NANO.split()]),
     ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None),
     ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
     ("pip install torch", None),

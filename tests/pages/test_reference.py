@@ -13,8 +13,8 @@ from tests.common import STAGES
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "reference.md"
-RAISED = sorted(path for folder in [*STAGES, "checkpoint"] for path in (ROOT / folder).rglob("*.py"))
-SOURCES = [*RAISED, *sorted((ROOT / "harness").glob("*.py"))]
+RAISED = sorted(path for folder in [*STAGES, "guard", "checkpoint"] for path in (ROOT / folder).rglob("*.py"))
+SOURCES = [*RAISED, *sorted((ROOT / "harness").rglob("*.py"))]
 PROGRAMS = ("train.py", "show.py", "__main__.py")  # their messages are about options, and name these
 
 

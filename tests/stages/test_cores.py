@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.ledger import Ledger
-from harness.memory import Memory
+from harness.measure.ledger import Ledger
+from harness.measure.memory import Memory
 from tests.common import OPTIMIZERS, STAGES, add, assert_same, batch, loss_of, one_rank_of
 
 UNFUSED = {"foreach": False}

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import checkpoint
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict, reshard
-from stage4_overlap.guard.awaited import Awaited
-from stage4_overlap.guard.dtensor import local
+from stage4_overlap.awaited import Awaited
+from stage4_overlap.dtensor import local
 from tests.common import STAGES, leave_late, optimizer_of
 
 pytestmark = pytest.mark.parametrize("world_size", [4])

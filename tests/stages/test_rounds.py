@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.guard import GuardedBucket
+from stage4_overlap.distributed import GuardedBucket
 from tests.common import assert_same
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
