@@ -17,7 +17,7 @@ ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test grade train network timeline show faults cuda host plan report docs-check diff clean
+.PHONY: help bench test grade train network timeline show seams take faults cuda host plan report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -27,6 +27,8 @@ help:
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
+	@echo 'make seams STAGE=4          which class adds to which method, in the order in which they run'
+	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
 	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
@@ -34,7 +36,7 @@ help:
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'
 	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
-	@echo 'make diff A=2 B=3           what one stage changes in the one before: the cores; with FULL=1 everything'
+	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
@@ -54,44 +56,45 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.measure.network --rate $(RATE) --json results/network.json $(ARGS)
+	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json results/network.json $(ARGS)
 
 timeline: $(ENV)
 	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
+
+seams: $(ENV)
+	exec $(PYTHON) -m harness.report.seams $(STAGE)
+
+take: $(ENV)
+	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))
+	exec $(PYTHON) -m harness.run.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults.faults --json results/faults.json $(ARGS)
+	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
 
 cuda: $(ENV)
-	exec $(PYTHON) -m harness.measure.gpu $(ARGS)
+	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
 
 host: $(ENV)
-	exec $(PYTHON) -m harness.measure.host $(ARGS)
+	exec $(PYTHON) -m harness.measure.host_time $(ARGS)
 
 plan: $(ENV)
-	exec $(PYTHON) -m harness.plan.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
+	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.report.report
+	$(PYTHON) -m harness.report
 
 .PHONY: docs-check
 docs-check: $(ENV)
-	exec $(PYTHON) -m harness.report.docs $(ARGS)
+	exec $(PYTHON) -m harness.report.docs_check $(ARGS)
 
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
-	@old=$(wildcard stage$(A)_*) new=$(wildcard stage$(B)_*); \
-	diff="git diff --no-index --color=auto"; \
-	if [ -n "$(FULL)" ]; then $$diff -- $$old $$new; else \
-	for file in optimizer.py buffer.py transport.py; do \
-		from=$$old/$$file to=$$new/$$file; \
-		[ -e $$from ] || from=/dev/null; [ -e $$to ] || to=/dev/null; \
-		[ $$from = $$to ] || $$diff -- $$from $$to; \
-	done; fi || true
+	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
+		$(or $(wildcard $(PYTHON)),python3) -m grade.diff $(A) $(B))
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

@@ -32,18 +32,14 @@ def hook_gradient(param, method, takes=False):
 
     hook.takes_gradient = takes
     hooks = param._post_accumulate_grad_hooks or {}
-    for key in list(hooks):
-        if takes_gradient(hooks.get(key)):  # an earlier optimizer that nobody has takes its own off, at any moment
+    for key in list(hooks):  # an earlier optimizer that nobody has takes its own off, at any moment
+        if getattr(hooks.get(key), "takes_gradient", False) is True:  # a Mock, as a hook, has whatever is asked for
             hooks.pop(key, None)
     vars(param).pop("main_grad", None)  # where an earlier stage 3 has put the gradient
     requires_grad = param.requires_grad
     handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
     return handle
-
-
-def takes_gradient(hook):
-    return getattr(hook, "takes_gradient", False) is True  # a Mock, as a hook, has whatever is asked for
 
 
 @contextlib.contextmanager

@@ -22,6 +22,10 @@ class StateOfPieces:
         super().shard(groups)
         self._main_param = {param: main for param, _, _, main in self._owned_ranges()}
 
+    def step_own(self):
+        self._take_model_changes()
+        super().step_own()
+
     def pieces(self):
         """-> [(param, start, stop, main), …]: this rank steps flat elements start to stop of `param`, as `main`."""
         with torch.no_grad():

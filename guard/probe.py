@@ -25,7 +25,8 @@ PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 
 def check_elementwise(make_optimizer, groups):
     """Refuse an optimizer that steps shards of tensors otherwise than whole ones, for stages 3 and 4; see `check`."""
-    check(make_optimizer, groups, shards_of, "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
+    check(make_optimizer, groups, shards_of,
+          "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
 
 
 def check_one_by_one(make_optimizer, groups):

@@ -21,7 +21,7 @@ for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
 
 
-def checked_groups(params, process_group, existing=(), *, refuse, error=None, settings=None):
+def checked_groups(params, process_group, existing=(), *, refuse, settings=None):
     """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
 
     Args:
@@ -29,7 +29,6 @@ def checked_groups(params, process_group, existing=(), *, refuse, error=None, se
         existing: the groups that the optimizer has already.
         refuse: function of [(name, parameter), …] that raises what this stage can't take, TypeError or ValueError.
             -> [(name, tensor), …]: what of each parameter is on this rank.
-        error: an exception with which the stage itself refuses, on this rank at least.
         settings: the stage's arguments by name, which must be the same on every rank.
 
     Raises:
@@ -44,7 +43,7 @@ def checked_groups(params, process_group, existing=(), *, refuse, error=None, se
     refuse_no_group(process_group)
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
-    groups, lines = [], []
+    groups, lines, error = [], [], None
     backends = backends_of(process_group)
     device = "cpu" if "cpu" in backends else next(iter(backends))
     try:
@@ -63,8 +62,8 @@ def checked_groups(params, process_group, existing=(), *, refuse, error=None, se
         lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if param.requires_grad else ' frozen'}"
                   for (name, tensor), (_, param) in zip(here, named)]
         lines += [f"{what}={value}" for (what, _), value in settings_of([*existing, *groups]).items()]
-    except (TypeError, ValueError) as refusal:
-        error = error or refusal
+    except (RuntimeError, TypeError, ValueError) as refusal:
+        error = refusal
     _agree(error, lines, process_group, device)
     return groups
 

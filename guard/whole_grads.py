@@ -5,8 +5,6 @@ stepped. Shown by tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp
 `test_beneath_ddp`, and tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
 
-import contextlib
-
 import torch
 
 from .groups import all_params
@@ -68,10 +66,6 @@ class AnyGrads:
         """
         self.finish_grad_sync()
         return torch.nn.utils.clip_grad_norm_(all_params(self), max_norm, norm_type)
-
-    def no_sync(self):
-        """Accumulate gradients without communication: here nothing travels before `step` anyway."""
-        return contextlib.nullcontext()
 
 
 def dense_grad(param):

@@ -4,6 +4,7 @@ The inner optimizer steps what this rank owns; what users write into our groups 
 own they must. Shown by tests/stages/test_contract.py and tests/stages/test_stages.py.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -17,18 +18,17 @@ from .settings import difference_between_ranks
 
 class Wrapper:
     """What it needs of its stage: `_refuse(named)` and `_probe(make_optimizer, groups)`, which raise what can't be
-    trained; `finish_grad_sync()`; `_skip_step()`, which forgets what the step would have used up; and
-    `_take_parts(state_dict)`, which takes what a stage's own state_dict has besides.
+    trained; `finish_grad_sync()`; and `_take_parts(state_dict)`, which takes what a stage's own state_dict has besides.
     """
 
     _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
 
-    def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, error=None, **settings):
+    def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
         settings = {"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs}
-        groups = self._checked(params, settings=settings, error=error)
+        groups = self._checked(params, settings=settings)
         self._join(process_group)
         return groups
 
@@ -36,8 +36,8 @@ class Wrapper:
         self.process_group = process_group
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)  # -1: in none
 
-    def _checked(self, params, existing=(), **refusals):
-        groups = checked_groups(params, self.process_group, existing, refuse=self._refuse, **refusals)
+    def _checked(self, params, existing=(), settings=None):
+        groups = checked_groups(params, self.process_group, existing, refuse=self._refuse, settings=settings)
         self._probe(self.make_optimizer, groups)
         return groups
 
@@ -88,6 +88,13 @@ class Wrapper:
             self.sync_params()
         return loss
 
+    def _skip_step(self):
+        self.zero_grad()  # model.zero_grad() knows nothing of an inf that is elsewhere
+
+    def no_sync(self):
+        """Accumulate gradients without communication. In stages 1 to 3 nothing travels before `step` anyway."""
+        return contextlib.nullcontext()
+
     def step_own(self):
         with without_global_hooks():
             super().step_own()
@@ -107,6 +114,8 @@ class Wrapper:
             loss = closure()
         if loss is None:
             return None
+        if hasattr(loss, "full_tensor"):  # a DTensor, maybe of partial sums
+            loss = loss.full_tensor()
         loss = torch.as_tensor(loss, device=all_params(self)[0].device).detach().clone()
         dist.all_reduce(loss, group=self.process_group)
         return loss / dist.get_world_size(self.process_group)

@@ -1,11 +1,10 @@
-"""What measuring and training need and no stage may know, in rooms. (The rooms are split further in the next step.)
+"""What measuring and training need and no stage may know, in rooms.
 
-    run       command line, ranks: how they start, find each other, end     rows      ways to train the same model
-    train     model, data, what every train.py does, resuming               measure   checks, counts, times a row
-    report    tables, pages, their check                                    plan      what a run would hold and take
-    faults    kills, signals, a stopped rank
-
-No file imports itself by way of others; stages' train.py import harness.train.workload only.
+A room imports from those before it, and from itself.
+Each room's own first lines say what is in it, and who calls it. Stages' train.py import harness.train, and no other.
 """
 
-from harness.run import cli as cli  # before torch, which takes seconds: from here on Ctrl-C is one word
+ROOMS = ("run", "rows", "train", "report", "measure", "plan", "faults")  # the arrow: tests/house holds it
+
+from harness.run import command_line as command_line  # before torch, which takes seconds, so that
+from harness.run import signals as signals  # from here on Ctrl-C is one word

@@ -5,7 +5,7 @@ from .optimizer import ShardedOptimizer as ShardedOptimizer
 
 def __getattr__(name):
     if name != "DistributedOptimizer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(name)
     try:
         from .distributed import DistributedOptimizer
     except ModuleNotFoundError as missing:

@@ -5,8 +5,6 @@ averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_ho
 tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
 """
 
-import contextlib
-
 import torch
 
 from guard.groups import name_of
@@ -38,10 +36,6 @@ class AnyGrads:
             buffer.refuse_new_grads(self.param_groups)
         super().sync_grads()
 
-    def step_own(self):
-        self._take_model_changes()
-        super().step_own()
-
     def sync_params(self):
         super().sync_params()
         self.zero_grad()  # parameters were in the buffer
@@ -57,13 +51,6 @@ class AnyGrads:
         shard, nor of `param.main_grad`.
         """
         super().zero_grad(set_to_none)
-
-    def _skip_step(self):
-        self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shard
-
-    def no_sync(self):
-        """Accumulate gradients without communication: here nothing travels before `step` anyway."""
-        return contextlib.nullcontext()
 
     @property
     def _grads_elsewhere(self):

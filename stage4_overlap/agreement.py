@@ -68,9 +68,6 @@ class Agreement:
         self._start_accumulation()
         super().zero_grad()
 
-    def _skip_step(self):
-        self.zero_grad()  # model.zero_grad() knows nothing of the inf in the shards
-
     def _start_accumulation(self):
         """Begin anew with all that is counted between two steps."""
         self._leave_out(set())

@@ -58,33 +58,27 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
                  reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
-        self.find_unused_parameters = find_unused_parameters
         of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
+        self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
+        self.find_unused_parameters = find_unused_parameters
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
-                               refusal_of(bucket_cap_mb, reduce_dtype), **of_core,
-                               find_unused_parameters=find_unused_parameters)
+                               find_unused_parameters=find_unused_parameters, **of_core)
         super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
 
     def bucket_class(self, params, transport):
         is_spread = any(hasattr(param, "device_mesh") for param in params)
         return (BucketOfDTensors if is_spread else GuardedBucket)(params, transport)
 
-    def _checked(self, params, existing=(), error=None, **refusals):
-        if existing and self.has_grads:
-            error = RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
-        return super()._checked(params, existing, error=error, **refusals)
-
     def _refuse(self, named):
         """Buckets view parameters as flat. -> what of each is on this rank"""
+        if self.reduce_dtype not in (None, torch.float32):
+            raise ValueError(f"reduce_dtype is {self.reduce_dtype}: it must be torch.float32 or None")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}: it must be more than 0")
+        if self.has_grads:
+            raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         here = local_parts(named, self.process_group)
         for name, tensor in here:
             if not tensor.is_contiguous():
                 raise not_contiguous(name, tensor)
         return here
-
-
-def refusal_of(bucket_cap_mb, reduce_dtype):
-    if reduce_dtype not in (None, torch.float32):
-        return ValueError(f"reduce_dtype is {reduce_dtype}: it must be torch.float32 or None")
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        return ValueError(f"bucket_cap_mb is {bucket_cap_mb}: it must be more than 0")

@@ -20,10 +20,10 @@ UNDER_WAY = []  # (works, sent, received): what had left when its optimizer was 
 
 
 class Drops:
-    def __init__(self, *args, **kwargs):
+    def _prepare(self, *args, **kwargs):
         self._hooks = {}  # id of a parameter -> the handle of our hook, and the dict of all its hooks
         UNDER_WAY[:] = [message for message in UNDER_WAY if not all(work.is_completed() for work in message[0])]
-        super().__init__(*args, **kwargs)
+        return super()._prepare(*args, **kwargs)
 
     def __del__(self):
         if sys.is_finalizing() or "buckets" not in self.__dict__:
@@ -44,10 +44,6 @@ class Drops:
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes=True)
         self._hooks[id(param)] = handle, param._post_accumulate_grad_hooks
-
-    def step_own(self):
-        self._take_model_changes()
-        super().step_own()
 
     def _take_model_changes(self):
         for bucket in self.buckets:

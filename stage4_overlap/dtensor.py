@@ -77,9 +77,3 @@ class TensorParallel:
         for group in dict.fromkeys(group for groups in grads for group in groups):
             norm = gather_scalar(norm, group).max()  # shards of unlike sizes round otherwise: copies would drift apart
         return norm
-
-    def _closure_loss(self, closure):
-        def whole():
-            loss = closure()
-            return loss.full_tensor() if hasattr(loss, "full_tensor") else loss  # maybe of partial sums
-        return super()._closure_loss(closure and whole)

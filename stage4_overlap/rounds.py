@@ -38,9 +38,9 @@ class Round:
 
 
 class Rounds:
-    def __init__(self, *args, **kwargs):
+    def _prepare(self, *args, **kwargs):
         self._round = Round()
-        super().__init__(*args, **kwargs)
+        return super()._prepare(*args, **kwargs)
 
     @property
     def has_grads(self):

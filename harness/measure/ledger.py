@@ -21,7 +21,6 @@ When a collective was launched, the mode sees; when it was complete, the Work's 
 gloo's sends, receives and reduce-scatters) is exchanged for one that a thread waits for, and notes the time.
 """
 
-import queue
 import threading
 import time
 from collections import Counter
@@ -30,6 +29,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.measure.arrivals import Watcher
 
 
 @dataclass
@@ -190,55 +191,6 @@ class Ledger(TorchDispatchMode):
         self.under_way.append(entry)
         future.add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
         return result
-
-
-class Watcher:
-    """A thread that waits for one Work after the other, in the order in which messages arrive."""
-
-    def __init__(self):
-        self.works = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def watch(self, work, entry):
-        """-> a Work to wait for in place of `work`."""
-        watched = WatchedWork(work, entry)
-        self.works.put(watched)
-        return watched
-
-    def end(self):
-        self.works.put(None)
-        self.thread.join()
-
-    def _run(self):
-        while (watched := self.works.get()) is not None:
-            watched.finish()
-
-
-class WatchedWork(dist.Work):
-    """A Work that somebody else waits for: gloo's own may be waited for only once."""
-
-    def __init__(self, work, entry):
-        super().__init__()
-        self.work, self.entry = work, entry
-        self.ended, self.error = threading.Event(), None
-
-    def finish(self):
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            self.error = error
-        self.entry.completed_at = time.perf_counter()
-        self.ended.set()
-
-    def wait(self, timeout=None):
-        self.ended.wait()
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_completed(self):
-        return self.ended.is_set()
 
 
 def _flatten(tensors):

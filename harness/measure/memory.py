@@ -19,8 +19,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-REST = "buffers"  # what nobody has marked: after a step that is what neither the model nor an optimizer calls its own
-KINDS = "parameters", "gradients", "state", REST
+from harness.rows.kinds import REST
 
 
 def Memory(device):

@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from harness.measure.ledger import wire_bytes
-from harness.measure.timeline import length, most_alive, union
+from harness.rows.spans import length, most_alive, union
 
 REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
 

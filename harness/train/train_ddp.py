@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-import harness.train.workload as workload
+import harness.train as workload
 
 
 def main():

@@ -17,14 +17,17 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness.measure import measure
+from harness.measure import accumulation, any_ranks, conditions, every_row, examine, step_time
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
-from harness.measure.timeline import PARAMETERS
-from harness.report import tables
-from harness.rows import peers
-from harness.run import cli
-from harness.train import workload
+from harness.measure.played_rank import rank_0_of
+from harness.measure.setup import Settings, adamw, make_batches, make_model
+from harness.report import terminal
+from harness.report.conditions_line import conditions_line
+from harness.report.step_picture import PARAMETERS
+from harness.rows import catalogue
+from harness.run import files
+from harness.train.gpt import GPT, MODELS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
@@ -67,12 +70,12 @@ def test_the_model_is_one_that_shows_something_on_the_device(device, given, mode
     """As the ranks find it: a machine with a GPU may run them on its processor still."""
     class Ranks:
         def run(self, function, *args):
-            assert function is measure.device_type
+            assert function is conditions.device_type
             return [device] * 2
     asked = []
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(Ranks()))
-    monkeypatch.setattr(measure, "measure", lambda workers, settings, *_: asked.append(settings) or {"rows": []})
-    monkeypatch.setattr(tables, "show", lambda _: None)
+    monkeypatch.setattr(every_row, "measure_rows", lambda workers, settings, *_: asked.append(settings) or {"rows": []})
+    monkeypatch.setattr(terminal, "show", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "64",
                                       *(["--model", given] if given else [])])
     with pytest.raises(SystemExit) as end:
@@ -83,7 +86,7 @@ def test_the_model_is_one_that_shows_something_on_the_device(device, given, mode
 def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(monkeypatch, capsys):
     """512 are none too many for medium, and tiny takes 256."""
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(measure, "default_model", lambda _: "tiny")
+    monkeypatch.setattr(conditions, "default_model", lambda _: "tiny")
     monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "512"])
     with pytest.raises(SystemExit) as end:
         bench.main()
@@ -96,20 +99,20 @@ def test_a_result_says_of_which_code_it_is(result, tmp_path):
         run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
                              capture_output=True, text=True, check=True, timeout=60)
         return run.stdout.strip()
-    assert result["conditions"]["commit"] == measure.commit()
+    assert result["conditions"]["commit"] == conditions.commit()
     for name in ("code.py", "table.json"):
         (tmp_path / name).write_text("1")
     git("init", "--quiet")
-    assert measure.commit(tmp_path) == "unknown"  # nothing is committed yet
+    assert conditions.commit(tmp_path) == "unknown"  # nothing is committed yet
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
     head = git("rev-parse", "--short", "HEAD")
     (tmp_path / "table.json").write_text("2")
-    assert measure.commit(tmp_path) == head
+    assert conditions.commit(tmp_path) == head
     (tmp_path / "code.py").write_text("2")
-    assert measure.commit(tmp_path) == f"{head}+"
-    assert measure.commit(tmp_path / "nowhere") == "unknown"
-    assert f"commit {measure.commit()}" in tables.conditions_line(result["conditions"])
+    assert conditions.commit(tmp_path) == f"{head}+"
+    assert conditions.commit(tmp_path / "nowhere") == "unknown"
+    assert f"commit {conditions.commit()}" in conditions_line(result["conditions"])
 
 
 def test_the_noise_is_ddp_beside_itself(result):
@@ -169,9 +172,9 @@ def test_a_peak_is_within_its_phase(result):
 
 def examined_and_counted(rank, settings, name):
     """-> what `examine` says of a row, and what a counter without kinds says of the same steps."""
-    found, batches = measure.examine(rank, settings, name), measure.make_batches(settings, rank)
+    found, batches = examine.examine(rank, settings, name), make_batches(settings, rank)
     with Memory(rank.device) as memory:
-        training = peers.find(name).build(measure.make_model(settings, rank, "float32"), measure.adamw(settings))
+        training = catalogue.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in batches[:2]:
             training.zero_grad()
             training.forward_backward(batch)
@@ -184,7 +187,7 @@ def examined_and_counted(rank, settings, name):
 @pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("name", ["ddp", "stage 4 overlap", "fsdp2"])
 def test_the_kinds_are_all_that_is_held(run, name):
-    for of_kinds, held in run(examined_and_counted, measure.Settings("nano", 2, 16, 1, 1), name):
+    for of_kinds, held in run(examined_and_counted, Settings("nano", 2, 16, 1, 1), name):
         assert of_kinds == held
 
 
@@ -237,7 +240,7 @@ def test_a_row_is_that_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent(
         return {"memory_bytes": {"model": n, "peak": 10 - n}, "peak_bytes": {"build": 9 - n, "step": n},
                 "held_bytes": {"state": n, "buffers": 5 - 2 * n}, "activation_bytes": n,
                 "wire_bytes": n, "bytes_per_param": n / 2, "other": n}
-    assert measure._over_ranks([part(1), part(4)]) == {
+    assert every_row.over_ranks([part(1), part(4)]) == {
         "memory_bytes": {"model": 4, "peak": 9}, "peak_bytes": {"build": 8, "step": 4},
         "held_bytes": {"state": 1, "buffers": 3}, "activation_bytes": 4,
         "wire_bytes": 2, "bytes_per_param": 1.25, "other": 1}
@@ -245,7 +248,7 @@ def test_a_row_is_that_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent(
 
 def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
     row = {}
-    measure._add_times(row, [100, 400, 900], [100, 200, 100])
+    every_row.add_times(row, [100, 400, 900], [100, 200, 100])
     assert row["step_ms"] == {"median": 400, "min": 100, "max": 900, "rounds": [100, 400, 900]}
     assert row["vs_reference"] == 2
 
@@ -254,7 +257,7 @@ def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
     ("stage", None, False), ("stage", "it failed", True), ("peer", "it failed", False), ("peer", "wrong: by 1", True)])
 def test_what_ends_with_1(kind, error, is_wrong):
     row = {"kind": kind, **({"error": error} if error else {})}
-    assert measure.is_wrong({"rows": [{"kind": "floor"}, row]}) == is_wrong
+    assert every_row.is_wrong({"rows": [{"kind": "floor"}, row]}) == is_wrong
 
 
 class Recorded:
@@ -266,9 +269,9 @@ class Recorded:
         self.timed = []
 
     def run(self, function, settings, *args):
-        if function is measure.describe:
+        if function is conditions.describe:
             return [{}] * 2
-        if function is measure.examine:
+        if function is examine.examine:
             return [{**self.examined, "memory_bytes": {}, "peak_bytes": {}, "held_bytes": {}, "activation_bytes": 0,
                      "wire_bytes": 0, "bytes_per_param": 0}] * 2
         self.timed.append(*args)
@@ -277,7 +280,7 @@ class Recorded:
 
 def test_no_row_always_comes_first():
     names, ranks = ["ddp", "stage 1 naive broadcast", "fsdp2"], Recorded()
-    measure.measure(ranks, measure.Settings("nano", 1, 1, 3, 1), names)
+    every_row.measure_rows(ranks, Settings("nano", 1, 1, 3, 1), names)
     assert ranks.timed == [*names, *names[1:], names[0], *names[2:], *names[:2]]
 
 
@@ -285,65 +288,65 @@ def test_no_row_always_comes_first():
                                            ({"difference": 1.0}, "wrong: a parameter differs from ddp's by 1.0e+00")])
 def test_what_is_wrong_is_not_timed(found, reason):
     ranks = Recorded(**found)
-    result = measure.measure(ranks, measure.Settings("nano", 1, 1, 3, 1), ["ddp", "fsdp2"])
+    result = every_row.measure_rows(ranks, Settings("nano", 1, 1, 3, 1), ["ddp", "fsdp2"])
     assert ranks.timed == [] and all(row["error"].startswith(reason) for row in result["rows"])
 
 
 def slow_rank(rank, settings):
     """-> what each rank says of a row in which rank 1 pauses in each step, and, at the end, for longer."""
     def build(model, adamw):
-        training = peers.find("compute only").build(model, adamw)
+        training = catalogue.find("compute only").build(model, adamw)
         step, finish, pause = training.step, training.finish, threading.Event().wait
         training.step = lambda batch: (step(batch), pause(0.05 * rank.rank))
         training.finish = lambda: (finish(), pause(0.2 * rank.rank))
         return training
-    row = peers.find("compute only")._replace(name="slow", build=build)
-    peers.ROWS.append(row)
+    row = catalogue.find("compute only")._replace(name="slow", build=build)
+    catalogue.ROWS.append(row)
     try:
-        return measure.time_steps(rank, settings, "slow")
+        return step_time.time_steps(rank, settings, "slow")
     finally:
-        peers.ROWS.remove(row)
+        catalogue.ROWS.remove(row)
 
 
 @pytest.mark.parametrize("world_size", [2])
 def test_a_time_is_that_of_the_slowest_rank_until_all_has_arrived(run, world_size):
     """4 steps of 50 ms and 200 ms at the end are at least 100 ms a step; a pause is never shorter."""
-    one, other = run(slow_rank, measure.Settings("nano", 1, 8, 1, 4))
+    one, other = run(slow_rank, Settings("nano", 1, 8, 1, 4))
     assert one == other >= 100
 
 
 @pytest.mark.parametrize("world_size", [3])
 def test_a_right_row_in_16_bits_is_right_on_three_ranks(run, world_size):
     """A third is rounded: the reference must divide as stage 4 does."""
-    for found in run(measure.examine, measure.Settings("nano", 2, 16, 1, 1), "stage 4 overlap bf16"):
+    for found in run(examine.examine, Settings("nano", 2, 16, 1, 1), "stage 4 overlap bf16"):
         assert found["max_abs_diff"] == 0 and found["movement"] > 0
 
 
 def without_broadcast(rank, settings, name):
     with mock.patch.object(dist, "broadcast"):
-        return measure.examine(rank, settings, name)["max_abs_diff"]
+        return examine.examine(rank, settings, name)["max_abs_diff"]
 
 
 @pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("name", ["stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"])
 def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
-    assert min(run(without_broadcast, measure.Settings("nano", 2, 16, 1, 1), name)) > 0.01
+    assert min(run(without_broadcast, Settings("nano", 2, 16, 1, 1), name)) > 0.01
 
 
 def gradients_sent(rank, settings, in_no_sync):
     with Ledger() as ledger:
-        measure.time_accumulation(rank, settings, "stage 4 overlap", 4, in_no_sync)
+        accumulation.time_accumulation(rank, settings, "stage 4 overlap", 4, in_no_sync)
     return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
 
 
 @pytest.mark.parametrize("world_size", [2])
 def test_in_no_sync_four_micro_batches_are_one_exchange(run, world_size):
-    settings = measure.Settings("nano", 2, 16, 1, 1)
+    settings = Settings("nano", 2, 16, 1, 1)
     assert run(gradients_sent, settings, False) == [4 * number for number in run(gradients_sent, settings, True)]
 
 
 def gathered_elements(rank, stage):
-    model = workload.GPT(workload.MODELS["nano"]).to(rank.device)
+    model = GPT(MODELS["nano"]).to(rank.device)
     optimizer = optimizer_of(stage)(model.parameters())
     tokens = torch.zeros(1, 1, dtype=torch.int64, device=rank.device)
     model(tokens, tokens).backward()
@@ -356,7 +359,7 @@ def gathered_elements(rank, stage):
 @pytest.mark.parametrize("world_size", [4])
 def test_what_is_gathered_is_what_was_shared_out(run, world_size):
     """On 4 ranks stage 2 gathers 3 % of padding."""
-    for row, package in zip(measure.gathered(measure.Settings("nano", 2, 16, 1, 1)), measure.GATHERED):
+    for row, package in zip(any_ranks.gathered(Settings("nano", 2, 16, 1, 1)), any_ranks.GATHERED):
         assert run(gathered_elements, package.__name__) == [row["over_numel"][world_size]] * world_size, row["name"]
         assert row["over_numel"][world_size] > 1.03 or package is not stage2_allgather
         assert row["over_numel"][1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
@@ -374,13 +377,13 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, 
         raise BrokenPipeError
     path = tmp_path / "[a]" / "bench.json"
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(measure, "measure", lambda *_: {"rows": []})
+    monkeypatch.setattr(every_row, "measure_rows", lambda *_: {"rows": []})
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(tables, "show", broken_pipe)
+    monkeypatch.setattr(terminal, "show", broken_pipe)
     with pytest.raises(BrokenPipeError):
         bench.main()
     assert json.loads(path.read_text()) == {"rows": []}
-    monkeypatch.setattr(tables, "show", lambda _: None)
+    monkeypatch.setattr(terminal, "show", lambda _: None)
     with pytest.raises(SystemExit):
         bench.main()
     assert capsys.readouterr().out == f"written to {path}\n"
@@ -401,9 +404,9 @@ def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_pat
     path, shown = tmp_path / "bench.json", []
     path.write_text("before")
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(measure, "measure", lambda *_: {"rows": [], "long": "x" * 1000})
+    monkeypatch.setattr(every_row, "measure_rows", lambda *_: {"rows": [], "long": "x" * 1000})
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(tables, "show", shown.append)
+    monkeypatch.setattr(terminal, "show", shown.append)
     with pytest.raises(SystemExit) as end, full_disk():
         bench.main()
     error = capsys.readouterr().err.strip()  # the progress bar has left an empty line
@@ -416,11 +419,11 @@ def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("before")
     link.symlink_to(target)
-    cli.write("--json", link, "é", pytest.fail)
+    files.write("--json", link, "é", pytest.fail)
     assert link.is_symlink() and target.read_text(encoding="utf-8") == "é"
     read, write = os.pipe()
     with open(read, encoding="utf-8") as opened:
-        cli.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
+        files.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
         os.close(write)
         assert opened.read() == "é"
     assert sorted(tmp_path.iterdir()) == [link, target]
@@ -428,6 +431,6 @@ def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
 
 def test_a_played_rank_leaves_the_excepthook_as_it_was():
     before = sys.excepthook
-    with measure.rank_0_of(4):
+    with rank_0_of(4):
         assert dist.get_world_size() == 4
     assert sys.excepthook is before

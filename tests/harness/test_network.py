@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.measure import measure, timeline
-from harness.measure import network as program
-from harness.measure.network import Hosts, missing
-from harness.rows import buckets, peers
-from harness.run import launch
+from harness.measure import accumulation, every_row, namespaces, on_each_host, recorder, two_host_options, two_hosts
+from harness.measure.namespaces import Hosts, missing
+from harness.rows import catalogue
+from harness.run import meeting, signals
 from tests.ranks import hears_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +38,7 @@ needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, netwo
 
 
 def network(*args, **kwargs):
-    return [sys.executable, "-m", "harness.measure.network", *args], dict(cwd=ROOT, text=True, **kwargs)
+    return [sys.executable, "-m", "harness.measure.two_hosts", *args], dict(cwd=ROOT, text=True, **kwargs)
 
 
 def hosts():
@@ -68,10 +67,10 @@ def test_network_json_is_like_bench_json(result):
     committed = json.loads((ROOT / "results" / "network.json").read_text())
     others = [committed, *committed.pop("other_rates")]
     for other in others:
-        timeline.keep_exposed_only(other["rows"])  # the picture is of the lowest rate, and that is this run's
+        recorder.keep_exposed_only(other["rows"])  # the picture is of the lowest rate, and that is this run's
     assert result["other_rates"] == others
     names = [row["name"] for row in result["rows"]]
-    assert names == ["compute only", "ddp", *(row.name for row in peers.APART), "stage 4 overlap",
+    assert names == ["compute only", "ddp", *(row.name for row in catalogue.APART), "stage 4 overlap",
                      "stage 4 overlap bf16"]
     assert not any("error" in row for row in result["rows"])
     assert [row["max_abs_diff"] for row in result["rows"][2:]] == [0] * 5  # of ddp, of replicated fp32 copies
@@ -119,7 +118,7 @@ def test_the_hosts_send_as_the_conditions_say(result):
     """By cubic, and not by what this machine has set."""
     assert result["conditions"]["tcp"] == "cubic"
     with Hosts("12mbit") as made:
-        for name, address in zip(made.names, reversed(program.ADDRESSES)):
+        for name, address in zip(made.names, reversed(namespaces.ADDRESSES)):
             shown = subprocess.run(["ip", "-n", name, "route", "get", address], capture_output=True, text=True)
             assert "congctl cubic" in shown.stdout
 
@@ -154,7 +153,7 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["network", "--json", str(tmp_path / "network.json")])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit) as end:
-        program.main()
+        two_hosts.main()
     assert end.value.code == "network: ip and tc not found: install iproute2 (Linux only)"
 
 
@@ -181,7 +180,7 @@ def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RANK", "0")  # of another launcher
     with pytest.raises(SystemExit) as end:
-        program.main()
+        two_hosts.main()
     stderr = capsys.readouterr().err
     assert end.value.code == 2
     assert stderr.startswith("network: error: ") and named in stderr and stderr.count("\n") == 1
@@ -192,9 +191,9 @@ def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tm
     odd = {"conditions": {"rate": "1gbit", "bits_per_second": 1e9}, "rows": [{}], "other_rates": []}
     path.write_text(json.dumps(odd))
     monkeypatch.setattr(sys, "argv", ["network", "--json", str(path)])
-    monkeypatch.setattr(program, "missing", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(two_hosts, "missing", lambda: pytest.fail("it went on"))
     with pytest.raises(SystemExit) as end:
-        program.main()
+        two_hosts.main()
     assert end.value.code == 2 and json.loads(path.read_text()) == odd
 
 
@@ -205,12 +204,12 @@ def committed_of_rate(rate):
 
 def written_after(measured, path, monkeypatch, *options):
     """What the file holds after a run at 300 Mbit/s, in which `measured(args)` stands for the measuring."""
-    monkeypatch.setattr(program, "missing", lambda: None)
-    monkeypatch.setattr(program, "measure_on_two_hosts", measured)
-    monkeypatch.setattr(program.cli, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(two_hosts, "missing", lambda: None)
+    monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
+    monkeypatch.setattr(signals, "exit_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
     with pytest.raises(SystemExit) as end:
-        program.main()
+        two_hosts.main()
     found = json.loads(path.read_text())
     assert not end.value.code and found["conditions"]["rate"] == "300mbit"
     return found
@@ -269,21 +268,21 @@ def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])
 def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, tmp_path, monkeypatch):
     row = {"name": "stage 4 overlap", "kind": "stage", **({"error": error} if error else {})}
-    monkeypatch.setattr(launch, "connect", lambda timeout: launch.Rank(0, 1, None, "gloo"))
-    monkeypatch.setattr(launch, "disconnect", lambda: None)
-    monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
-    monkeypatch.setattr(measure, "measure", lambda *_: {"conditions": {}, "rows": [row]})
-    monkeypatch.setattr(measure, "accumulation", lambda *_: ["times"])
+    monkeypatch.setattr(meeting, "connect", lambda timeout: meeting.Rank(0, 1, None, "gloo"))
+    monkeypatch.setattr(meeting, "disconnect", lambda: None)
+    monkeypatch.setattr(recorder, "record_rows", lambda *_: None)
+    monkeypatch.setattr(every_row, "measure_rows", lambda *_: {"conditions": {}, "rows": [row]})
+    monkeypatch.setattr(accumulation, "accumulation", lambda *_: ["times"])
     path = tmp_path / "network.json"
     monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--json", str(path)])
-    program.measure_here(program.parse())
+    on_each_host.measure_here(two_host_options.parse(''))
     assert ("accumulation" in json.loads(path.read_text())) == (error is None)
 
 
 def test_a_cleanup_that_fails_leaves_ctrl_c_as_it_was(monkeypatch):
     def fails(*command):
         raise OSError("ip netns pids: it failed")
-    monkeypatch.setattr(program, "run", fails)
+    monkeypatch.setattr(namespaces, "run", fails)
     monkeypatch.setattr(Path, "exists", lambda path: True)
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.getsignal(number) for number in numbers]

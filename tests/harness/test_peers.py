@@ -5,9 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure import measure
+from harness.measure import accumulation, default_buckets, examine
 from harness.measure.ledger import Ledger
-from harness.rows import peers
+from harness.measure.played_rank import rank_0_of
+from harness.measure.setup import Settings, adamw, make_batches, make_model
+from harness.rows import catalogue
 from harness.rows.owner_reduce import owner_buckets
 from harness.rows.replicated import DistributedOptimizer
 from stage4_overlap import optimizer
@@ -15,16 +17,16 @@ from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_de
 from tests.house.test_house import code_lines
 from tests.ranks import ROOT
 
-SETTINGS = measure.Settings("nano", 2, 16, 1, 1)
-SIZED = [peers.sized_name(name, size) for name, size in [
-    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", peers.ONE_PARAMETER), ("ddp + stage 2", 0.01),
-    ("stage 4 overlap", peers.ONE_PARAMETER), ("owner reduce", 0.01)]]
+SETTINGS = Settings("nano", 2, 16, 1, 1)
+SIZED = [catalogue.sized_name(name, size) for name, size in [
+    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", catalogue.ONE_PARAMETER), ("ddp + stage 2", 0.01),
+    ("stage 4 overlap", catalogue.ONE_PARAMETER), ("owner reduce", 0.01)]]
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", [*SIZED, *(row.name for row in peers.APART), "owner reduce", "rung 0 replicated"])
+@pytest.mark.parametrize("name", [*SIZED, *(row.name for row in catalogue.APART), "owner reduce", "rung 0 replicated"])
 def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, name):
-    for found in run(measure.examine, SETTINGS, name):
+    for found in run(examine.examine, SETTINGS, name):
         assert found["max_abs_diff"] == 0 and found["movement"] > 0
         assert found["wire_bytes"] == pytest.approx(found["wire_bytes_theory"], rel=0.01, abs=8 * 32)
         if name.startswith(("owner", "stage 4")):  # shares that differ, buckets that are padded: much in a tiny model
@@ -36,16 +38,16 @@ def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, name):
 @pytest.mark.parametrize("world_size", [3])
 @pytest.mark.parametrize("name", ["owner reduce", SIZED[-1]])
 def test_an_owner_is_right_on_three_ranks(run, name):
-    for found in run(measure.examine, SETTINGS, name):
-        assert found["max_abs_diff"] <= measure.tolerance(3)
+    for found in run(examine.examine, SETTINGS, name):
+        assert found["max_abs_diff"] <= examine.tolerance(3)
 
 
 def messages(rank, name):
-    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
-    for batch in measure.make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
+    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    for batch in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
         training.step(batch)
     with Ledger() as ledger:
-        training.forward_backward(measure.make_batches(SETTINGS, rank)[2])
+        training.forward_backward(make_batches(SETTINGS, rank)[2])
     n_params = sum(1 for _ in training.model.parameters())
     training.update()
     training.finish()
@@ -74,19 +76,19 @@ def test_a_bucket_has_one_owner_and_leaves_when_it_is_full():
                                         ("stage 4 only parameters", True), ("stage 4 overlap", False)])
 def test_gradients_leave_late_where_the_row_says_so(run, name, late):
     """By the order in which it happens: the first bucket leaves behind the last gradient, or before it."""
-    for order in run(order_of, peers.sized_name(name, 0.01)):
+    for order in run(order_of, catalogue.sized_name(name, 0.01)):
         first_leaves, last_gradient = order.index("leaves"), len(order) - 1 - order[::-1].index("gradient")
         assert (first_leaves > last_gradient) == late
 
 
 def order_of(rank, name):
-    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
+    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     optimizer, order = training.optimizer, []
     send_grads = optimizer.send_grads
     for param in training.model.parameters():
         param.register_hook(lambda grad: order.append("gradient"))
     optimizer.send_grads = lambda bucket: (order.append("leaves"), send_grads(bucket))
-    training.step(measure.make_batches(SETTINGS, rank)[0])
+    training.step(make_batches(SETTINGS, rank)[0])
     training.finish()
     return order
 
@@ -99,8 +101,8 @@ def test_parameters_come_late_where_the_row_says_so(run, name, prefetches):
 
 
 def under_way_after_step(rank, name):
-    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
-    training.step(measure.make_batches(SETTINGS, rank)[0])
+    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    training.step(make_batches(SETTINGS, rank)[0])
     found = any(bucket.param_sync is not None for bucket in training.optimizer.buckets)
     training.finish()
     return found
@@ -153,7 +155,7 @@ def test_rung_0_is_short():
 
 def gradients_sent(rank, name, in_no_sync):
     with Ledger() as ledger:
-        measure.time_accumulation(rank, SETTINGS, name, 4, in_no_sync)
+        accumulation.time_accumulation(rank, SETTINGS, name, 4, in_no_sync)
     return sum(entry.wire_bytes for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
 
 
@@ -168,7 +170,7 @@ def cap_of(monkeypatch, nbytes):
     """-> bytes at which stage 4 closes a bucket of parameters that are as large together."""
     caps = []
     monkeypatch.setattr(optimizer, "bucket_layout", lambda sizes, dtypes, cap: caps.append(cap) or [range(len(sizes))])
-    with measure.rank_0_of(2), FakeTensorMode():
+    with rank_0_of(2), FakeTensorMode():
         optimizer.ShardedOptimizer([torch.zeros(nbytes // 8, requires_grad=True) for _ in range(2)])
     return caps[0]
 
@@ -179,7 +181,7 @@ def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_m
 
 
 def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
-    nano, *others = measure.caps()
+    nano, *others = default_buckets.caps()
     assert nano["buckets"] == 1 and [row["model"] for row in others] == ["tiny", "small", "medium", "large"]
     for row in others:
         assert row["buckets"] >= 15 and row["bytes_per_param"] < 11  # of stages 1 to 3: 12

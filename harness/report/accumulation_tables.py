@@ -1,0 +1,48 @@
+"""Several micro-batches a step, and communication's share of it."""
+
+import statistics
+
+from harness.report.sheet import Sheet
+
+
+def accumulation_sheet(accumulation):
+    def spread(times):
+        return f"{statistics.median(times):.0f} ({min(times):.0f}–{max(times):.0f})"
+    ratios = [[each / once for once, each in zip(one["no_sync_ms"], one["each_ms"])] for one in accumulation]
+    noise = max(abs(ratio - 1) for ratio in ratios[0])  # with one micro-batch both ways are the same
+    medians = [statistics.median(of_rounds) for of_rounds in ratios]
+    rows = [[str(one["micro_batches"]), spread(one["no_sync_ms"]), spread(one["each_ms"]),
+             f"{median:.2f}{'~' * (abs(median - 1) <= noise)}"] for one, median in zip(accumulation, medians)]
+    counts = [one["micro_batches"] for one in accumulation]
+    dearer = [count for i, count in enumerate(counts) if min(medians[i:]) > 1 + noise]
+    where = f"from {dearer[0]} micro-batches a step on," if dearer else f"no number up to {counts[-1]} from which on"
+    return Sheet(
+        "Accumulation in stage 4, ms a micro-batch",
+        [("micro-batches\na step", ""), ("in no_sync:\none exchange", "measured"),
+         ("without:\nan exchange each", "measured"), ("x no_sync", "measured")], rows,
+        ["Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
+         "are reduced into the shard.",
+         f"Break-even: {where} an exchange each costs more time than the noise of this run.",
+         f"~ within that noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round."])
+
+
+SHARES = {"ddp_ms": "DDP", "stage3_ms": "stage 3", "stage4_ms": "stage 4"}
+
+
+def shares(one):
+    """Of one number of micro-batches: what communication takes of a step -> {"ddp_ms": median over rounds, …}."""
+    times = {**one, "stage4_ms": one["no_sync_ms"]}
+    return {key: statistics.median(1 - alone / mine for alone, mine in zip(one["compute_ms"], times[key]))
+            for key in SHARES}
+
+
+def share_sheet(accumulation):
+    """Of a result's "accumulation", where it has the time of computing alone."""
+    rows = [[str(one["micro_batches"]), f"{statistics.median(one['compute_ms']):.0f}",
+             *(f"{share:.0%}" for share in shares(one).values())] for one in accumulation["rows"]]
+    return Sheet(
+        "What communication takes of a step, one exchange a step",
+        [("micro-batches\na step", ""), ("compute only,\nms a micro-batch", "measured"),
+         *((f"{name}\n", "measured") for name in SHARES.values())], rows,
+        ["1 - compute only / this row, of the time of a micro-batch; medians, round by round. "
+         f"DDP: the row {accumulation['ddp']}."])
