@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from .face import all_params, install, packed_groups, pieces_of, refuse_no_group
+from .optimizers import all_params, install, packed_groups, pieces_of, refuse_no_group
 from .full_state import filled, gather
 from .states import local_states
 

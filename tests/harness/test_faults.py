@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoint import latest
+from checkpoint import DamagedCheckpoint, latest
 from harness.faults import command, file_operations, scenarios
 from harness.faults import final_state as final_states
 from harness.faults import random_kills as kills
@@ -251,7 +251,7 @@ REFUSED = "train.py: error: another run writes here"
     ((1, 1), ([REFUSED], [REFUSED]), (1, 1), "both were refused"),
     ((0, 1), ([], ["Traceback"]), (1, 1), "ended with 1"),
     ((0, 0), ([], []), (1, 3), "step-00000040 is of both runs"),
-    ((0, 1), ([], [REFUSED]), (1, ValueError("damaged")), "step-00000040 of two runs is complete, and can't be read"),
+    ((0, 1), ([], [REFUSED]), (1, DamagedCheckpoint("damaged")), "40 of two runs is complete, and can't be read"),
 ], ids=["both finish", "one refused", "both refused", "no line", "a mixture", "a damaged one"])
 def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path, monkeypatch):
     """The runs have weights 1 and 2."""
@@ -265,7 +265,7 @@ def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path
 
     def converted(path, scratch):
         found = {"seed 0": 1, "seed 1": 2, "both": weights[path.name == "step-00000040"]}[path.parent.name]
-        if isinstance(found, ValueError):
+        if isinstance(found, Exception):
             raise found
         return {"model": {"weight": torch.tensor(found)}}
 
