@@ -5,9 +5,10 @@ No file is unpickled: what the manifest says is json, and tensors are bytes.
 
 import contextlib
 import errno
+import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't re
 
 
 @torch.no_grad()
-def load(path, model, optimizer):
+def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
 
     On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Nothing is
@@ -164,7 +165,7 @@ def read_state(path, manifest, name, param, piece):
     return state
 
 
-def latest(folder) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
     What has no number there, as best, is no checkpoint of the run.

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
 from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
+from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
 from .ranks import all_gather, first_line
-
 
 PROBE_SHAPE = (13, 3, 2, 2, 2)  # 13: a number that nothing else in a state is likely to have
 

@@ -31,7 +31,8 @@ from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
 from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
 
 
-def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
+def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
+         *, asynchronous: bool = False) -> Future[None]:
     """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
 
     Args:

@@ -287,7 +287,7 @@ def test_checkpoint_imports_torch_the_standard_library_and_its_siblings(path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_imports_checkpoint(stage):
-    files = [path for path in (ROOT / stage).rglob("*.py")]
+    files = list((ROOT / stage).rglob("*.py"))
     assert files and not [path for path in files if "checkpoint" in tops_of(path)]
 
 

@@ -156,6 +156,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tests, chapter", BUGS, ids=lambda part: part)
 def test_the_bug_of_a_chapter_is_seen_by_the_command_beside_it(tests, chapter, tmp_path):
     """In a copy of the repository. Without the edit the same tests are green: tests/stages/test_cores.py has them."""
