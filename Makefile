@@ -12,6 +12,7 @@ MODEL ?= 7b
 WORLD ?= 1024
 DTYPE ?= bf16
 ARGS ?=
+PUBLISH ?=
 A ?= 1
 B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
@@ -43,14 +44,14 @@ help:
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
-	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'
+	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours  (PUBLISH=1)'
 	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
-	exec $(PYTHON) bench.py --json results/bench.json $(ARGS)
+	exec $(PYTHON) bench.py --json measured/bench.json $(ARGS)
 
 test: $(ENV)
 	exec $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
@@ -72,7 +73,7 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json results/network.json $(ARGS)
+	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json measured/network.json $(ARGS)
 
 timeline: $(ENV)
 	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
@@ -88,7 +89,7 @@ show: $(ENV)
 	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
+	exec $(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
 
 cuda: $(ENV)
 	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
@@ -100,7 +101,7 @@ plan: $(ENV)
 	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.report
+	$(PYTHON) -m harness.report $(if $(PUBLISH),--publish)
 
 .PHONY: docs-check
 docs-check: $(ENV)

@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .face import all_params, check_hyperparameters, group_of, inner_of, install, local, packed_groups, pieces_of
-from .face import refuse_outsider
-from .packing import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
+from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
+from .optimizers import (
+    all_params,
+    check_hyperparameters,
+    group_of,
+    inner_of,
+    install,
+    local,
+    packed_groups,
+    pieces_of,
+    refuse_outsider,
+)
 from .ranks import rank_and_size
 from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
 

@@ -1,4 +1,4 @@
-"""The two samples that are no part of a core run as they stand: README.md's in 60 seconds, and chapter 3's rung between.
+"""The two samples that are no part of a core run as they stand: README.md's in 60 seconds, chapter 3's rung between.
 
 Both are equal to replicated training to the bit, on two ranks.
 """
