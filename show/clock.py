@@ -26,14 +26,12 @@ class Moment:
 
 def moments_of(record, source):
     """-> the moments of one rank, phases of the loop's lines included. `source`: lines of loop.py."""
-    moments, phase = [], ""
+    moments, phase = [], "shard"
     for event, labels, dead in zip(record["events"], record["labels"], record["dead"]):
         places = event.stack
         if places and places[0].file == "loop.py":
             text = source[places[0].line - 1]
-            phase = next((name for code, name in PHASES if code in text), phase)
-        else:
-            phase = "shard"
+            phase = next((name for code, name in PHASES if code in text), "" if phase == "shard" else phase)
         moments.append(Moment(places, len(places), event.phase or phase, event.memory, labels, dead, event.is_line,
                               list(event.starts), list(event.ends)))
     return moments
@@ -69,10 +67,13 @@ def folded(moments):
     return kept
 
 
-def set_ticks(ranks):
-    """Give each moment its tick; `ranks`: the moments of each. They may wait for each other: round and round."""
+def set_ticks(ranks, first):
+    """Give each moment its tick; `ranks`: the moments of each. They may wait for each other: round and round.
+
+    first: for each rank its first moment in the loop, which all ranks begin in the same tick.
+    """
     started, at, ready = {}, [0] * len(ranks), [0] * len(ranks)  # started: key -> {rank: tick}
-    expected = {}
+    expected, begin = {}, None
     for rank, moments in enumerate(ranks):
         for moment in moments:
             for operation in moment.starts:
@@ -82,6 +83,11 @@ def set_ticks(ranks):
         for rank, moments in enumerate(ranks):
             while at[rank] < len(moments):
                 moment, tick = moments[at[rank]], ready[rank]
+                if at[rank] == first[rank]:
+                    if any(index < start for index, start in zip(at, first)):
+                        break
+                    begin = max(ready) if begin is None else begin
+                    tick = begin
                 if not all(expected[key] <= started.get(key, {}).keys() for key in moment.ends):
                     break
                 for key in moment.ends:

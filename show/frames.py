@@ -7,7 +7,7 @@
     storages     {rank, row, part, numel, itemsize, counted, blocks}; a block is a list of lines, [start, numel] each
     labels       [kind, element, origin], which cells refer to: see show/labels.py
     stacks       [[function, line], …], outermost first
-    operations   {kind, what, row, arrows}; an arrow is [from, to, bytes, first frame, frame in which it has arrived]
+    operations   {kind, what, row, params, calls, arrows}; an arrow is [from, to, bytes, first frame, frame in which it has arrived]
     frames       {phase, step, at, cells, dead, gone, ended}: differences to the frame before
         at       [rank, stack], of ranks that have moved
         cells    [storage, first cell, values, labels], also of memory that is new; null is NaN
@@ -17,11 +17,10 @@
 """
 
 import ast
+import itertools
 from pathlib import Path
 
-import torch
-
-from . import clock, loop
+from . import clock
 
 FORMAT = 1
 LINE_CELLS = 9  # the longest line of cells that is drawn
@@ -33,12 +32,15 @@ GRADIENTS = ("gradient", "share", "sum", "average")
 def recording(records, program, sources, title=""):
     """What `record` returns -> a recording. `sources`: name -> text of the watched files."""
     ranks = [clock.folded(clock.moments_of(record, sources["loop.py"].splitlines())) for record in records]
-    clock.set_ticks(ranks)
     first = [next(i for i, m in enumerate(ms) if m.stack and m.stack[0].file == "loop.py") for ms in ranks]
+    clock.set_ticks(ranks, first)
     start = min(ms[i].tick for ms, i in zip(ranks, first))
     builder = Builder(records, program, sources, first, start)
     for rank, moments in enumerate(ranks):
         builder.add_rank(rank, moments)
+    for before, frame in itertools.pairwise(builder.frames):
+        if not any(rank == 0 for rank, _ in frame["at"]):
+            frame["phase"], frame["step"] = before["phase"], before["step"]
     return {
         "format": FORMAT, "title": title, "ranks": program.ranks, "dtype": program.dtype,
         "params": list(program.params), "files": [list(item) for item in sources.items()],
@@ -147,6 +149,7 @@ class Builder:
     def operations(self, ranks):
         """Messages that one line sends are one operation; calls of other ranks belong to it by their keys."""
         groups, ends = {}, {}
+        self.end = self.start + len(self.frames)  # what nobody has waited for is under way until then
         for rank, moments in enumerate(ranks):
             for moment in moments:
                 for key in moment.ends:
@@ -160,32 +163,34 @@ class Builder:
                         self.add_operation(groups.setdefault(number, {}), rank, moment, operation, ends)
         result = [groups[number] for number in sorted(groups)]
         for index, operation in enumerate(result):
-            for key, frame in sorted(operation.pop("ended").items(), key=str):
-                self.frame(frame)["ended"].append([key, index])
+            for rank, tick in sorted(operation.pop("ended").items()):
+                if tick < self.end:
+                    self.frame(tick)["ended"].append([rank, index])
             operation["arrows"].sort()
         return result
 
     def add_operation(self, group, rank, moment, operation, ends):
         if not group:
-            uid = operation.spans[0][0]
-            group.update({"kind": operation.kind, "what": "", "row": "", "calls": 0, "arrows": [], "ended": {}})
+            group.update({"kind": operation.kind, "what": "", "row": "", "params": [], "calls": 0, "arrows": [], "ended": {}})
         group["calls"] += rank == 0
-        last = max(m for m in [moment.tick])
         for source, target, nbytes in operation.arrows:
-            arrived = ends.get((operation.key, target), last + 1)
+            arrived = ends.get((operation.key, target), self.end)
             group["arrows"].append([source, target, nbytes, moment.tick - self.start, arrived - self.start])
             group["ended"][target] = max(arrived, group["ended"].get(target, 0))
-        if not group["row"]:
-            self.describe(group, rank, moment, operation)
+        for span in operation.spans:
+            self.describe(group, rank, moment, span)
 
-    def describe(self, group, rank, moment, operation):
+    def describe(self, group, rank, moment, span):
         """Which storage is sent, and what is in it."""
-        number, start, end = operation.spans[0]
+        (number, start, end), params = span, params_of(self.program)
         for storage in self.records[rank]["storages"]:
             if storage.torch_uid == number and storage.uid in moment.labels:
                 labels = moment.labels[storage.uid][start // storage.itemsize : end // storage.itemsize]
                 kinds = {label.kind for label in labels}
-                group["row"] = storage.row
+                group["row"] = group["row"] or storage.row
+                sent = {params[label.element] for label in labels
+                        if label.element is not None and label.kind not in NOTHING}
+                group["params"] = sorted(sent.union(group["params"]))
                 if kinds & {"parameter"}:
                     group["what"] = "parameters"
                 elif kinds & set(GRADIENTS):
@@ -255,6 +260,3 @@ def params_of(program):
 
 def sources_of(paths):
     return {name: Path(path).read_text(encoding="utf-8") for path, name in paths.items()}
-
-
-__all__ = ["FORMAT", "recording", "sources_of", "loop", "torch"]

@@ -46,3 +46,11 @@ def train(model, optimizer, batches):
         optimizer.step()
         optimizer.zero_grad()
     model(batches[-1])  # the next forward pass
+
+
+def train_without_zero_grad(model, optimizer, batches):
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+    model(batches[-1])

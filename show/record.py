@@ -7,13 +7,13 @@ import itertools
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from harness.launch import WorkerError, Workers
+from harness.launch import Workers
 
 from . import labels, loop, replicated
 from .trace import Trace
@@ -28,8 +28,8 @@ class Program:
     """What is recorded.
 
     package: of the core; "show.replicated" is rung 0. edits: (file, before, after), made in a copy of it.
-    params: elements of each parameter. buckets: how many, where the core has buckets.
-    order: of the layers, for each rank; by default that of the parameters.
+    params: elements of each parameter. buckets: how many, where the core has buckets. orders: rank -> order in which
+    it calls its layers, where that isn't the order of the parameters. loop: a function of show/loop.py.
     """
     package: str
     ranks: int = 4
@@ -40,7 +40,8 @@ class Program:
     buckets: int = 3
     steps: int = 1
     edits: tuple = ()
-    orders: dict = field(default_factory=dict, hash=False)
+    orders: tuple = ()
+    loop: str = "train"
 
 
 OPTIMIZERS = {
@@ -148,7 +149,7 @@ def run_traced(rank, program, package, inputs):
     """Trains on one rank -> its Trace, and the parameters afterwards."""
     dtype = getattr(torch, program.dtype)
     weights, grads = rounded(inputs, dtype)
-    order = program.orders.get(rank.rank, range(len(program.params)))
+    order = dict(program.orders).get(rank.rank, range(len(program.params)))
     model = loop.Model([part.clone() for part in weights.split(program.params)], order)
     batches = [list(of_step[rank.rank].split(program.params)) for of_step in grads]
     cls = core_class(package)
@@ -169,12 +170,11 @@ def run_traced(rank, program, package, inputs):
         with one_element_aligned(package, itemsize), Wires(trace):
             trace.start()
             try:
-                trace.optimizer = None
                 optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
                 trace.here = ()
                 if hasattr(optimizer, "prefetch_params"):
                     optimizer.prefetch_params(model)
-                loop.train(model, optimizer, batches)
+                getattr(loop, program.loop)(model, optimizer, batches)
             finally:
                 trace.stop()
             if hasattr(optimizer, "finish_param_sync"):
@@ -228,6 +228,3 @@ def record(program, workers=None):
         return workers.run(record_rank, program)
     with Workers(program.ranks, timeout_s=60) as workers:
         return workers.run(record_rank, program)
-
-
-__all__ = ["OPTIMIZERS", "Program", "WorkerError", "record"]

@@ -46,7 +46,6 @@ class Event:
     stack: tuple
     is_line: bool
     phase: str
-    step: int
     memory: dict = None
     time: int = 0  # length of the log of accesses when it has been done
     starts: list = field(default_factory=list)
@@ -65,18 +64,21 @@ class Trace:
         self.events, self.storages, self.log = [], {}, []
         self.model = self.optimizer = None
         self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
+        self.byte_names = {}
         self.instances, self.class_counts = {}, Counter()
         self.calls, self.n_calls, self.here = {}, 0, ()
-        self.step = -1
+        self.is_on = False
 
     # ------------------------------------------------------------------------------------------------- lines
 
     def start(self):
+        self.is_on = True
         sys.settrace(self.on_call)
 
     def stop(self):
         sys.settrace(None)
         self.close()
+        self.is_on = False
 
     def on_call(self, frame, event, argument):
         code = frame.f_code
@@ -110,7 +112,7 @@ class Trace:
 
     def open(self, is_line):
         places = tuple(place for _, place in self.here)
-        self.events.append(Event(places, is_line, self.phase_of(places), self.step))
+        self.events.append(Event(places, is_line, self.phase_of(places)))
 
     def phase_of(self, places):
         """The method of the core that runs, or else what the loop is at."""
@@ -133,18 +135,17 @@ class Trace:
 
     def starts(self, operation):
         """Called by Wires. The rank is at the same line as before, and messages are under way."""
-        self.cut(lambda event: not event.ends)
-        self.events[-1].starts.append(operation)
+        if self.is_on:
+            self.cut(lambda event: not event.ends)
+            self.events[-1].starts.append(operation)
 
     def ends(self, key):
-        self.cut(lambda event: event.ends)
-        self.events[-1].ends.append(key)
+        if self.is_on:
+            self.cut(lambda event: event.ends)
+            self.events[-1].ends.append(key)
 
     def cut(self, can_go_on):
         """Begin a new event at the line of the last one, unless that has changed nothing yet and suits."""
-        if not self.here:
-            self.events.append(Event((), False, "", self.step))
-            return
         self.close()
         last = self.events[-1]
         before = self.events[-2].memory if len(self.events) > 1 else None
@@ -155,7 +156,8 @@ class Trace:
 
     def touches(self, tensors, how):
         """Note a read or a write: (storage, first byte, end, how)."""
-        self.log += [(*self.span(tensor), how) for tensor in tensors if tensor.layout == torch.strided]
+        if self.is_on:
+            self.log += [(*self.span(tensor), how) for tensor in tensors if tensor.layout == torch.strided]
 
     def span(self, tensor):
         start = tensor.storage_offset() * tensor.itemsize
@@ -176,8 +178,12 @@ class Trace:
         names = {}
 
         def see(tensor, row, part=""):
-            if tensor.layout != torch.strided or not tensor.is_floating_point() or not tensor.untyped_storage().nbytes():
+            if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
                 return
+            if not tensor.is_floating_point():  # bytes that are read as numbers elsewhere, under this name
+                self.byte_names.setdefault(self.uid_of(tensor), (row, part))
+                return
+            row, part = self.byte_names.get(self.uid_of(tensor), (row, part))
             key = self.uid_of(tensor), tensor.dtype
             found.setdefault(key, tensor)
             names.setdefault(key, (row, part))
