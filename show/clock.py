@@ -67,6 +67,21 @@ def folded(moments):
     return kept
 
 
+def shown(moments, steps):
+    """The moments of so many steps, and of the forward pass after them."""
+    step = -1
+    for index, moment in enumerate(moments):
+        step += is_beginning(moment)
+        if step == steps and moment.phase != "forward":
+            return moments[:index]
+    return moments
+
+
+def is_beginning(moment):
+    """Whether this is the line of the loop that a step begins with."""
+    return moment.is_line and moment.depth == 1 and moment.phase == "forward"
+
+
 def set_ticks(ranks, first):
     """Give each moment its tick; `ranks`: the moments of each. They may wait for each other: round and round.
 

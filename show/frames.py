@@ -31,7 +31,8 @@ GRADIENTS = ("gradient", "share", "sum", "average")
 
 def recording(records, program, sources, title=""):
     """What `record` returns -> a recording. `sources`: name -> text of the watched files."""
-    ranks = [clock.folded(clock.moments_of(record, sources["loop.py"].splitlines())) for record in records]
+    loop_lines = sources["loop.py"].splitlines()
+    ranks = [clock.shown(clock.folded(clock.moments_of(record, loop_lines)), program.steps) for record in records]
     first = [next(i for i, m in enumerate(ms) if m.stack and m.stack[0].file == "loop.py") for ms in ranks]
     clock.set_ticks(ranks, first)
     start = min(ms[i].tick for ms, i in zip(ranks, first))
@@ -69,7 +70,7 @@ class Builder:
         for index, moment in enumerate(moments[self.first[rank]:], self.first[rank]):
             frame = self.frame(moment.tick)
             frame["at"].append([rank, self.stack(moment.stack)])
-            step += is_beginning(moment)
+            step += clock.is_beginning(moment)
             if rank == 0:
                 frame["phase"], frame["step"] = moment.phase, max(0, step)
             for uid, values in moment.memory.items():
@@ -197,11 +198,6 @@ class Builder:
                     group["what"] = "gradients"
 
 
-def is_beginning(moment):
-    """Whether this is the line of the loop that a step begins with."""
-    return moment.is_line and moment.depth == 1 and moment.phase == "forward"
-
-
 def plain(value):
     """A number as json and a reader take it: six digits are enough for what 32 bits hold here. NaN is None."""
     if value != value:
@@ -251,7 +247,7 @@ def blocks_of(storage, elements, program):
         if new:
             lines.append([cell, 0])
         lines[-1][1] += 1
-    return blocks + ([lines] if lines else [])
+    return blocks + [[line] for line in lines]
 
 
 def params_of(program):

@@ -68,10 +68,12 @@ def label_all(trace, table, is_state):
 
     is_state: row -> whether it holds the inner optimizer's state, whose first moment equals the average.
     """
-    result, known = [], {}
-    homes = {}  # (storage, cell) -> the first element that is seen there
+    result, known, views = [], {}, {}
+    homes = {}  # (storage, cell) -> the element that is seen there; None where several are, one after the other
     for storage in trace.storages.values():
-        homes.update({(storage.uid, cell): element for cell, element in storage.elements.items()})
+        fixed = {(storage.uid, cell): element for cell, element in storage.elements.items()}
+        homes.update(fixed)
+        views.update(fixed)
     rows = {storage.uid: storage.row for storage in trace.storages.values()}
     for event in trace.events:
         labels = {}
@@ -81,6 +83,7 @@ def label_all(trace, table, is_state):
                 known[key] = [label_of(table, value, homes, (uid, cell)) for cell, value in enumerate(values)]
             labels[uid] = known[key]
         result.append(labels)
+    homes.update(views)  # whatever has been in these for a while
     return [{uid: tuple(final(label, homes.get((uid, cell)), is_state(rows[uid])) for cell, label in enumerate(labels))
              for uid, labels in of_event.items()} for of_event in result]
 
@@ -93,7 +96,8 @@ def label_of(table, value, homes, place):
     label = table.find(value, homes.get(place))
     if label is None:
         return Label("mixture", homes.get(place))
-    homes.setdefault(place, label.element)
+    if homes.setdefault(place, label.element) != label.element:
+        homes[place] = None
     return label
 
 

@@ -45,7 +45,6 @@ def train(model, optimizer, batches):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model(batches[-1])  # the next forward pass
 
 
 def train_without_zero_grad(model, optimizer, batches):
@@ -53,4 +52,3 @@ def train_without_zero_grad(model, optimizer, batches):
         loss = model(batch)
         loss.backward()
         optimizer.step()
-    model(batches[-1])

@@ -114,7 +114,7 @@ def first_difference(wrong, right):
     Both are compared where they surely are at the same point: at each line of the loop, and where a method of the core
     begins. What differs there for the first time was written since the point before, or should have been.
     """
-    theirs = {}
+    theirs, first, found, places = {}, None, [], {}
     for point, _, memory in states_at_points(right):
         theirs.setdefault(point, memory)
     for point, frame, memory in states_at_points(wrong):
@@ -123,16 +123,20 @@ def first_difference(wrong, right):
         cells = [(place, value, theirs[point][place][0]) for place, (value, _, _) in memory.items()
                  if place in theirs[point] and theirs[point][place][0] != value
                  and not (memory[place][2] or theirs[point][place][2])]
+        if cells and first is not None and first != frame:
+            break
         if cells:
-            ours = [memory[place][1] for place, _, _ in cells]
-            since = [at for at in ours if at > points_before(wrong, frame)]
-            frame = min(since) if since else frame
-            storages = {place: number for place, number in numbers_of(wrong)}
-            (rank, row, part, cell), value, wanted = cells[0]
-            text = (f"Here values first differ from the right run: rank {rank} has {value:g} in {row}, not "
-                    f"{wanted:g}.")
-            return {"frame": frame, "cells": [[storages[place[:3]], place[3]] for place, _, _ in cells], "text": text}
-    raise RuntimeError("the bug changes no value")
+            first = frame
+            found += cells
+            places.update(memory)
+    if first is None:
+        raise RuntimeError("the bug changes no value")
+    since = [places[place][1] for place, _, _ in found if places[place][1] > points_before(wrong, first)]
+    storages = {place: number for place, number in numbers_of(wrong)}
+    (rank, row, *_), value, wanted = found[0]
+    text = f"Here values first differ from the right run: rank {rank} has {value:g} in {row}, not {wanted:g}."
+    return {"frame": min(since) if since else first, "text": text,
+            "cells": [[storages[place[:3]], place[3]] for place, _, _ in found]}
 
 
 def numbers_of(recording):

@@ -290,12 +290,11 @@ class Trace:
     # ------------------------------------------------------------------------------------ what is read again
 
     def dead(self):
-        """-> for each event {storage: indices of cells that are written, or released, before anybody reads them}.
+        """-> for each event {storage: indices of cells that nobody reads before they are written or released}.
 
-        Whoever likes may read the model's own parameters: they are never dead.
+        The end of the recording counts as such. Whoever likes may read the model's own parameters: they are never dead.
         """
         nexts = defaultdict(dict)  # uid of torch's storage -> {byte: how it is accessed next}
-        alive_at_end = set(self.events[-1].memory)
         result, log = [], list(self.log)
         for event in reversed(self.events):
             while len(log) > event.time:
@@ -306,10 +305,9 @@ class Trace:
                 if storage.uid in event.memory and storage.is_model:
                     cells[storage.uid] = frozenset()
                 elif storage.uid in event.memory:
-                    default = "read" if storage.uid in alive_at_end else "released"
                     ahead, step = nexts[uid], storage.itemsize
                     cells[storage.uid] = frozenset(
-                        i for i in range(storage.numel) if ahead.get(i * step, default) != "read")
+                        i for i in range(storage.numel) if ahead.get(i * step) != "read")
             result.append(cells)
         return result[::-1]
 

@@ -147,6 +147,12 @@ class Player {
     return this.describe(row, rank, k).map(([words, count]) => `${words} × ${count}`).join(", ") || "nothing";
   }
 
+  unionText(row, k) {
+    /** What some rank holds, where ranks differ. */
+    const words = this.states[k].at.flatMap((_, rank) => this.describe(row, rank, k).map((one) => one[0]));
+    return [...new Set(words)].join(", ");
+  }
+
   waits(rank, k) {
     /** Whether a message that this rank waits for at its line is under way. */
     let moved = false;
@@ -276,6 +282,7 @@ function draw() {
   $("panels").replaceChildren(...panels);
   panels.forEach((panel, i) => { panel.scrollTop = scrolled[i] || 0; });
   const step = p.lastStep > 1 && p.frames[ka].step < p.lastStep ? `step ${p.frames[ka].step + 1}, ` : "";
+  if (!$("inspector").textContent) $("inspector").textContent = "Hover over, tap or focus a cell to read what it is, which line wrote it, and where it came from.";
   $("where").textContent = `frame ${now.k + 1} of ${ticks.length} · ${step}${phaseName(p, ka)}`;
   history.replaceState(null, "", `#${now.id}${now.beside ? `+${now.beside}` : ""}/${now.k + 1}`);
 }
@@ -294,7 +301,7 @@ function drawIntro(p, k) {
 function drawPrograms() {
   const stages = DATA.programs.filter((program) => !program.bug), bugs = DATA.programs.filter((program) => program.bug);
   $("programs").replaceChildren(...stages.map((program) => {
-    const button = element("button", { role: "tab", "aria-selected": program.id === now.id, title: program.title }, program.short);
+    const button = element("button", { role: "tab", "aria-selected": program.id === now.id, title: program.title }, program.short.split(" ")[0], element("span", {}, ` ${program.short.split(" ").slice(1).join(" ")}`));
     button.onclick = () => { play(false); select(program.id, now.beside, 0); };
     return button;
   }));
@@ -368,7 +375,9 @@ function drawFunction(p, number, level, stacks) {
     const quotes = (text.match(/"""/g) || []).length, isDoc = inDoc || quotes > 0;
     if (quotes % 2) inDoc = !inDoc;
     const code = element("span");
-    code.innerHTML = isDoc ? `<span class="s">${escape(text.slice(indent))}</span>` : highlight(text.slice(indent));
+    const margin = Math.max(0, text.match(/^ */)[0].length - indent);
+    code.style.cssText = `padding-left:${margin + 4}ch;text-indent:-4ch`;
+    code.innerHTML = isDoc ? `<span class="s">${escape(text.trim())}</span>` : highlight(text.trim());
     made.append(element("div", { class: `code-line${here ? " now" : ""}${isDoc ? " doc" : ""}` }, gutter, code));
   });
   return made;
@@ -423,7 +432,7 @@ function drawRow(p, row, k, isHalf) {
   const alive = row.parts.some((s) => state.cells[s] && !state.gone.has(s));
   const texts = Array.from({ length: p.ranks }, (_, rank) => p.describeText(row, rank, k));
   const same = texts.every((text) => text === texts[0]);
-  const title = element("div", { class: "title" }, element("b", {}, row.name), " ", alive ? same ? `each rank: ${texts[0]}` : "" : "not there");
+  const title = element("div", { class: "title" }, element("b", {}, row.name), " ", alive ? same ? `each rank: ${texts[0]}` : p.unionText(row, k) : "not there");
   const made = element("div", { class: `row${row.parts.some((s) => fresh.has(s)) ? " changed" : ""}${alive ? "" : " absent"}` }, title);
   const width = cellWidth(p, row, isHalf), small = width < 15;
   const ranks = element("div", { class: `ranks${small ? " small" : ""}`, style: `--d:${p.ranks};--cell:${width}px` });
@@ -480,6 +489,7 @@ function inspect(p, s, cell, k) {
 function drawWires(p, k) {
   const height = 38, lanes = Math.max(1, ...p.states.map((_, f) => p.operations.filter((one) => isUnderWay(one, f)).length));
   const made = element("div", { class: "wires", style: `height:${lanes * height}px` });
+  if (!p.operations.some((one) => isUnderWay(one, k))) made.append(element("div", { class: "lane other" }, element("span", { class: "label" }, "no message is under way")));
   for (const operation of p.operations.filter((one) => isUnderWay(one, k))) {
     const live = operation.arrows.filter(([, , , start, end]) => start <= k && k < end);
     const sizes = [...new Set(live.map((arrow) => arrow[2]))].sort((a, b) => a - b);
