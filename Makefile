@@ -1,4 +1,4 @@
-# make bench | test | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show
+# make bench | test | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show STAGE=3
 # make faults | cuda | host | plan MODEL=7b | report | docs-check | diff A=2 B=3
 # The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
 
@@ -27,7 +27,8 @@ help:
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
-	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show STAGE=3           one step, line by line, on 4 ranks  (0 to 4, or mine; ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
@@ -60,7 +61,7 @@ timeline: $(ENV)
 	exec $(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
 
 show: $(ENV)
-	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
+	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
 	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
@@ -76,6 +77,7 @@ plan: $(ENV)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report
+	$(PYTHON) -m show --pages
 
 .PHONY: docs-check
 docs-check: $(ENV)

@@ -21,11 +21,11 @@ import itertools
 from pathlib import Path
 
 from . import clock
+from .memory import NOTHING
 
 FORMAT = 1
 LINE_CELLS = 9  # the longest line of cells that is drawn
 FIRST_ROWS = ("parameters", "ParameterBuffer.flat", "gradients")
-NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
 GRADIENTS = ("gradient", "share", "sum", "average")
 
 
@@ -58,7 +58,7 @@ class Builder:
                           for function in functions_in(file, source)]
         self.files = list(sources)
         self.label_numbers, self.stack_numbers, self.storage_numbers = {}, {}, {}
-        self.storages, self.frames = [], []
+        self.storages, self.frames, self.sent = [], [], {}
 
     def frame(self, tick):
         while len(self.frames) <= tick - self.start:
@@ -189,8 +189,12 @@ class Builder:
                 labels = moment.labels[storage.uid][start // storage.itemsize : end // storage.itemsize]
                 kinds = {label.kind for label in labels}
                 group["row"] = group["row"] or storage.row
-                sent = {params[label.element] for label in labels
-                        if label.element is not None and label.kind not in NOTHING}
+                # What the message before this one has left, in padding, is nobody's.
+                before = self.sent.setdefault((rank, storage.uid), {})
+                cells = dict(enumerate(labels, start // storage.itemsize))
+                sent = {params[label.element] for cell, label in cells.items()
+                        if label.element is not None and label.kind not in NOTHING and label != before.get(cell)}
+                before.update(cells)
                 group["params"] = sorted(sent.union(group["params"]))
                 if kinds & {"parameter"}:
                     group["what"] = "parameters"

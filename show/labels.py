@@ -8,7 +8,7 @@ Kinds of a label (kind, element, origin): element counts from 0 over all paramet
     average     of all ranks; `origin`: in which step
     parameter   as it is before step `origin`, from 0 on
     moment      what the inner optimizer remembers
-    zero        0, where an element has a place
+    zero        0, where an element has a place, or will have
     padding     a cell that no element ever gets
     unset       memory that nobody has written yet
     mixture     anything else
@@ -83,8 +83,8 @@ def label_all(trace, table, is_state):
                 known[key] = [label_of(table, value, homes, (uid, cell)) for cell, value in enumerate(values)]
             labels[uid] = known[key]
         result.append(labels)
-    homes.update(views)  # whatever has been in these for a while
-    return [{uid: tuple(final(label, homes.get((uid, cell)), is_state(rows[uid])) for cell, label in enumerate(labels))
+    return [{uid: tuple(final(label, (uid, cell), homes, views, is_state(rows[uid]))
+                        for cell, label in enumerate(labels))
              for uid, labels in of_event.items()} for of_event in result]
 
 
@@ -101,10 +101,8 @@ def label_of(table, value, homes, place):
     return label
 
 
-def final(label, home, is_state):
-    """Now that all is seen: a zero or a mixture where an element has its place is of that element."""
-    if label.kind in ("zero", "unset"):
-        return Label(label.kind if home is not None or label.kind == "unset" else "padding", home)
-    if is_state:
-        return Label("moment", label.element if label.element is not None else home)
-    return label
+def final(label, place, homes, views, is_state):
+    """Now that all is seen: a zero where never an element comes is padding."""
+    if label.kind == "zero":
+        return Label("zero", views.get(place)) if place in homes else Label("padding")
+    return Label("moment", label.element) if is_state and label.kind != "unset" else label
