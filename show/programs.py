@@ -1,7 +1,6 @@
 """What the page plays: rung 0, the four stages, and each chapter's "bug that you will write"."""
 
 import contextlib
-import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,15 +185,14 @@ def points_before(recording, frame):
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
-def files_of_the_page():
-    """What the page is made from: the cores, the recorder, and the page's parts."""
-    cores = [ROOT / stage / name for stage in STAGES for name in record.CORE_FILES]
-    return [path for path in itertools.chain(cores, (ROOT / "show").rglob("*"))
-            if path.is_file() and path.suffix in (".py", ".html", ".css", ".js")]
+RECORDER = ("clock", "frames", "labels", "loop", "programs", "record", "replicated", "trace", "wires")
 
 
 def stamp():
-    return page.stamp_of(files_of_the_page(), ROOT)
+    """-> a hash of what recordings are made from: the cores, and the recorder."""
+    cores = [ROOT / stage / name for stage in STAGES for name in record.CORE_FILES]
+    recorder = [ROOT / "show" / f"{name}.py" for name in RECORDER]
+    return page.stamp_of([path for path in cores + recorder if path.exists()], ROOT)
 
 
 def whole_page():

@@ -9,7 +9,6 @@ const WORDS = {
   new: "new parameter", stale: "stale parameter", moment: "moment", zero: "zero", padding: "padding", unset: "not written",
   mixture: "nonsense", garbage: "garbage", freed: "released",
 };
-const PHASE_NAMES = { zero_grad: "zero_grad", step: "step" };
 
 // ------------------------------------------------------------------------------------------------ recordings
 
@@ -65,14 +64,12 @@ class Player {
   makeSegments() {
     // The line that calls a method belongs to it; what lies between two methods belongs to the later one.
     const segments = [];
-    let from = 0;
     this.frames.forEach((frame, k) => {
       const phase = frame.phase;
       if (phase === "" || phase === "step") return;
       const last = segments[segments.length - 1];
       if (last && last.phase === phase && last.step === frame.step) last.end = k + 1;
       else { segments.push({ phase, step: frame.step, start: last ? last.end : 0, end: k + 1 }); }
-      from = k + 1;
     });
     if (segments.length) segments[segments.length - 1].end = this.frames.length;
     return segments;
@@ -408,7 +405,8 @@ function drawPanel(p, k, isHalf) {
   }
   panel.append(heads, drawWires(p, k));
   for (const row of p.rows) panel.append(drawRow(p, row, k, isHalf));
-  panel.onmouseover = panel.onclick = panel.onfocusin = (event) => { if (event.target.dataset && event.target.dataset.s) inspect(p, +event.target.dataset.s, +event.target.dataset.cell, k); };
+  const look = ({ target }) => { if (target.dataset && target.dataset.s) inspect(p, +target.dataset.s, +target.dataset.cell, k); };
+  for (const happening of ["mouseover", "click", "focusin"]) panel.addEventListener(happening, look);
   return panel;
 }
 
@@ -507,7 +505,7 @@ function arrows(p, live, operation) {
   const x = (rank) => 1000 * (rank + 0.5) / p.ranks;
   const paths = live.map(([from, to]) => {
     const a = x(from), b = x(to), up = a < b, far = Math.abs(from - to);
-    const y = up ? 26 : 32, bend = up ? 26 - 7 * far : 32 + 6 * far, room = 16 * Math.sign(b - a);
+    const y = up ? 25 : 33, bend = up ? 27 - 8 * far : 31 + 7 * far, room = 16 * Math.sign(b - a);
     return `<path d="M${a + room} ${y} Q${(a + b) / 2} ${bend} ${b - room} ${y}" marker-end="url(#tip)" vector-effect="non-scaling-stroke"/>`;
   });
   const nodes = Array.from({ length: p.ranks }, (_, rank) => `<ellipse cx="${x(rank)}" cy="29" rx="9" ry="6" fill="${rankColour(rank)}" stroke="none"/>`);
