@@ -188,18 +188,27 @@ class Builder:
             if storage.torch_uid == number and storage.uid in moment.labels:
                 labels = moment.labels[storage.uid][start // storage.itemsize : end // storage.itemsize]
                 kinds = {label.kind for label in labels}
+                history = self.sent.setdefault((rank, storage.uid), [])  # [moment, first byte, end], of all messages
+                if not history or history[-1][0] is not moment:
+                    history.append([moment, start, end])
+                history[-1][1:] = min(history[-1][1], start), max(history[-1][2], end)
                 group["row"] = group["row"] or storage.row
-                # What the message before this one has left, in padding, is nobody's.
-                before = self.sent.setdefault((rank, storage.uid), {})
-                cells = dict(enumerate(labels, start // storage.itemsize))
-                sent = {params[label.element] for cell, label in cells.items()
-                        if label.element is not None and label.kind not in NOTHING and label != before.get(cell)}
-                before.update(cells)
+                sent = {params[label.element] for cell, label in enumerate(labels, start // storage.itemsize)
+                        if label.element is not None and label.kind not in NOTHING
+                        and not is_left_over(history, cell, storage)}
                 group["params"] = sorted(sent.union(group["params"]))
                 if kinds & {"parameter"}:
                     group["what"] = "parameters"
                 elif kinds & set(GRADIENTS):
                     group["what"] = "gradients"
+
+
+def is_left_over(history, cell, storage):
+    """Whether a cell holds what the message before this one has left there: in padding, that is nobody's."""
+    if len(history) == 1:
+        return False
+    (before, start, end), (now, _, _) = history[-2:]
+    return start <= cell * storage.itemsize < end and before.labels[storage.uid][cell] == now.labels[storage.uid][cell]
 
 
 def plain(value):
