@@ -1,6 +1,6 @@
-"""Trains the same model in every row of harness/peers.py, on ranks that it starts, and compares time, traffic, memory.
+"""Trains the same model in every row of harness/rows/catalogue.py, on ranks that it starts: time, traffic, memory.
 
-    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json results/bench.json]
+    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
 Each row is checked against replicated training first; one that computes something else gets no time.
 Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
@@ -8,19 +8,25 @@ Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 
 import argparse
 import functools
-import json
 import sys
 from pathlib import Path
 
-from harness import cli  # first: from here on Ctrl-C is one word
+from harness.run import command_line  # first: from here on Ctrl-C is one word
 
 import rich.console
 import rich.progress
 
-from harness import host, measure, peers, tables, timeline, workload
-from harness.launch import WorkerError, Workers
+from harness.measure import any_ranks, conditions, default_buckets, every_row, host_time, recorder
+from harness.measure.setup import Settings
+from harness.report import terminal
+from harness.rows import catalogue, rates, saved
+from harness.rows.choice import Choice
+from harness.run.files import write
+from harness.run.workers import WorkerError, Workers
+from harness.train import corpus
+from harness.train.gpt import MODELS
 
-fail = functools.partial(cli.fail, "bench.py")
+fail = functools.partial(command_line.fail, "bench.py")
 
 
 def parse(rows, models):
@@ -41,60 +47,61 @@ def parse(rows, models):
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
     check_model(args, args.model or "medium", models)  # which of the defaults it is the ranks will say
-    names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype
-             or row.kind in ("reference", "noise")]
-    if args.rows and not any(args.rows in name for name in names):
+    choices = [Choice(row.name) for row in rows if args.rows in row.name and row.dtype == args.dtype
+               or row.kind in ("reference", "noise")]
+    if args.rows and not any(args.rows in choice.name for choice in choices):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
-    return args, names
+    return args, choices
 
 
 def check_model(args, model, models):
     args = argparse.Namespace(**{**vars(args), "model": model})
-    cli.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
+    command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
 
 
 def main():
-    args, names = parse(peers.ROWS, workload.MODELS)
+    args, choices = parse(catalogue.ROWS, MODELS)
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     try:
-        train, _ = workload.split(workload.load_bytes(args.data))
-        workload.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
+        train, _ = corpus.split(corpus.load_bytes(args.data))
+        corpus.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
     except (ValueError, OSError) as error:
         fail(error)
     if args.json:
-        cli.check_writable("--json", args.json, fail)
+        command_line.check_writable("--json", args.json, fail)
     try:
         with Workers(args.ranks, args.timeout) as workers, rich.progress.Progress(
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            model = args.model or measure.default_model(workers)
-            check_model(args, model, workload.MODELS)
-            settings = measure.Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
-            more = 0 if args.quick else len(names) + 4
-            task = bar.add_task("starting the ranks", total=measure.n_runs(settings, names) + more)
+            model = args.model or conditions.default_model(workers)
+            check_model(args, model, MODELS)
+            settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
+            more = 0 if args.quick else len(choices) + 4
+            task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, choices) + more)
 
             def progress(text):
                 bar.update(task, advance=1, description=text)
-            result = measure.measure(workers, settings, names, progress)
+            result = every_row.measure_rows(workers, settings, choices, progress)
             if not args.quick:
-                if result["conditions"]["device"] == "cpu":  # of a GPU it would show when kernels are launched
-                    timeline.record_rows(workers, settings, result["rows"], progress)
-                    timeline.keep_exposed_only(result["rows"])
+                if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
+                    recorder.record_rows(workers, settings, result.rows, progress)
+                    rates.keep_exposed_only(result.rows)
                 progress("model state at any number of ranks")
-                result["model_state"], result["gathered"] = measure.model_state(settings), measure.gathered(settings)
-                result["caps"] = measure.caps()
-                result["host"] = host.measure_ranks(result["conditions"]["device"], progress=progress)
+                result.model_state = any_ranks.model_state(settings)
+                result.gathered = any_ranks.gathered(settings)
+                result.caps = default_buckets.caps()
+                result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     try:
         if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
-            cli.write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+            write("--json", args.json, saved.to_json(result), fail)
     finally:  # the disk may be full
-        tables.show(result)
+        terminal.show(result)
     if args.json:
         print(f"written to {args.json}")  # not by rich, for which [a] in a path is markup
-    sys.exit(measure.is_wrong(result))
+    sys.exit(every_row.is_wrong(result))
 
 
 if __name__ == "__main__":

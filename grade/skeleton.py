@@ -38,9 +38,9 @@ EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
     "stage4_overlap": {
         "optimizer.py": {
             "ShardedOptimizer.sync_grads": "receive all that travels",
-            "ShardedOptimizer.sync_params": "start every bucket, in the order of the forward pass",
+            "ShardedOptimizer.sync_params": "empty each gradient, start each bucket, in forward order",
             "ShardedOptimizer.on_grad_ready": "note it in its bucket, then send full buckets",
-            "ShardedOptimizer.send_full_buckets": "in bucket order; after the last the round ends",
+            "ShardedOptimizer.send_full_buckets": "in bucket order; after the last the queue begins anew",
             "ShardedOptimizer.send_grads": "in an idle buffer; if none is, receive the oldest first",
             "ShardedOptimizer.receive_oldest": "finish the first that travels, which is idle then",
             "ShardedOptimizer.wait_for_own_params": "finish the buckets of this module's parameters",
@@ -49,8 +49,7 @@ EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
             "Bucket.start_param_sync": "main parameters to the model's, then all-gather",
             "Bucket.finish_param_sync": "wait for the works, once",
             "PartitionedGradient.add": "the first part replaces what is empty, others are added",
-            "BucketBuffer.start_grad_sync": "copy the gradients into slots, let go of them, reduce-scatter",
-            "BucketBuffer.copy_scaled": "each gradient / d into its slot",
+            "BucketBuffer.start_grad_sync": "into slots, divide, let go of them, clear bucket.ready, send",
             "BucketBuffer.finish_grad_sync": "wait, then add the parts to the bucket's gradient",
         },
         "transport.py": {},

@@ -1,16 +1,10 @@
-"""What measuring and training need and no stage may know. Who calls whom, from the programs downwards:
+"""What measuring and training need and no stage may know, in rooms.
 
-    programs      bench.py   network   timeline   gpu   faults   report   docs   train_ddp     each is a `make` target
-    what they do  measure: checks, counts and times a row     tables: what was measured, in words
-                  timeline: records one step of a row         report: tables and pictures into the pages
-                  operations: a rank ends before each file operation of a save
-    a row         peers: ways to train the same model, the stages among them     workload: the model, its data, train.py
-                  resume: a run stops at a signal, and goes on
-    instruments   ledger: what travels     memory: what is held
-    ranks         launch: how they start, find each other, and end
-    everybody     cli: bad input, files, Ctrl-C
-
-A file imports from its own line or from those below, and never in a circle; stages' train.py import workload only.
+A room imports from those before it, and from itself.
+Each room's own first lines say what is in it, and who calls it. Stages' train.py import harness.train, and no other.
 """
 
-from harness import cli as cli  # before torch, which takes seconds: from here on Ctrl-C is one word
+ROOMS = ("run", "rows", "train", "report", "measure", "plan", "faults")  # the arrow: tests/house holds it
+
+from harness.run import command_line as command_line  # before torch, which takes seconds, so that
+from harness.run import signals as signals  # from here on Ctrl-C is one word

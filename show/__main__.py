@@ -16,12 +16,12 @@ import json
 import sys
 from pathlib import Path
 
-from harness import cli  # first: from here on Ctrl-C is one word
-from harness.launch import WorkerError
+from harness.run import command_line
+from harness.run.workers import WorkerError
 
 from . import figures, page, programs, record, replicated, terminal
 
-fail = functools.partial(cli.fail, "show")
+fail = functools.partial(command_line.fail, "show")
 MAX_RANKS, MAX_ELEMENTS, MAX_STEPS = 8, 48, 4  # more is no picture any more
 
 
@@ -39,8 +39,9 @@ def package_of(stage):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(prog="show", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.error = lambda message: fail(f"{message} (--help shows all options)")
     add = parser.add_argument
     add("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
@@ -67,7 +68,7 @@ def parse_args():
         fail("--grad-dtype: only stage 3 keeps gradients in another dtype")
     for option in ("html", "json"):
         if getattr(args, option):
-            cli.check_writable(f"--{option}", getattr(args, option), fail)
+            command_line.check_writable(f"--{option}", getattr(args, option), fail)
     args.params = tuple(sizes)
     return args
 
@@ -76,8 +77,9 @@ def main():
     args = parse_args()
     if args.pages:
         return write_pages()
-    program = record.Program(args.package, args.ranks, args.params, args.dtype, args.grad_dtype, args.optimizer,
-                             args.buckets, args.steps)
+    program = record.Program(
+        args.package, args.ranks, args.params, args.dtype, args.grad_dtype, args.optimizer, args.buckets, args.steps
+    )
     title = next((one.title for one in programs.SHOWN if one.id == args.stage), f"{args.package}.")
     made = programs.recording_of(program, title=title)
     if args.json:

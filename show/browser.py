@@ -1,6 +1,6 @@
 """The page in a real browser: Debian's chromium, headless, driven by playwright (`pip install .[browser]`).
 
-    python -m show.browser           two screenshots for README.md, of docs/watch.html
+python -m show.browser           two screenshots for README.md, of docs/watch.html
 """
 
 import contextlib
@@ -8,8 +8,15 @@ import shutil
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "watch.html"
-OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-           "--disable-component-update", "--disable-sync")
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 def program():

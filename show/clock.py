@@ -12,6 +12,7 @@ PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"),
 @dataclass
 class Moment:
     """What one rank does in one tick: an event of trace.py, or a loop's later rounds folded into one."""
+
     stack: tuple
     depth: int
     phase: str
@@ -32,8 +33,19 @@ def moments_of(record, source):
         if places and places[0].file == "loop.py":
             text = source[places[0].line - 1]
             phase = next((name for code, name in PHASES if code in text), "" if phase == "shard" else phase)
-        moments.append(Moment(places, len(places), event.phase or phase, event.memory, labels, dead, event.is_line,
-                              list(event.starts), list(event.ends)))
+        moments.append(
+            Moment(
+                places,
+                len(places),
+                event.phase or phase,
+                event.memory,
+                labels,
+                dead,
+                event.is_line,
+                list(event.starts),
+                list(event.ends),
+            )
+        )
     return moments
 
 
@@ -50,13 +62,21 @@ def folded(moments):
         key = (last.call, last.line) if last else None
         if kept and moment.is_line and seen.get(key) == n_starts:
             end = index + 1
-            while end < len(moments) and (moments[end].depth > moment.depth or not moments[end].is_line and
-                                          moments[end].stack[-1:] == moment.stack[-1:]):
+            while end < len(moments) and (
+                moments[end].depth > moment.depth
+                or not moments[end].is_line
+                and moments[end].stack[-1:] == moment.stack[-1:]
+            ):
                 end += 1
             body = moments[index:end]
             if not any(one.starts or one.ends and one.depth > moment.depth for one in body):
-                kept[-1] = replace(kept[-1], memory=body[-1].memory, labels=body[-1].labels, dead=body[-1].dead,
-                                   ends=kept[-1].ends + [key for one in body for key in one.ends])
+                kept[-1] = replace(
+                    kept[-1],
+                    memory=body[-1].memory,
+                    labels=body[-1].labels,
+                    dead=body[-1].dead,
+                    ends=kept[-1].ends + [key for one in body for key in one.ends],
+                )
                 index = end
                 continue
         n_starts += len(moment.starts)

@@ -44,14 +44,22 @@ class Picture:
         box = f'viewBox="0 0 {self.width + 12:.0f} {self.height + 10:.0f}"'
         hatches = "".join(
             f'<pattern id="{name}" width="{step}" height="{step}" patternUnits="userSpaceOnUse" '
-            f'patternTransform="rotate({angle})"><path d="M0 0V{step}" stroke="{colour}" stroke-width="{width}"/></pattern>'
-            for name, step, angle, width, colour in (("h", 6, 45, 2, "#8888"), ("s", 4, 45, 1, "#8888"),
-                                                     ("x", 4, -45, 1.2, "#8886"), ("l", 4, 90, 1.5, "#8888")))
-        head = (f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} role="img"><title>{escape(self.title)}</title>'
-                f"<style>{STYLE.strip()}{self.style}</style><defs>{hatches}"
-                '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
-                '<path d="M0 0 8 4 0 8z" fill="context-stroke"/></marker></defs><rect width="100%" height="100%" '
-                'class="paper"/>')
+            f'patternTransform="rotate({angle})"><path d="M0 0V{step}" stroke="{colour}" '
+            f'stroke-width="{width}"/></pattern>'
+            for name, step, angle, width, colour in (
+                ("h", 6, 45, 2, "#8888"),
+                ("s", 4, 45, 1, "#8888"),
+                ("x", 4, -45, 1.2, "#8886"),
+                ("l", 4, 90, 1.5, "#8888"),
+            )
+        )
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} role="img"><title>{escape(self.title)}</title>'
+            f"<style>{STYLE.strip()}{self.style}</style><defs>{hatches}"
+            '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+            '<path d="M0 0 8 4 0 8z" fill="context-stroke"/></marker></defs><rect width="100%" height="100%" '
+            'class="paper"/>'
+        )
         return "\n".join([head, *self.out, "</svg>\n"])
 
 
@@ -70,7 +78,9 @@ def cell(x, y, kind, owner, text, width=CELL, extra=""):
         shape += f'<rect {box} fill="url(#{hatch})"/>' if hatch else ""
     words = "" if kind == "freed" else "·" if kind == "padding" else text
     style = "v d" if kind in ("average", "new") else "v g" if kind in ("garbage", "padding", "zero") else "v"
-    size = f' style="font-size:{min(11, 1.55 * (width - 3) / len(words)):.3g}px"' if len(words) * 6.7 > width - 3 else ""
+    size = (
+        f' style="font-size:{min(11, 1.55 * (width - 3) / len(words)):.3g}px"' if len(words) * 6.7 > width - 3 else ""
+    )
     label = f'<text x="{x + (width - 1) / 2:g}" y="{y + 12.5:g}" class="{style}"{size}>{words}</text>' if words else ""
     return f"<g{extra}>{shape}{label}</g>"
 
@@ -130,8 +140,12 @@ def buffer_states(recording, row="GradBuffer.flat"):
             for number, one, x, dy in placed:
                 picture.cell(10 + rank * (wide + 26) + x, y + 7 + dy, *state(memory, number, one))
         y += 7 + high
-    picture.text(10, y + 24, "Columns: ranks 0 to 3. Colour: the rank that owns a line. Hatched: own gradients; filled: "
-                 "averages; round: new parameters; grey: garbage.")
+    picture.text(
+        10,
+        y + 24,
+        "Columns: ranks 0 to 3. Colour: the rank that owns a line. Hatched: own gradients; filled: "
+        "averages; round: new parameters; grey: garbage.",
+    )
     return picture.svg()
 
 
@@ -172,7 +186,9 @@ def bucket_partition(recording, row="ParameterBuffer.flat"):
     for rank in range(recording["ranks"]):
         picture.text(10, 65 + rank * ROW, f"rank {rank} steps")
     y = 52 + recording["ranks"] * ROW + 22
-    picture.text(10, y, "Gradients leave in the order of buckets, parameters come back in the reverse order. ·: padding.")
+    picture.text(
+        10, y, "Gradients leave in the order of buckets, parameters come back in the reverse order. ·: padding."
+    )
     return picture.svg()
 
 
@@ -194,8 +210,11 @@ def overlap(recording):
         if name != phase or index == len(frames):
             if phase is not None and index > start:
                 wide = (index - start) * step
-                picture.add(f'<rect x="{left + start * step:g}" y="34" width="{wide - 1:g}" height="20" class="grey"/>',
-                            left + index * step, 56)
+                picture.add(
+                    f'<rect x="{left + start * step:g}" y="34" width="{wide - 1:g}" height="20" class="grey"/>',
+                    left + index * step,
+                    56,
+                )
                 if wide > 5.8 * len(phase):
                     picture.text(left + (start + index) / 2 * step, 48, phase, "m w")
             start, phase = index, name
@@ -207,12 +226,20 @@ def overlap(recording):
         begin, end = min(arrow[3] for arrow in arrows), max(arrow[4] for arrow in arrows)
         params = ", ".join(f"p{param}" for param in operation["params"])
         picture.text(10, y + 13, f"{operation['what']} of {params}")
-        picture.add(f'<rect x="{left + begin * step:g}" y="{y}" width="{(end - begin) * step:g}" height="17" '
-                    f'class="bar {operation["what"]}"/>', left + end * step, y + 17)
+        picture.add(
+            f'<rect x="{left + begin * step:g}" y="{y}" width="{(end - begin) * step:g}" height="17" '
+            f'class="bar {operation["what"]}"/>',
+            left + end * step,
+            y + 17,
+        )
         picture.text(left + (begin + end) / 2 * step, y + 13, f"{len(arrows)} × {arrows[0][2]} B to rank 0", "m w")
         y += 22
-    picture.text(10, y + 16, "A bucket's gradients arrive when the third bucket needs their buffer, or in sync_grads; "
-                 "a layer waits for its own parameters only.")
+    picture.text(
+        10,
+        y + 16,
+        "A bucket's gradients arrive when the third bucket needs their buffer, or in sync_grads; "
+        "a layer waits for its own parameters only.",
+    )
     return picture.svg()
 
 
@@ -225,8 +252,11 @@ def animation(recording, seconds=0.55):
     Only frames in which memory changes or a message leaves or arrives; each cell is there once for each of its states.
     """
     picture, width = Picture(recording["title"]), 24
-    chosen = [index for index, frame in enumerate(recording["frames"])
-              if index == 0 or frame["cells"] or frame["gone"] or frame["ended"] or starts_or_ends(recording, index)]
+    chosen = [
+        index
+        for index, frame in enumerate(recording["frames"])
+        if index == 0 or frame["cells"] or frame["gone"] or frame["ended"] or starts_or_ends(recording, index)
+    ]
     spans, lines = {}, []  # (place, drawing) -> [[first, end], …] in numbers of chosen frames
     top = 118
     for index, frame, memory, _ in memories(recording):
@@ -235,7 +265,7 @@ def animation(recording, seconds=0.55):
         slot = chosen.index(index)
         lines.append((slot, frame, memory.place(0)))
         y = top
-        for row, ranks in rows_of_picture(memory):
+        for _row, ranks in rows_of_picture(memory):
             high = 0
             for rank, numbers in sorted(ranks.items()):
                 placed, _, tall = place_cells(memory, numbers, width, 9 * width)
@@ -250,20 +280,31 @@ def animation(recording, seconds=0.55):
     for row, ranks in rows_of_picture(memory):
         picture.text(10, y + 11, row, "t")
         y += max(place_cells(memory, numbers, width, 9 * width)[2] for numbers in ranks.values()) + 24
-    picture.text(10, y + 8, "Colour: the rank that steps an element. Hatched: gradients; filled: averages; outlined: old "
-                 "parameters; round: new ones; grey: garbage.")
+    picture.text(
+        10,
+        y + 8,
+        "Colour: the rank that steps an element. Hatched: gradients; filled: averages; outlined: old "
+        "parameters; round: new ones; grey: garbage.",
+    )
     for rank in range(recording["ranks"]):
-        picture.add(f'<rect x="{10 + rank * 236}" y="64" width="216" height="4" fill="{COLOURS[rank % 8]}"/>',
-                    10 + rank * 236 + 216, 70)
+        picture.add(
+            f'<rect x="{10 + rank * 236}" y="64" width="216" height="4" fill="{COLOURS[rank % 8]}"/>',
+            10 + rank * 236 + 216,
+            70,
+        )
         picture.text(10 + rank * 236, 60, f"rank {rank}", "t")
-    animations = Animations(n, seconds, next(slot for slot, index in enumerate(chosen) if n_under_way(recording, index) > 1))
+    animations = Animations(
+        n, seconds, next(slot for slot, index in enumerate(chosen) if n_under_way(recording, index) > 1)
+    )
     for (x, cell_y, kind, owner, text), parts in spans.items():
         for first, end in parts:
             picture.add(cell(x, cell_y, kind, owner, text, width, animations.attribute(first, end)))
     for slot, frame, (function, file, line, text) in lines:
-        picture.add(f'<g{animations.attribute(slot, slot + 1)}><text x="10" y="18" class="t">{frame["phase"] or "start"}'
-                    f'</text><text x="110" y="18" class="w">{escape(function)}, {file}:{line}</text>'
-                    f'<text x="10" y="38">{escape(text[:110])}</text></g>')
+        picture.add(
+            f'<g{animations.attribute(slot, slot + 1)}><text x="10" y="18" class="t">{frame["phase"] or "start"}'
+            f'</text><text x="110" y="18" class="w">{escape(function)}, {file}:{line}</text>'
+            f'<text x="10" y="38">{escape(text[:110])}</text></g>'
+        )
     for operation in recording["operations"]:
         draw_lane(picture, recording, operation, chosen, animations)
     picture.style = animations.style()
@@ -271,8 +312,14 @@ def animation(recording, seconds=0.55):
 
 
 def rows_of_picture(memory):
-    wanted = ("ParameterBuffer.flat", "gradients", "BucketBuffer.sent", "BucketBuffer.received",
-              "PartitionedGradient.shard", "momentum_buffer")
+    wanted = (
+        "ParameterBuffer.flat",
+        "gradients",
+        "BucketBuffer.sent",
+        "BucketBuffer.received",
+        "PartitionedGradient.shard",
+        "momentum_buffer",
+    )
     rows = memory.rows()
     return [(row, rows[row]) for row in wanted if row in rows]
 
@@ -300,10 +347,13 @@ def draw_lane(picture, recording, operation, chosen, animations):
     last = next((slot for slot, index in enumerate(chosen) if index >= end), len(chosen))
     alike = [one for one in recording["operations"] if one["what"] == operation["what"]]
     y, params = 82 + 13 * (alike.index(operation) % 3), ", ".join(f"p{param}" for param in operation["params"])
-    paths = [f'<path d="M{118 + a * 236 + 24 * (1 if a < b else -1)} {y}Q{118 + (a + b) * 118} '
-             f'{y - 9 if a < b else y + 9} {118 + b * 236 - 24 * (1 if a < b else -1)} {y}" class="arrow '
-             f'{operation["what"]}" style="fill:none" marker-end="url(#tip)"/>' for a, b, *_ in operation["arrows"]
-             if abs(a - b) == 1]
+    paths = [
+        f'<path d="M{118 + a * 236 + 24 * (1 if a < b else -1)} {y}Q{118 + (a + b) * 118} '
+        f'{y - 9 if a < b else y + 9} {118 + b * 236 - 24 * (1 if a < b else -1)} {y}" class="arrow '
+        f'{operation["what"]}" style="fill:none" marker-end="url(#tip)"/>'
+        for a, b, *_ in operation["arrows"]
+        if abs(a - b) == 1
+    ]
     words = f'<text x="10" y="{y + 4}" class="w">{operation["what"]} {params}</text>'
     picture.add(f"<g{animations.attribute(first, max(last, first + 1))}>{''.join(paths)}{words}</g>")
 
@@ -324,13 +374,17 @@ class Animations:
         rules = []
         for (first, end), name in self.names.items():
             a, b = 100 * first / self.n, 100 * end / self.n
-            keys = ([f"0%{{visibility:hidden}}{a:.3f}%{{visibility:visible}}"] if first else ["0%{visibility:visible}"])
+            keys = [f"0%{{visibility:hidden}}{a:.3f}%{{visibility:visible}}"] if first else ["0%{visibility:visible}"]
             keys += [f"{b:.3f}%{{visibility:hidden}}"] if end < self.n else ["100%{visibility:visible}"]
-            rules.append(f"@keyframes {name}{{{''.join(keys)}}}.{name}{{visibility:hidden;animation:{name} "
-                         f"{self.n * self.seconds:g}s step-end infinite}}")
+            rules.append(
+                f"@keyframes {name}{{{''.join(keys)}}}.{name}{{visibility:hidden;animation:{name} "
+                f"{self.n * self.seconds:g}s step-end infinite}}"
+            )
         shown = ",".join(f".{name}" for (first, end), name in self.names.items() if first <= self.still < end)
         hidden = ",".join(f".{name}" for name in self.names.values())
-        rules.append(f"@media(prefers-reduced-motion:reduce){{{hidden}{{animation:none}}{shown}{{visibility:visible}}}}")
+        rules.append(
+            f"@media(prefers-reduced-motion:reduce){{{hidden}{{animation:none}}{shown}{{visibility:visible}}}}"
+        )
         return "".join(rules)
 
 

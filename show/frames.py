@@ -1,19 +1,19 @@
-"""A recording: frames of all ranks on one clock, as plain data that json can hold. What page, terminal and figures read.
+"""A recording: frames of all ranks on one clock, as plain data that json can hold: for page, terminal and figures.
 
-    title, ranks, dtype, params      of the program; params: elements of each parameter
-    files        [name, source], those of the core; the loop's first
-    functions    [name, file, first line, last line, docstring]
-    owners       for each element the rank that steps it, or -1 where every rank does
-    storages     {rank, row, part, numel, itemsize, counted, blocks}; a block is a list of lines, [start, numel] each
-    labels       [kind, element, origin], which cells refer to: see show/labels.py
-    stacks       [[function, line], …], outermost first
-    operations   {kind, what, row, params, calls, arrows}; an arrow is [from, to, bytes, first frame, frame in which it has arrived]
-    frames       {phase, step, at, cells, dead, gone, ended}: differences to the frame before
-        at       [rank, stack], of ranks that have moved
-        cells    [storage, first cell, values, labels], also of memory that is new; null is NaN
-        dead     [storage, cells that nobody reads again before they are written or released]
-        gone     storages that have been released
-        ended    [rank, operation] which have brought what this frame wrote
+title, ranks, dtype, params      of the program; params: elements of each parameter
+files        [name, source], those of the core; the loop's first
+functions    [name, file, first line, last line, docstring]
+owners       for each element the rank that steps it, or -1 where every rank does
+storages     {rank, row, part, numel, itemsize, counted, blocks}; a block is a list of lines, [start, numel] each
+labels       [kind, element, origin], which cells refer to: see show/labels.py
+stacks       [[function, line], …], outermost first
+operations   {kind, what, row, params, calls, arrows}; an arrow is [from, to, bytes, first frame, that of arrival]
+frames       {phase, step, at, cells, dead, gone, ended}: differences to the frame before
+    at       [rank, stack], of ranks that have moved
+    cells    [storage, first cell, values, labels], also of memory that is new; null is NaN
+    dead     [storage, cells that nobody reads again before they are written or released]
+    gone     storages that have been released
+    ended    [rank, operation] which have brought what this frame wrote
 """
 
 import ast
@@ -43,19 +43,28 @@ def recording(records, program, sources, title=""):
         if not any(rank == 0 for rank, _ in frame["at"]):
             frame["phase"], frame["step"] = before["phase"], before["step"]
     return {
-        "format": FORMAT, "title": title, "ranks": program.ranks, "dtype": program.dtype,
-        "params": list(program.params), "files": [list(item) for item in sources.items()],
-        "functions": builder.functions, "owners": builder.owners(), "storages": builder.storages,
-        "labels": [list(label) for label in builder.label_numbers], "stacks": list(builder.stack_numbers.values()),
-        "operations": builder.operations(ranks), "frames": builder.frames,
+        "format": FORMAT,
+        "title": title,
+        "ranks": program.ranks,
+        "dtype": program.dtype,
+        "params": list(program.params),
+        "files": [list(item) for item in sources.items()],
+        "functions": builder.functions,
+        "owners": builder.owners(),
+        "storages": builder.storages,
+        "labels": [list(label) for label in builder.label_numbers],
+        "stacks": list(builder.stack_numbers.values()),
+        "operations": builder.operations(ranks),
+        "frames": builder.frames,
     }
 
 
 class Builder:
     def __init__(self, records, program, sources, first, start):
         self.records, self.program, self.first, self.start = records, program, first, start
-        self.functions = [function for file, source in enumerate(sources.values())
-                          for function in functions_in(file, source)]
+        self.functions = [
+            function for file, source in enumerate(sources.values()) for function in functions_in(file, source)
+        ]
         self.files = list(sources)
         self.label_numbers, self.stack_numbers, self.storage_numbers = {}, {}, {}
         self.storages, self.frames, self.sent = [], [], {}
@@ -67,7 +76,7 @@ class Builder:
 
     def add_rank(self, rank, moments):
         memory, dead, step = {}, {}, -1
-        for index, moment in enumerate(moments[self.first[rank]:], self.first[rank]):
+        for moment in moments[self.first[rank] :]:
             frame = self.frame(moment.tick)
             frame["at"].append([rank, self.stack(moment.stack)])
             step += clock.is_beginning(moment)
@@ -112,8 +121,11 @@ class Builder:
 
     def function(self, place):
         file = self.files.index(place.file)
-        around = [i for i, (_, in_file, start, end, _) in enumerate(self.functions)
-                  if in_file == file and start <= place.line <= end]
+        around = [
+            i
+            for i, (_, in_file, start, end, _) in enumerate(self.functions)
+            if in_file == file and start <= place.line <= end
+        ]
         return around[-1]
 
     def storage(self, rank, uid):
@@ -121,10 +133,17 @@ class Builder:
             storage = next(one for one in self.records[rank]["storages"] if one.uid == uid)
             self.storage_numbers[rank, uid] = len(self.storages)
             elements = self.elements_of(rank, uid, storage)
-            self.storages.append({
-                "rank": rank, "row": storage.row, "part": storage.part, "numel": storage.numel,
-                "itemsize": storage.itemsize, "counted": storage.counted,
-                "blocks": blocks_of(storage, elements, self.program)})
+            self.storages.append(
+                {
+                    "rank": rank,
+                    "row": storage.row,
+                    "part": storage.part,
+                    "numel": storage.numel,
+                    "itemsize": storage.itemsize,
+                    "counted": storage.counted,
+                    "blocks": blocks_of(storage, elements, self.program),
+                }
+            )
         return self.storage_numbers[rank, uid]
 
     def elements_of(self, rank, uid, storage):
@@ -139,8 +158,11 @@ class Builder:
     def owners(self):
         owners = [[] for _ in range(sum(self.program.params))]
         for rank, record in enumerate(self.records):
-            begun = next(labels for event, labels in zip(record["events"], record["labels"])
-                         if event.stack and event.stack[0].file == "loop.py")
+            begun = next(
+                labels
+                for event, labels in zip(record["events"], record["labels"])
+                if event.stack and event.stack[0].file == "loop.py"
+            )
             for uid, start, end in record["owned"]:
                 for label in begun.get(uid, ())[start:end]:
                     if label.element is not None and rank not in owners[label.element]:
@@ -157,7 +179,7 @@ class Builder:
                     ends[key, rank] = moment.tick
         for rank, moments in enumerate(ranks):
             number = 0
-            for moment in moments[self.first[rank]:]:
+            for moment in moments[self.first[rank] :]:
                 number += bool(moment.starts)
                 for operation in moment.starts:
                     if operation.kind != "receive":
@@ -172,7 +194,9 @@ class Builder:
 
     def add_operation(self, group, rank, moment, operation, ends):
         if not group:
-            group.update({"kind": operation.kind, "what": "", "row": "", "params": [], "calls": 0, "arrows": [], "ended": {}})
+            group.update(
+                {"kind": operation.kind, "what": "", "row": "", "params": [], "calls": 0, "arrows": [], "ended": {}}
+            )
         group["calls"] += rank == 0
         for source, target, nbytes in operation.arrows:
             arrived = ends.get((operation.key, target), self.end)
@@ -193,9 +217,13 @@ class Builder:
                     history.append([moment, start, end])
                 history[-1][1:] = min(history[-1][1], start), max(history[-1][2], end)
                 group["row"] = group["row"] or storage.row
-                sent = {params[label.element] for cell, label in enumerate(labels, start // storage.itemsize)
-                        if label.element is not None and label.kind not in NOTHING
-                        and not is_left_over(history, cell, storage)}
+                sent = {
+                    params[label.element]
+                    for cell, label in enumerate(labels, start // storage.itemsize)
+                    if label.element is not None
+                    and label.kind not in NOTHING
+                    and not is_left_over(history, cell, storage)
+                }
                 group["params"] = sorted(sent.union(group["params"]))
                 if kinds & {"parameter"}:
                     group["what"] = "parameters"
@@ -231,6 +259,7 @@ def functions_in(file, source):
                 start = min([child.lineno, *(one.lineno for one in child.decorator_list)])
                 found.append([prefix + child.name, file, start, child.end_lineno, ast.get_docstring(child) or ""])
                 visit(child, f"{prefix}{child.name}.")
+
     visit(ast.parse(source), "")
     return found
 
@@ -242,10 +271,13 @@ def blocks_of(storage, elements, program):
     """
     d, numel, blocks, done = program.ranks, storage.numel, [], 0
     if d > 1:
-        sharded = sorted({(offset, shape[1]) for offset, shape in storage.views
-                          if len(shape) == 2 and shape[0] == d and shape[1]}, key=lambda one: (one[0], -one[1]))
-        sharded = sharded or [(0, numel // d) for _, shape in storage.views
-                              if len(shape) == 1 and shape[0] * d == numel][:1]
+        sharded = sorted(
+            {(offset, shape[1]) for offset, shape in storage.views if len(shape) == 2 and shape[0] == d and shape[1]},
+            key=lambda one: (one[0], -one[1]),
+        )
+        sharded = (
+            sharded or [(0, numel // d) for _, shape in storage.views if len(shape) == 1 and shape[0] * d == numel][:1]
+        )
         for offset, shard in sharded:
             if offset == done:
                 blocks.append([[offset + rank * shard, shard] for rank in range(d)])

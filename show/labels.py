@@ -83,9 +83,15 @@ def label_all(trace, table, is_state):
                 known[key] = [label_of(table, value, homes, (uid, cell)) for cell, value in enumerate(values)]
             labels[uid] = known[key]
         result.append(labels)
-    return [{uid: tuple(final(label, (uid, cell), homes, views, is_state(rows[uid]))
-                        for cell, label in enumerate(labels))
-             for uid, labels in of_event.items()} for of_event in result]
+    return [
+        {
+            uid: tuple(
+                final(label, (uid, cell), homes, views, is_state(rows[uid])) for cell, label in enumerate(labels)
+            )
+            for uid, labels in of_event.items()
+        }
+        for of_event in result
+    ]
 
 
 def label_of(table, value, homes, place):

@@ -20,12 +20,15 @@ arrives where it is waited for.</p>
 
 def page(recordings, stamp):
     """-> the text of the page. `recordings`: with id, short, intro and so on; `stamp`: see show/programs.py."""
-    data = json.dumps({"stamp": stamp, "help": HELP.strip(), "programs": recordings}, separators=(",", ":"),
-                      ensure_ascii=False)
+    data = json.dumps(
+        {"stamp": stamp, "help": HELP.strip(), "programs": recordings}, separators=(",", ":"), ensure_ascii=False
+    )
     text = (PARTS / "watch.html").read_text(encoding="utf-8")
-    for mark, part in (("/*STYLE*/", (PARTS / "watch.css").read_text(encoding="utf-8")),
-                       ("/*SCRIPT*/", (PARTS / "watch.js").read_text(encoding="utf-8")),
-                       ("/*DATA*/", data.replace("<", "\\u003c"))):
+    for mark, part in (
+        ("/*STYLE*/", (PARTS / "watch.css").read_text(encoding="utf-8")),
+        ("/*SCRIPT*/", (PARTS / "watch.js").read_text(encoding="utf-8")),
+        ("/*DATA*/", data.replace("<", "\\u003c")),
+    ):
         head, tail = text.split(mark)
         text = head + part.strip() + tail
     return text

@@ -1,7 +1,7 @@
 """Runs a program on N real processes, and records each rank's lines and memory -> what show/clock.py puts in order."""
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import shutil
 import sys
@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from harness.launch import Workers
+from harness.run.workers import Workers
 
 from . import labels, loop, replicated
 from .trace import Trace
@@ -30,6 +30,7 @@ class Program:
     params: elements of each parameter. buckets: how many, where the core has buckets. orders: rank -> order in which
     it calls its layers, where that isn't the order of the parameters. loop: a function of show/loop.py.
     """
+
     package: str
     ranks: int = 4
     params: tuple = (5, 2, 9)
@@ -72,6 +73,7 @@ def telling_inputs(program):
 
     def draw(*shape):
         return (1 + torch.rand(*shape, n, generator=generator)) * scale
+
     return 64 * draw(), draw(program.steps + 1, program.ranks)
 
 
@@ -103,26 +105,35 @@ def core_class(package):
     raise ValueError(f"{package} has no ShardedOptimizer")
 
 
+def buffer_module(package):
+    """-> the module `buffer` of a core, or None. `package` may name a module of it."""
+    if not hasattr(importlib.import_module(package), "__path__"):
+        package = package.rpartition(".")[0]
+    name = f"{package}.buffer"
+    return importlib.import_module(name) if package and importlib.util.find_spec(name) else None
+
+
 def cap_for(program):
-    """-> the bucket_cap_mb that makes about as many buckets as are asked for."""
-    layout = importlib.import_module(f"{program.package}.buffer").bucket_layout
+    """-> the bucket_cap_mb that makes about as many buckets as are asked for; or a bucket for each parameter."""
+    layout = getattr(buffer_module(program.package), "bucket_layout", None)
+    if layout is None:
+        return 1e-9
     dtype = getattr(torch, program.dtype)
     nbytes = [n * dtype.itemsize for n in program.params]
-    caps = [(abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets), cap)
-            for cap in (1e-3, *range(1, 4 * sum(nbytes) + 1))]
+    caps = [
+        (abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets), cap)
+        for cap in (1e-3, *range(1, 4 * sum(nbytes) + 1))
+    ]
     return min(caps)[1] / 2**20
 
 
 @contextlib.contextmanager
 def one_element_aligned(package, itemsize):
     """Shards that cut through parameters, and no padding that isn't needed, in a model of few elements."""
-    with contextlib.suppress(ModuleNotFoundError):
-        module = importlib.import_module(f"{package}.buffer")
-        if hasattr(module, "ALIGNMENT"):
-            with mock.patch.object(module, "ALIGNMENT", itemsize):
-                yield
-            return
-    yield
+    module = buffer_module(package)
+    aligned = hasattr(module, "ALIGNMENT")
+    with mock.patch.object(module, "ALIGNMENT", itemsize) if aligned else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

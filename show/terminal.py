@@ -8,8 +8,8 @@ from .memory import Memory
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#d9c27e", "#f79d65", "#a9b8c6"]  # by owner
 EXPLANATION = """\
-Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that steps it. Grey: nobody reads it again \
-before it is written. │: another parameter, shard or piece begins."""
+Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that steps it. Grey: nobody reads it \
+again before it is written. │: another parameter, shard or piece begins."""
 
 
 def short(value):
@@ -30,7 +30,9 @@ def draw_row(memory, rank, numbers):
         for cell, (value, _) in enumerate(memory.cells[number]):
             kind, owner, param = memory.kind(number, cell), memory.owner(number, cell), memory.param(number, cell)
             is_garbage = kind in ("garbage", "mixture", "unset")
-            style = "grey50" if is_garbage else f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
+            style = (
+                "grey50" if is_garbage else f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
+            )
             line.append("│" if cell in begins or before is not None and param not in (None, before) else " ")
             line.append(f"{'·' if kind == 'padding' else short(value):>5}", style)
             before = before if param is None else param
@@ -44,18 +46,26 @@ def play(recording, console=None, every=False):
     console.print(f"[bold]{rich.markup.escape(recording['title'])}[/]\n{EXPLANATION}\n", soft_wrap=True)
     for index, frame in enumerate(frames):
         changed = memory.take(frame)
-        leaving = [one for one in recording["operations"] if min(arrow[3] for arrow in one["arrows"]) == index] if \
-            recording["operations"] else []
+        leaving = (
+            [one for one in recording["operations"] if min(arrow[3] for arrow in one["arrows"]) == index]
+            if recording["operations"]
+            else []
+        )
         if not (changed or leaving or every or index == len(frames) - 1):
             continue
         moved = [rank for rank, _ in frame["at"]]
         name, file, line, text = memory.place(moved[0] if moved else 0)
-        console.print(f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}", soft_wrap=True)
+        console.print(
+            f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}", soft_wrap=True
+        )
         console.print(f"    {rich.markup.escape(text)}", soft_wrap=True)
         for one in leaving:
             sizes = sorted({arrow[2] for arrow in one["arrows"]})
-            console.print(f"  ⇒ {one['kind']} of {one['what']}: {len(one['arrows'])} messages of "
-                          f"{' to '.join(map(str, sizes))} B", soft_wrap=True)
+            console.print(
+                f"  ⇒ {one['kind']} of {one['what']}: {len(one['arrows'])} messages of "
+                f"{' to '.join(map(str, sizes))} B",
+                soft_wrap=True,
+            )
         for row, ranks in memory.rows().items():
             if any(number in changed for numbers in ranks.values() for number in numbers):
                 console.print(f"  [bold]{rich.markup.escape(row)}[/]", soft_wrap=True)

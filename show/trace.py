@@ -1,4 +1,4 @@
-"""One rank, recorded from outside: at which line it is, and what all memory holds that the optimizer and the model reach.
+"""One rank, recorded from outside: its line, and what all memory holds that the optimizer and the model reach.
 
 Python's own tracing tells the lines of the watched files, also in hooks that autograd calls. What changed between two
 lines was written by the first of them. Memory is found by walking attributes, and local variables of the functions that
@@ -19,6 +19,7 @@ HIDDEN = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")  # f
 
 class Place(NamedTuple):
     """A line of a function that runs, or that waits for the one that it has called."""
+
     file: str
     line: int
     function: str
@@ -28,6 +29,7 @@ class Place(NamedTuple):
 @dataclass
 class Storage:
     """Memory of one dtype. Two dtypes of the same bytes are two of these; `counted` is set in the first."""
+
     row: str
     part: str
     itemsize: int
@@ -43,6 +45,7 @@ class Storage:
 @dataclass
 class Event:
     """A line, and what it did. `memory`: storage -> values, of all that is alive when it has been done."""
+
     stack: tuple
     is_line: bool
     phase: str
@@ -105,8 +108,17 @@ class Trace:
         while frame is not None:
             if frame in self.calls:
                 code = frame.f_code
-                stack.append((frame, Place(self.files[code.co_filename], frame.f_lineno, getattr(code, "co_qualname", code.co_name),
-                                           self.calls[frame])))
+                stack.append(
+                    (
+                        frame,
+                        Place(
+                            self.files[code.co_filename],
+                            frame.f_lineno,
+                            getattr(code, "co_qualname", code.co_name),
+                            self.calls[frame],
+                        ),
+                    )
+                )
             frame = frame.f_back
         return tuple(reversed(stack))
 
@@ -196,8 +208,11 @@ class Trace:
 
         first = 0
         for index, param in enumerate(self.model.parameters()):
-            for tensor, row in ((param, "parameters"), (param.grad, "gradients"),
-                                (getattr(param, "main_grad", None), "gradients")):
+            for tensor, row in (
+                (param, "parameters"),
+                (param.grad, "gradients"),
+                (getattr(param, "main_grad", None), "gradients"),
+            ):
                 if tensor is not None:
                     see(tensor, row, f"p{index}")
                     storage, offset = self.storages[self.uid_of(tensor), tensor.dtype], tensor.storage_offset()
@@ -246,11 +261,15 @@ class Trace:
                 values = value.values() if isinstance(value, dict) else value
                 todo.extend((one, name, f"{index}") for index, one in enumerate(values))
             elif hasattr(value, "__dict__") and sys.modules[type(value).__module__].__dict__.get(
-                    "__file__", "").startswith(self.package):
+                "__file__", ""
+            ).startswith(self.package):
                 seen.add(id(value))
                 title, part = self.title_of(value)
-                todo.extend((one, f"{title}{attribute}", part) for attribute, one in vars(value).items()
-                            if attribute not in ("param_groups", "state", "defaults", "process_group"))
+                todo.extend(
+                    (one, f"{title}{attribute}", part)
+                    for attribute, one in vars(value).items()
+                    if attribute not in ("param_groups", "state", "defaults", "process_group")
+                )
 
     def title_of(self, instance):
         """-> "Bucket." and which one of them; of the optimizer nothing: its attributes speak for themselves."""
@@ -306,8 +325,7 @@ class Trace:
                     cells[storage.uid] = frozenset()
                 elif storage.uid in event.memory:
                     ahead, step = nexts[uid], storage.itemsize
-                    cells[storage.uid] = frozenset(
-                        i for i in range(storage.numel) if ahead.get(i * step) != "read")
+                    cells[storage.uid] = frozenset(i for i in range(storage.numel) if ahead.get(i * step) != "read")
             result.append(cells)
         return result[::-1]
 

@@ -1,9 +1,9 @@
 """What travels, seen by torch's dispatcher; and delivered where it is waited for, whenever it really came.
 
 A message that a rank doesn't wait for may arrive at any line. Here what is sent is copied as it leaves, what is
-received arrives in a copy, and `wait` puts it in place: two recordings are equal, and whoever reads too early reads what
-was there before, each time. Everything that is read and written is noted too, so that afterwards one can tell what
-nobody reads again.
+received arrives in a copy, and `wait` puts it in place: two recordings are equal, and whoever reads too early reads
+what was there before, each time. Everything that is read and written is noted too, so that afterwards one can tell
+what nobody reads again.
 """
 
 from typing import NamedTuple
@@ -39,6 +39,7 @@ class Operation(NamedTuple):
     arrows: (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes.
     spans: (storage, first byte, end) of what is sent.
     """
+
     key: tuple
     kind: str
     arrows: tuple

@@ -1,1 +1,17 @@
-from .guard import DistributedOptimizer as DistributedOptimizer
+"""The core, `ShardedOptimizer`, and with guard/ beside this directory the class to rely on, `DistributedOptimizer`."""
+
+from .optimizer import ShardedOptimizer as ShardedOptimizer
+
+__version__ = "0.2.0"
+
+
+def __getattr__(name):
+    if name != "DistributedOptimizer":
+        raise AttributeError(name)
+    try:
+        from .distributed import DistributedOptimizer
+    except ModuleNotFoundError as missing:
+        if missing.name.split(".")[0] != "guard":
+            raise
+        raise ImportError(f"DistributedOptimizer needs guard/ beside {__name__}/, see make take") from None
+    return DistributedOptimizer

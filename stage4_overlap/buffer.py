@@ -182,15 +182,12 @@ class BucketBuffer:
         """Take the gradients of `bucket` out of its parameters, and send them off."""
         self.bucket = bucket
         slots, sent, received = self.places[bucket]
-        self.copy_scaled(bucket.grads(), slots)
+        torch._foreach_copy_(slots, bucket.grads())
+        sent /= self.transport.world_size
         for param in bucket.params:
             param.grad = None
         bucket.ready.clear()
         self.works = self.transport.reduce_scatter(sent, received)
-
-    def copy_scaled(self, grads, slots):
-        for grad, slot in zip(grads, slots):
-            torch.div(grad, self.transport.world_size, out=slot)
 
     def finish_grad_sync(self):
         """Wait, and add the sum to this rank's shard."""

@@ -8,7 +8,6 @@ Source of the idea: Megatron-LLaMA's OverlappedDistributedOptimizer and veScale'
 from collections import deque
 
 import torch
-import torch.distributed as dist
 
 from .buffer import Bucket, BucketBuffer, ParameterBuffer, bucket_layout
 from .transport import transport_for
@@ -28,6 +27,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         buckets: in the order in which their gradients leave; parameters come back in the reverse order.
+        queue: those that have not left in this backward pass.
         idle, travelling: bucket buffers that are free; those in which gradients are under way, the oldest first.
 
     Without: parameters that a backward pass doesn't use, accumulation without communication, who reads a parameter
@@ -40,9 +40,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                  reduce_dtype=None, **optimizer_kwargs):
         self.process_group = process_group
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
-        self.buckets, self.bucket_of = [], {}
+        self.buckets, self.bucket_of, self.queue = [], {}, deque()
         self.idle, self.travelling = deque(), deque()
-        self.next_bucket = 0  # in the queue of those that are to leave
         self.prefetching = False
         self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # steps what this rank owns
         self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
@@ -54,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Put the parameters of `groups` into buckets; the inner optimizer steps what this rank owns of those."""
         params = [param for group in groups for param in group["params"]]
         transport = transport_for(self.process_group, params[0].device, self.reduce_dtype)
-        nbytes = [self.nbytes_of(param) for param in params]
+        nbytes = [param.nbytes for param in params]
         # Two buckets are held: little of the model. Below 1 MiB latency counts; above 25, DDP's size, nothing is won.
         cap_mb = self.bucket_cap_mb or min(25, max(1, sum(nbytes) / 20 / 2**20))
         layout = bucket_layout(nbytes, [param.dtype for param in params], cap_mb * 2**20)
@@ -63,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ParameterBuffer([bucket for bucket in buckets if bucket.params[0].dtype == dtype])
         for bucket in buckets:
             self.buckets.append(bucket)
+            self.queue.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.params, bucket))
         self.idle = deque(self.bucket_buffer_class(self.buckets, transport) for _ in range(2))
         main_param = {param: main for bucket in buckets for param, main in bucket.main_params.items()}
@@ -118,15 +118,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def send_full_buckets(self):
         """In bucket order, the same on every rank: a bucket that is full early waits for those before it."""
-        while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].is_full():
-            self.send_grads(self.buckets[self.next_bucket])
-            self.next_bucket += 1
-        if self.next_bucket == len(self.buckets):
-            self.end_round()
-
-    def end_round(self):
-        """Every bucket has left: the next gradient is of another micro-batch, or comes after the step."""
-        self.next_bucket = 0
+        while self.queue and self.queue[0].is_full():
+            self.send_grads(self.queue.popleft())
+        if not self.queue:
+            self.queue.extend(self.buckets)  # the next gradient is of another micro-batch, or comes after the step
 
     @torch.no_grad()
     def send_grads(self, bucket):
@@ -144,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
         self.prefetching = True
         for module in model.modules():
-            self.hook_module(module)
+            module.register_forward_pre_hook(self.wait_for_own_params)
 
     def wait_for_own_params(self, module, _):
         for param in module.parameters(recurse=False):
@@ -156,14 +151,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.finish_param_sync()
 
-    def nbytes_of(self, param):
-        return param.nbytes
-
     def watch(self, param):
         param.register_post_accumulate_grad_hook(self.on_grad_ready)
-
-    def hook_module(self, module):
-        module.register_forward_pre_hook(self.wait_for_own_params)
 
 
 def hyperparameters(group):

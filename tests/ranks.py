@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from harness.launch import start_forkserver
+from harness.run.workers import start_forkserver
 
 ROOT = Path(__file__).resolve().parents[1]
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

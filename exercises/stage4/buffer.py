@@ -2,7 +2,7 @@
 
 Sources of the ideas: DistributedDataParallel's buckets, Megatron-LLaMA's OverlappedDistributedOptimizer, veScale.
 
-Exercise: fill in 6 bodies, see docs/exercise.md. The solution is stage4_overlap/buffer.py.
+Exercise: fill in 5 bodies, see docs/exercise.md. The solution is stage4_overlap/buffer.py.
 """
 
 import itertools
@@ -175,10 +175,7 @@ class BucketBuffer:
 
     def start_grad_sync(self, bucket):
         """Take the gradients of `bucket` out of its parameters, and send them off."""
-        raise RuntimeError("fill in start_grad_sync: copy the gradients into slots, let go of them, reduce-scatter")
-
-    def copy_scaled(self, grads, slots):
-        raise RuntimeError("fill in copy_scaled: each gradient / d into its slot")
+        raise RuntimeError("fill in start_grad_sync: into slots, divide, let go of them, clear bucket.ready, send")
 
     def finish_grad_sync(self):
         """Wait, and add the sum to this rank's shard."""

@@ -12,37 +12,40 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness import gpu, ledger, tables
+from harness.measure import gpu_step, ledger
+from harness.report.gpu_table import gpu_sheet
+from harness.report.sheet import sheet_text
+from harness.train.gpt import GPT, MODELS
 from tests.common import STAGES
 
 CPU = torch.device("cpu")
 
 
 def test_rows_and_bytes():
-    result = gpu.measure(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024, host_steps=1)
-    assert [(row["stage"], row["d"]) for row in result["rows"]] == [
-        ("fused AdamW", 1), *((stage, d) for stage in gpu.STAGES for d in (1, 8))]
-    numel = sum(param.numel() for param in gpu.workload.GPT(gpu.workload.MODELS["nano"]).parameters())
-    for row in result["rows"]:
-        assert row["bytes_per_s"] * row["step_ms"] / 1000 * row["d"] == pytest.approx(28 * numel)
-        assert row["allocations"] == 0 and row["peak_bytes"] is None
-    text = tables.sheet_text(gpu.sheet(result))
+    result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024, host_steps=1)
+    assert [(row.stage, row.d) for row in result.rows] == [
+        ("fused AdamW", 1), *((stage, d) for stage in gpu_step.STAGES for d in (1, 8))]
+    numel = sum(param.numel() for param in GPT(MODELS["nano"]).parameters())
+    for row in result.rows:
+        assert row.bytes_per_s * row.step_ms / 1000 * row.d == pytest.approx(28 * numel)
+        assert row.allocations == 0 and row.peak_bytes is None
+    text = sheet_text(gpu_sheet(result))
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 
 
 def test_an_out_of_memory_is_a_result(monkeypatch):
     def fails(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-    monkeypatch.setattr(gpu, "time_steps", fails)
-    result = gpu.measure(CPU, models=["nano"], ranks=(1,), copied_bytes=1024, host_steps=1)
-    assert all("out of memory" in row["error"] for row in result["rows"])
-    assert "out of memory" in tables.sheet_text(gpu.sheet(result))
+    monkeypatch.setattr(gpu_step, "time_steps", fails)
+    result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1,), copied_bytes=1024, host_steps=1)
+    assert all("out of memory" in row.error for row in result.rows)
+    assert "out of memory" in sheet_text(gpu_sheet(result))
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(tmp_path / "cuda.json")])
-    gpu.main()
+    gpu_step.main()
     assert capsys.readouterr().out == "cuda: there is no GPU here: nothing was measured\n"
     assert not (tmp_path / "cuda.json").exists()
 
@@ -61,9 +64,9 @@ def test_collectives_are_not_timed(monkeypatch, fake_group):
     def step():
         assert dist.all_gather_into_tensor(gathered, torch.ones(1)) is None
         return dist.all_gather_into_tensor(gathered, torch.ones(1), async_op=True).wait()
-    monkeypatch.setattr(gpu, "seconds_of", lambda function, device: 1.0 if step() else 2.0)
-    model = gpu.workload.GPT(gpu.workload.MODELS["nano"])
-    assert gpu.time_steps(model, torch.optim.AdamW(model.parameters()), CPU, 1) == (1.0, 0)
+    monkeypatch.setattr(gpu_step, "seconds_of", lambda function, device: 1.0 if step() else 2.0)
+    model = GPT(MODELS["nano"])
+    assert gpu_step.time_steps(model, torch.optim.AdamW(model.parameters()), CPU, 1) == (1.0, 0)
     assert gathered.eq(0).all()
 
 
@@ -74,7 +77,7 @@ BACKENDS = [("nccl", "cuda:1"), ("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", 
 @pytest.mark.parametrize("config, expected", BACKENDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch, fake_group, stage, config, expected):
-    refuse, found = importlib.import_module(f"{stage}.guard.refuse"), []
+    refuse, found = importlib.import_module("guard.refuse"), []
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(refuse, "_agree", lambda error, lines, group, device: found.append((error, str(device))))
     monkeypatch.setattr(refuse, "_check_memory", lambda named: None)  # fake tensors have none

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import launch
-from harness.launch import WorkerError, Workers
+from harness.run import devices, lost_ranks
+from harness.run.workers import WorkerError, Workers, event
 from tests.ranks import hears_ctrl_c
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +27,7 @@ def add(rank, a, b):
 
 
 def fails_on_rank_1(rank, how):
-    launch.event({"pid": os.getpid()})
+    event({"pid": os.getpid()})
     if rank.rank == 1:
         how_to_end(how)
     dist.barrier()  # the others wait here for a rank that never comes
@@ -81,7 +83,7 @@ def test_ctrl_c_ends_every_rank(tmp_path):
     """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from harness.launch import Workers
+from harness.run.workers import Workers
 from tests.harness.test_launch import fails_on_rank_1
 if __name__ == "__main__":
     with Workers(2) as workers:
@@ -111,22 +113,22 @@ def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, expected,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(launch.platform, "node", lambda: "here")
+    monkeypatch.setattr(devices.platform, "node", lambda: "here")
     for name, value in (("SHARE_GPU", share), ("NCCL_HOSTID", "")):
         monkeypatch.setenv(name, value or "")
-    assert launch.choices(1, 2) == [(backend, torch.device(device)) for backend, device in expected]
+    assert devices.choices(1, 2) == [(backend, torch.device(device)) for backend, device in expected]
     assert os.environ["NCCL_HOSTID"] == (host or "")
 
 
 FALLS_BACK = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from harness import launch
+from harness.run import meeting
 cpu, meta = torch.device("cpu"), torch.device("meta")
-launch.choices = lambda *_: [("gloo", meta), ("gloo", cpu), ("gloo", meta)]
-rank = launch.connect(timeout_s=30)
+meeting.choices = lambda *_: [("gloo", meta), ("gloo", cpu), ("gloo", meta)]
+rank = meeting.connect(timeout_s=30)
 print(rank.device, rank.backend)
-launch.disconnect()
+meeting.disconnect()
 """
 
 
@@ -156,7 +158,7 @@ def test_threads_of_a_rank(written, threads, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", written)
     found = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    launch.prepare(torch.device("cpu"))
+    devices.prepare(torch.device("cpu"))
     assert found == [threads]
 
 
@@ -179,18 +181,18 @@ ENDS = """
 import atexit, sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from harness import launch
+from harness.run import meeting
 
 @atexit.register  # what is registered first comes last
 def count_threads():
     print(sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm")))
 
 def main():
-    launch.connect(timeout_s=30)
+    meeting.connect(timeout_s=30)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    torch.distributed.all_reduce(torch.ones(1), group=launch.beside(30))
+    torch.distributed.all_reduce(torch.ones(1), group=meeting.beside(30))
     count_threads()
-    launch.disconnect()
+    meeting.disconnect()
 
 main()
 """
@@ -204,7 +206,8 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
-@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.faults", "harness.gpu", "harness.report"])
+@pytest.mark.parametrize("module", ["bench", "harness.measure.timeline", "harness.faults", "harness.measure.gpu_step",
+                                    "harness.report"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
@@ -217,14 +220,14 @@ def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
 
 def test_ctrl_c_is_one_word_for_a_rank(capsys):
     with pytest.raises(SystemExit) as end:
-        launch._report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
+        lost_ranks.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nfrom harness.launch import connect\nconnect()\n"
+    script.write_text("import os, time\nfrom harness.run.meeting import connect\nconnect()\n"
                       "print(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -5,46 +5,54 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import measure, peers
-from harness.ledger import Ledger
-from harness.owner_reduce import owner_buckets
-from harness.replicated import DistributedOptimizer
+from harness.measure import accumulation, default_buckets, examine
+from harness.measure.ledger import Ledger
+from harness.measure.played_rank import rank_0_of
+from harness.measure.setup import Settings, adamw, make_batches, make_model
+from harness.rows import catalogue
+from harness.rows.choice import ONE_PARAMETER, Choice
+from harness.rows.owner_reduce import owner_buckets
+from harness.rows.replicated import DistributedOptimizer
 from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
 from tests.house.test_house import code_lines
 from tests.ranks import ROOT
 
-SETTINGS = measure.Settings("nano", 2, 16, 1, 1)
-SIZED = [peers.sized_name(name, size) for name, size in [
-    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", peers.ONE_PARAMETER), ("ddp + stage 2", 0.01),
-    ("stage 4 overlap", peers.ONE_PARAMETER), ("owner reduce", 0.01)]]
+SETTINGS = Settings("nano", 2, 16, 1, 1)
+SIZED = [Choice(base, size) for base, size in [
+    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", ONE_PARAMETER), ("ddp + stage 2", 0.01),
+    ("stage 4 overlap", ONE_PARAMETER), ("owner reduce", 0.01)]]
+OTHERS = [Choice(base) for base in (*(row.name for row in catalogue.APART), "owner reduce", "rung 0 replicated")]
+
+
+def name_of(choice):
+    return choice.name
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", [*SIZED, *(row.name for row in peers.APART), "owner reduce", "rung 0 replicated"])
-def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, name):
-    for found in run(measure.examine, SETTINGS, name):
-        assert found["max_abs_diff"] == 0 and found["movement"] > 0
-        assert found["wire_bytes"] == pytest.approx(found["wire_bytes_theory"], rel=0.01, abs=8 * 32)
-        if name.startswith(("owner", "stage 4")):  # shares that differ, buckets that are padded: much in a tiny model
-            assert found["bytes_per_param"] == pytest.approx(found["bytes_per_param_theory"], rel=0.05)
-        else:
-            assert found["bytes_per_param"] == pytest.approx(found["bytes_per_param_theory"], rel=0.005)
+@pytest.mark.parametrize("choice", [*SIZED, *OTHERS], ids=name_of)
+def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, choice):
+    for found, movement in run(examine.examine, SETTINGS, *choice):
+        assert found.choice == choice and found.max_abs_diff == 0 and movement > 0
+        assert found.wire_bytes == pytest.approx(found.wire_bytes_theory, rel=0.01, abs=8 * 32)
+        # Shares that differ, buckets that are padded: much in a tiny model.
+        rel = 0.05 if choice.base.startswith(("owner", "stage 4")) else 0.005
+        assert found.bytes_per_param == pytest.approx(found.bytes_per_param_theory, rel=rel)
 
 
 @pytest.mark.parametrize("world_size", [3])
-@pytest.mark.parametrize("name", ["owner reduce", SIZED[-1]])
-def test_an_owner_is_right_on_three_ranks(run, name):
-    for found in run(measure.examine, SETTINGS, name):
-        assert found["max_abs_diff"] <= measure.tolerance(3)
+@pytest.mark.parametrize("choice", [Choice("owner reduce"), SIZED[-1]], ids=name_of)
+def test_an_owner_is_right_on_three_ranks(run, choice):
+    for found, _ in run(examine.examine, SETTINGS, *choice):
+        assert found.max_abs_diff <= examine.tolerance(3)
 
 
-def messages(rank, name):
-    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
-    for batch in measure.make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
-        training.step(batch)
+def messages(rank, choice):
+    training = catalogue.find(*choice).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    for data in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
+        training.step(data)
     with Ledger() as ledger:
-        training.forward_backward(measure.make_batches(SETTINGS, rank)[2])
+        training.forward_backward(make_batches(SETTINGS, rank)[2])
     n_params = sum(1 for _ in training.model.parameters())
     training.update()
     training.finish()
@@ -53,8 +61,8 @@ def messages(rank, name):
 
 @pytest.mark.parametrize("world_size", [2])
 def test_smaller_buckets_are_more_messages(run, world_size):
-    names = ["ddp", SIZED[0], "owner reduce", SIZED[-1]]
-    (default, _), (small, _), (each, n_params), (gathered, _) = [run(messages, name)[0] for name in names]
+    choices = [Choice("ddp"), SIZED[0], Choice("owner reduce"), SIZED[-1]]
+    (default, _), (small, _), (each, n_params), (gathered, _) = [run(messages, choice)[0] for choice in choices]
     assert default["all_reduce"] < small["all_reduce"]
     assert each == {"reduce": n_params} and 2 < gathered["reduce"] < n_params
 
@@ -73,19 +81,19 @@ def test_a_bucket_has_one_owner_and_leaves_when_it_is_full():
                                         ("stage 4 only parameters", True), ("stage 4 overlap", False)])
 def test_gradients_leave_late_where_the_row_says_so(run, name, late):
     """By the order in which it happens: the first bucket leaves behind the last gradient, or before it."""
-    for order in run(order_of, peers.sized_name(name, 0.01)):
+    for order in run(order_of, name, 0.01):
         first_leaves, last_gradient = order.index("leaves"), len(order) - 1 - order[::-1].index("gradient")
         assert (first_leaves > last_gradient) == late
 
 
-def order_of(rank, name):
-    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
+def order_of(rank, name, bucket_mb):
+    training = catalogue.find(name, bucket_mb).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     optimizer, order = training.optimizer, []
     send_grads = optimizer.send_grads
     for param in training.model.parameters():
         param.register_hook(lambda grad: order.append("gradient"))
     optimizer.send_grads = lambda bucket: (order.append("leaves"), send_grads(bucket))
-    training.step(measure.make_batches(SETTINGS, rank)[0])
+    training.step(make_batches(SETTINGS, rank)[0])
     training.finish()
     return order
 
@@ -98,8 +106,8 @@ def test_parameters_come_late_where_the_row_says_so(run, name, prefetches):
 
 
 def under_way_after_step(rank, name):
-    training = peers.find(name).build(measure.make_model(SETTINGS, rank, "float32"), measure.adamw(SETTINGS))
-    training.step(measure.make_batches(SETTINGS, rank)[0])
+    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    training.step(make_batches(SETTINGS, rank)[0])
     found = any(bucket.param_sync is not None for bucket in training.optimizer.buckets)
     training.finish()
     return found
@@ -144,7 +152,7 @@ def test_rung_0_is_replicated_training_with_the_face_of_a_stage(run, beneath_ddp
 
 
 def test_rung_0_is_short():
-    assert len(code_lines(ROOT / "harness" / "replicated.py")) <= 60
+    assert len(code_lines(ROOT / "harness" / "rows" / "replicated.py")) <= 60
 
 
 # ------------------------------------------------------------------------------------- accumulation, default buckets
@@ -152,7 +160,7 @@ def test_rung_0_is_short():
 
 def gradients_sent(rank, name, in_no_sync):
     with Ledger() as ledger:
-        measure.time_accumulation(rank, SETTINGS, name, 4, in_no_sync)
+        accumulation.time_accumulation(rank, SETTINGS, Choice(name), 4, in_no_sync)
     return sum(entry.wire_bytes for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
 
 
@@ -167,7 +175,7 @@ def cap_of(monkeypatch, nbytes):
     """-> bytes at which stage 4 closes a bucket of parameters that are as large together."""
     caps = []
     monkeypatch.setattr(optimizer, "bucket_layout", lambda sizes, dtypes, cap: caps.append(cap) or [range(len(sizes))])
-    with measure.rank_0_of(2), FakeTensorMode():
+    with rank_0_of(2), FakeTensorMode():
         optimizer.ShardedOptimizer([torch.zeros(nbytes // 8, requires_grad=True) for _ in range(2)])
     return caps[0]
 
@@ -178,8 +186,8 @@ def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_m
 
 
 def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
-    nano, *others = measure.caps()
-    assert nano["buckets"] == 1 and [row["model"] for row in others] == ["tiny", "small", "medium", "large"]
+    nano, *others = default_buckets.caps()
+    assert nano.buckets == 1 and [row.model for row in others] == ["tiny", "small", "medium", "large"]
     for row in others:
-        assert row["buckets"] >= 15 and row["bytes_per_param"] < 11  # of stages 1 to 3: 12
-        assert row["b_exchanged"] == pytest.approx(2 * row["b_native"])
+        assert row.buckets >= 15 and row.bytes_per_param < 11  # of stages 1 to 3: 12
+        assert row.b_exchanged == pytest.approx(2 * row.b_native)

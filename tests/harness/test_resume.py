@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from checkpoint import latest, save
-from harness import resume, workload
-from harness.faults import converted, final_state
+from harness.faults.final_state import converted, final_state
+from harness.train import options, run_folder, run_settings
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
+
+pytestmark = pytest.mark.slow
 
 OPTIONS = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 TRAIN = f"{STAGES[3]}/train.py"
@@ -101,10 +103,10 @@ def test_so_many_checkpoints_stay(args, steps, tmp_path):
 
 def make(folder, *steps, is_complete=True):
     for step in steps:
-        resume.path_of(folder, step).mkdir()
-        (resume.path_of(folder, step) / "data").touch()
+        run_folder.path_of(folder, step).mkdir()
+        (run_folder.path_of(folder, step) / "data").touch()
         if is_complete:
-            (resume.path_of(folder, step) / resume.MANIFEST).touch()
+            (run_folder.path_of(folder, step) / run_folder.MANIFEST).touch()
 
 
 def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
@@ -118,23 +120,23 @@ def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
     others = ["best", "step-00000001.aside", "step-00000001.partial", "step-1", "zzz-best"]
     for name in others:
         (folder / name).mkdir()
-        (folder / name / resume.MANIFEST).touch()
-    resume.path_of(folder, 4).symlink_to(resume.path_of(elsewhere, 4))
-    assert resume.complete(folder) == [123456789, 10, 4, 3, 2]
-    resume.remove_old(folder, 2)
+        (folder / name / run_folder.MANIFEST).touch()
+    run_folder.path_of(folder, 4).symlink_to(run_folder.path_of(elsewhere, 4))
+    assert run_folder.complete(folder) == [123456789, 10, 4, 3, 2]
+    run_folder.remove_old(folder, 2)
     assert steps_in(folder) == sorted([*others, *names(4, 10, 11, 123456789)])
-    assert resume.complete(elsewhere) == [4] and resume.complete(folder) == [123456789, 10, 4]
-    resume.remove_old(folder, 0)
+    assert run_folder.complete(elsewhere) == [4] and run_folder.complete(folder) == [123456789, 10, 4]
+    run_folder.remove_old(folder, 0)
     assert len(steps_in(folder)) == 9
 
 
 def test_what_can_not_be_removed_is_one_line_and_no_error(tmp_path, monkeypatch, capsys):
     make(tmp_path, 1, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    resume.remove_old(tmp_path, 1)
+    run_folder.remove_old(tmp_path, 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{tmp_path}/step-00000001 can't be removed: Permission denied")
-    assert resume.complete(tmp_path) == [2]  # and the rest goes at the next save
+    assert run_folder.complete(tmp_path) == [2]  # and the rest goes at the next save
 
 
 # -------------------------------------------------------------------------------------------------- which one is taken
@@ -169,7 +171,7 @@ def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monk
 
 
 def damage(path):
-    file = max(path.glob("*.distcp"))
+    file = max(path.glob("rank-*.bin"))
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -239,7 +241,7 @@ def stepped_with(rank):
 
     class args:
         lr, weight_decay = 0.5, 0.125
-    resume.take_hyperparameters(args, optimizer, scheduler)
+    run_settings.take_hyperparameters(args, optimizer, scheduler)
     weight.grad = torch.zeros(1)
     optimizer.step()
     assert weight.item() == 1 - 0.25 * 0.125
@@ -300,7 +302,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(tmp_pa
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/reference.md"])
 def test_a_page_says_how_long_a_rank_waits(page):
     text = " ".join((ROOT / page).read_text().split())
-    assert re.search(rf"--timeout.{{0,40}}\b{workload.TIMEOUT_S}\b|\b{workload.TIMEOUT_S} s \(`--timeout`", text)
+    assert re.search(rf"--timeout.{{0,40}}\b{options.TIMEOUT_S}\b|\b{options.TIMEOUT_S} s \(`--timeout`", text)
 
 
 @pytest.mark.parametrize("args, message", [

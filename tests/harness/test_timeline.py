@@ -11,10 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import peers, timeline
-from harness.ledger import Collective
-from harness.measure import Settings, adamw, make_batches, make_model
-from harness.memory import Memory
+from harness.measure import recorder, timeline
+from harness.measure.ledger import Collective
+from harness.measure.memory import Memory
+from harness.measure.setup import Settings, adamw, make_batches, make_model
+from harness.report import step_picture
+from harness.report.step_trace import trace
+from harness.rows import catalogue, rates
+from harness.rows.results import RecordedStep, Result, Row
+from harness.rows.spans import length, overlap, union
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,21 +39,21 @@ def recorded():
 
 
 def test_spans_by_hand():
-    assert timeline.union([(3, 4), (0, 1), (0.5, 2)]) == [[0, 2], [3, 4]]
-    assert timeline.overlap([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
-    assert timeline.length([(0, 2), (3, 4)]) == 3
+    assert union([(3, 4), (0, 1), (0.5, 2)]) == [[0, 2], [3, 4]]
+    assert overlap([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
+    assert length([(0, 2), (3, 4)]) == 3
 
 
 def test_one_step_by_hand():
     """Exposed: from 13 to 14 something is received, from 18 to 18.5 flags are reduced, while nothing computes."""
-    step = timeline.one_step(recorded(), 1)
-    assert step["seconds"] == 10
-    assert step["phases"] == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
-    assert step["busy"] == [[0, 3], [4, 8], [9, 10]]
-    assert [(one["kind"], one["start"], one["end"]) for one in step["communication"]] == [
+    step = recorder.one_step(recorded(), 1)
+    assert step.seconds == 10
+    assert step.phases == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
+    assert step.busy == [(0, 3), (4, 8), (9, 10)]
+    assert [(one.kind, one.start, one.end) for one in step.communication] == [
         ("all_gather", -1, 1), ("recv", 2, 5), ("all_reduce", 7.5, 8.5), ("all_gather", 9.5, 11)]
-    assert step["exposed_seconds"] == 1.5
-    assert step["memory"] == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
+    assert step.exposed_seconds == 1.5
+    assert step.memory == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
 
 def lengths_on(rank, lengths):
@@ -57,7 +62,7 @@ def lengths_on(rank, lengths):
     for seconds in lengths[rank.rank]:
         phases += [("forward", now, now), ("backward", now, now), ("step", now, now + seconds)]
         now += seconds
-    return timeline.median_step(SimpleNamespace(phases=phases))
+    return recorder.median_step(SimpleNamespace(phases=phases))
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -67,24 +72,24 @@ def test_the_step_of_median_length_is_shown_on_every_rank(run):
 
 
 def test_drawings_have_what_was_recorded():
-    step = timeline.one_step(recorded(), 1)
-    assert timeline.lanes(step) == [
+    step = recorder.one_step(recorded(), 1)
+    assert step_picture.lanes(step) == [
         ("computes", [(0, 3, "forward"), (4, 8, "backward"), (9, 10, "step")]),
         ("gradients", [(2, 5, "gradients"), (7.5, 8.5, "gradients")]),
         ("parameters", [(0, 1, "parameters"), (9.5, 11, "parameters")]),
     ]
-    lines = timeline.text([("a row", step)], width=10).splitlines()
+    lines = step_picture.text([("a row", step)], width=10).splitlines()
     assert lines[0].startswith("a row: 10000 ms, 1500 ms of communication")
     assert lines[4] == "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"
     assert [line.split()[1] for line in lines[1:4]] == ["FFF·BBBB·S", "··▒▒▒··▒▒·", "▓········▓"]
-    root = ElementTree.fromstring(timeline.svg([("a <row>", step)], "title"))
+    root = ElementTree.fromstring(step_picture.svg([("a <row>", step)], "title"))
     classes = [rect.get("class") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert classes.count("forward") == 2 and classes.count("gradients") == 3  # one of each in the legend
     (curve,) = root.iter("{http://www.w3.org/2000/svg}polygon")
     corners = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
     bottom, top = max(y for _, y in corners), min(y for _, y in corners)
     assert {round((bottom - y) / (bottom - top), 2) for _, y in corners} == {0, 1, 0.33, 0.17}  # 300, 100, 50 bytes
-    events = timeline.trace([("a row", step)])["traceEvents"]
+    events = trace([("a row", step)])["traceEvents"]
     assert {"ph": "X", "name": "recv 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
     assert {"ph": "C", "name": "memory", "pid": 0, "ts": 2e6, "args": {"bytes": 300}} in events
 
@@ -92,29 +97,29 @@ def test_drawings_have_what_was_recorded():
 def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
     """Operators at these milliseconds, which take no time: the gap of 0.4 is Python's, that of 0.6 is none."""
     now = [0.0]
-    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    with Memory(torch.device("cpu")) as memory, timeline.Recorder(memory) as recorder:
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with Memory(torch.device("cpu")) as memory, recorder.Recorder(memory) as found:
         for moment in (1.0, 1.4, 2.0):
             now[0] = moment / 1000
             torch.ones(3)
-    assert recorder.busy == [[0.001, 0.0014], [0.002, 0.002]]
+    assert found.busy == [[0.001, 0.0014], [0.002, 0.002]]
 
 
 def peaks(rank, name):
     """-> the most in the recorded step, the most in a step without a recorder, and the bytes of the parameters."""
     settings = Settings("nano", batch_size=2, sequence_length=16)
-    recorded = timeline.record(rank, settings, name)
+    recorded = recorder.record(rank, settings, name)
     batches = make_batches(settings, rank)
     gc.collect()
     with Memory(rank.device) as memory:
-        training = peers.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
+        training = catalogue.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in batches[:2]:
             training.step(batch)
         training.finish()
         memory.settled()
         memory.reset_peak()
         training.step(batches[1])
-    return max(recorded["memory"]), memory.peak, sum(param.nbytes for param in training.model.parameters())
+    return max(recorded.memory), memory.peak, sum(param.nbytes for param in training.model.parameters())
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -127,7 +132,7 @@ def test_the_memory_curve_ends_where_the_counter_ends(run, name):
 
 
 def run_timeline(args):
-    command = [sys.executable, "-m", "harness.timeline", *args]
+    command = [sys.executable, "-m", "harness.measure.timeline", *args]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -136,8 +141,8 @@ def run_timeline(args):
 @pytest.mark.parametrize("seconds, ticks", [(0.8347, [0, 200, 400, 600, 800]), (1, [0, 200, 400, 600, 800, 1000]),
                                             (0.0132, [0, 5, 10]), (2.5, [0, 500, 1000, 1500, 2000, 2500])])
 def test_ticks_are_round_numbers_at_their_place(seconds, ticks):
-    step = {"seconds": seconds, "exposed_seconds": 0, "phases": [], "busy": [], "communication": [], "memory": [1]}
-    root = ElementTree.fromstring(timeline.svg([("a row", step)], "title"))
+    step = RecordedStep(exposed_seconds=0, seconds=seconds, memory=[1])
+    root = ElementTree.fromstring(step_picture.svg([("a row", step)], "title"))
     found = [one for one in root.iter("{http://www.w3.org/2000/svg}text") if one.get("class") == "tick"]
     assert [one.text for one in found] == [f"{tick} ms" for tick in ticks]
     xs = [float(one.get("x")) for one in found]
@@ -159,7 +164,7 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
         printed = capsys.readouterr().out
     bands = [line.split(":")[0] for line in printed.splitlines() if " ms of communication" in line]
     if row == "all":
-        assert bands == [f"{name}, rank 0" for name in peers.LADDER] and len(bands) == 5
+        assert bands == [f"{name}, rank 0" for name in catalogue.LADDER] and len(bands) == 5
     else:
         assert bands[:2] == ["ddp, rank 0", "ddp, rank 1"] and len(bands) >= 4
     assert "F" in printed and "B" in printed and "█" in printed
@@ -169,14 +174,14 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
 
 
 def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
-    recorded, counted = [{"busy": [], "exposed_seconds": 0}], [{"exposed_seconds": 0}]
-    results = [{"conditions": {"bits_per_second": rate}, "rows": [{}, {"timeline": steps}]}
+    recorded, counted = [RecordedStep(0, seconds=1.0)], [RecordedStep(0)]
+    results = [Result(SimpleNamespace(bits_per_second=rate), [Row("compute only"), Row("ddp", timeline=steps)])
                for rate, steps in ((1e9, recorded), (1e7, counted), (1e8, recorded))]
-    assert timeline.to_draw(results) is results[2]
-    timeline.keep_exposed_only(results[2]["rows"])
-    assert timeline.to_draw(results) is results[0]
-    timeline.keep_exposed_only(results[0]["rows"])
-    assert timeline.to_draw(results) is None and timeline.picture(results) == ""
+    assert rates.to_draw(results) is results[2]
+    rates.keep_exposed_only(results[2].rows)
+    assert rates.to_draw(results) is results[0]
+    rates.keep_exposed_only(results[0].rows)
+    assert rates.to_draw(results) is None and step_picture.two_hosts_picture(results) == ""
 
 
 @pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import workload
-from harness.launch import Rank
+from harness.run.meeting import Rank
+from harness.train import corpus, progress
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
+
+pytestmark = pytest.mark.slow
 
 NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 
@@ -49,7 +51,7 @@ def losses():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_prints_the_losses_of_ddp(stage, losses):
-    reference = losses("harness/train_ddp.py")
+    reference = losses("harness/train/train_ddp.py")
     assert len(reference) >= 4 and float(reference[-1]) < float(reference[0])
     assert losses(f"{stage}/train.py") == reference
 
@@ -91,7 +93,7 @@ def test_a_terminal_that_can_draw_no_bar_gets_lines(term, columns, is_bar, monke
     monkeypatch.setenv("FORCE_COLOR", "1")  # to rich: this is a terminal
     args = SimpleNamespace(model="nano", dtype="float32", lr=1, weight_decay=0, clip=0, seed=0, steps=1, accumulate=1,
                            batch_size=1, sequence_length=1, data=None)
-    report = workload.Report(args, Rank(0, 1, torch.device("cpu"), "gloo"), torch.nn.Linear(1, 1))
+    report = progress.Report(args, Rank(0, 1, torch.device("cpu"), "gloo"), torch.nn.Linear(1, 1))
     assert report.bar.disable != is_bar
 
 
@@ -108,10 +110,10 @@ def test_a_folder_of_text_is_read_but_for_what_is_no_file(tmp_path):
     (tmp_path / "test" / "a.txt").write_bytes(b"text " * 9)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert bytes(workload.load_bytes(tmp_path)) == b"text " * 9
+    assert bytes(corpus.load_bytes(tmp_path)) == b"text " * 9
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-that-name/text"])
 def test_data_that_cannot_be_there_is_said_to_be_wrong(path):
     with pytest.raises(ValueError, match="--data .*give a text file"):
-        workload.load_bytes(path)
+        corpus.load_bytes(path)

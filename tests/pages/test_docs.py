@@ -7,24 +7,25 @@ import sys
 
 import pytest
 
-from harness import docs
+from harness.report import command_runs, docs_check, markdown, page_checks, project_files
+from harness.report.reading_time import code_lines, core_lines, minutes, words
 from tests.ranks import ROOT
 
 
 @functools.lru_cache(maxsize=1)
 def found():
-    return docs.problems()
+    return docs_check.problems()
 
 
-@pytest.mark.parametrize("page", [page.name for page in docs.pages()])
+@pytest.mark.parametrize("page", [page.name for page in project_files.pages()])
 def test_a_page_says_what_is_there(page):
-    """Links, names, commands, samples, tables that stand twice, and words: see harness/docs.py."""
+    """Links, names, commands, samples, tables that stand twice, and words: see harness/report/docs_check.py."""
     mine = [line for line in found() if line.startswith(f"{page}:")]
     assert not mine, "\n".join(mine)
 
 
 def test_every_page_with_a_bound_is_there():
-    assert docs.MOST_WORDS.keys() <= {page.name for page in docs.pages()}
+    assert page_checks.MOST_WORDS.keys() <= {page.name for page in project_files.pages()}
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def project(tmp_path):
     def check(text, name="page.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        return docs.problems(tmp_path)
+        return docs_check.problems(tmp_path)
     check.root = tmp_path
     return check
 
@@ -91,7 +92,7 @@ from common import connect
 
 def test_a_right_page_has_no_problem(project):
     assert project(RIGHT) == []
-    commands = [command.text for command in docs.Page(project.root / "page.md", project.root).commands()]
+    commands = [command.text for command in markdown.Page(project.root / "page.md", project.root).commands()]
     assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 5
 
 
@@ -124,7 +125,7 @@ def test_a_right_page_has_no_problem(project):
     ("```python\nimport stage4_overlap.nothing\n```", "import of stage4_overlap.nothing"),
     ("```python\noptimizer.nothing()\n```", "optimizer.nothing: no stage has that"),
     ("<!-- report: bench -->", "a generated table"),
-    ("word " * (docs.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
+    ("word " * (page_checks.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
 ])
 def test_a_mistake_is_named_with_its_line(project, mistake, message):
     wrong = project(f"Text.\n\n{mistake}\n")
@@ -155,7 +156,7 @@ def test_words_are_those_of_wc():
     text = (ROOT / "README.md").read_text()
     if shutil.which("wc"):
         counted = subprocess.run(["wc", "-w", ROOT / "README.md"], capture_output=True, text=True, timeout=60)
-        assert docs.words(text) == int(counted.stdout.split()[0])
+        assert words(text) == int(counted.stdout.split()[0])
 
 
 def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
@@ -163,22 +164,22 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
         '"""Docs,\n\nlong."""\n\nimport torch\n\n# comment\n\nclass A:\n    """Docs."""\n'
         '\n    def f(self):\n        """Docs."""\n        return """a\n\nb"""  # one\n'
     )
-    assert list(docs.code_lines(tmp_path / "optimizer.py")) == [5, 9, 12, 14, 15, 16]
-    assert docs.core_lines(tmp_path) == 6
+    assert list(code_lines(tmp_path / "optimizer.py")) == [5, 9, 12, 14, 15, 16]
+    assert core_lines(tmp_path) == 6
     (tmp_path / "page.md").write_text("word " * 300 + "<!-- report: x -->\n" + "word " * 100 + "<!-- end -->")
-    assert docs.minutes(tmp_path / "page.md", tmp_path) == pytest.approx(300 / 200 + 6 / 5, abs=0.01)
+    assert minutes(tmp_path / "page.md", tmp_path) == pytest.approx(300 / 200 + 6 / 5, abs=0.01)
 
 
 @pytest.mark.parametrize("text, words", [
     ("make show", ["make", "show", "PYTHON", "ARGS="]),
     ('make train STAGE=3 ARGS="--steps 50"',
-     ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {docs.SMALL['train']}"]),
-    ("make bench PYTHON=python3", ["make", "bench", "PYTHON", f"ARGS= {docs.SMALL['bench']}"]),
+     ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {command_runs.SMALL['train']}"]),
+    ("make bench PYTHON=python3", ["make", "bench", "PYTHON", f"ARGS= {command_runs.SMALL['bench']}"]),
     ('make test ARGS="-k clip"', ["make", "test", "PYTHON", "ARGS=-k clip --collect-only --quiet"]),
     ("torchrun --nproc-per-node 2 stage4_overlap/train.py",
      ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
-      *docs.SMALL["train"].split()]),
-    ("python -m harness.timeline", ["python", "-m", "harness.timeline", *docs.NANO.split()]),
+      *command_runs.SMALL["train"].split()]),
+    ("python -m harness.measure.timeline", ["python", "-m", "harness.measure.timeline", *command_runs.NANO.split()]),
     ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None),
     ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
     ("pip install torch", None),
@@ -186,22 +187,22 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
 ])
 def test_what_takes_minutes_is_run_in_a_small_mode_or_read_only(text, words):
     as_written = {sys.executable: "python", f"PYTHON={sys.executable}": "PYTHON"}
-    quick = docs.quick(text)
+    quick = command_runs.quick(text)
     assert words == (quick and [as_written.get(word, word) for word in quick])
 
 
 def test_what_a_page_shows_is_compared_figures_aside():
     printed = "ranks 2\nstep 2/2  loss 1.25\nvalidation loss after: 2.50\n"
-    assert docs.not_printed(["step 200/200   loss 3.1234", "", "validation … after: 9"], printed) is None
-    assert docs.not_printed(["step 2/2  lost 1.25"], printed) == "step 2/2  lost 1.25"
-    assert docs.not_printed(["validation loss after: 1", "step 1/1 loss 1"], printed) == "step 1/1 loss 1"  # the order
+    assert command_runs.not_printed(["step 200/200   loss 3.1234", "", "validation … after: 9"], printed) is None
+    assert command_runs.not_printed(["step 2/2  lost 1.25"], printed) == "step 2/2  lost 1.25"
+    assert command_runs.not_printed(["validation loss after: 1", "step 1/1 loss 1"], printed) == "step 1/1 loss 1"
 
 
 def test_a_command_that_fails_or_prints_something_else_is_found(project):
     """`make train` of the small project prints stage and arguments."""
     page = "    $ make train STAGE=4\n    4 …nano…\n\n```console\n$ make train STAGE=4\nsomething else\n```\n"
     assert project(f"{page}\n`make train STAGE=9`\n`make network`") != []
-    first, second, third, fourth = docs.Page(project.root / "page.md", project.root).commands()
-    assert docs.run(first, project.root) == ""
-    assert docs.run(second, project.root) == "it doesn't print 'something else'"
-    assert "ended with 2" in docs.run(third, project.root) and docs.run(fourth, project.root) is None
+    first, second, third, fourth = markdown.Page(project.root / "page.md", project.root).commands()
+    assert command_runs.run(first, project.root) == ""
+    assert command_runs.run(second, project.root) == "it doesn't print 'something else'"
+    assert "ended with 2" in command_runs.run(third, project.root) and command_runs.run(fourth, project.root) is None

@@ -50,8 +50,13 @@ def test_a_bug_is_marked_where_values_begin_to_be_wrong(bug):
 # ------------------------------------------------------------------------------------------------- in a browser
 
 
-MISSING = ("no chromium" if browser.program() is None
-           else "no playwright: pip install .[browser]" if importlib.util.find_spec("playwright") is None else "")
+MISSING = (
+    "no chromium"
+    if browser.program() is None
+    else "no playwright: pip install .[browser]"
+    if importlib.util.find_spec("playwright") is None
+    else ""
+)
 in_a_browser = pytest.mark.skipif(bool(MISSING), reason=f"the page isn't opened in a browser here: {MISSING}")
 
 
@@ -104,6 +109,7 @@ def test_keys(started):
         def after(key):
             shown.keyboard.press(key)
             return where(shown)
+
         assert [after(key) for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home")] == [2, 3, 2, n, 1]
         leaves = PROGRAMS["3"]["operations"][0]["arrows"][0][3]
         assert after("m") == leaves + 1
@@ -151,7 +157,9 @@ def test_a_cell_says_what_it_is_who_wrote_it_and_where_it_came_from(started):
     with browser.opened(started, f"3/{frame + 1}") as (shown, _, _):
         shown.locator(".row", has_text="GradBuffer.flat").locator(".cell", has_text="156").first.click()
         said = shown.inner_text("#inspector")
-        assert "average over the ranks" in said and "parameter 1, element 0 (6 of 16)" in said and "rank 1 steps" in said
+        assert (
+            "average over the ranks" in said and "parameter 1, element 0 (6 of 16)" in said and "rank 1 steps" in said
+        )
         assert "in GradBuffer.reduce_scatter_grads" in said and "reduce-scatter from rank 0, 2, 3" in said
 
 
@@ -160,13 +168,16 @@ def test_two_programs_side_by_side_on_one_clock(started):
     with browser.opened(started, "2/1") as (shown, wrong, _):
         shown.select_option("#beside", "3")
         n = int(re.search(r"of (\d+)", shown.inner_text("#where"))[1])
-        phases = set()
-        for k in range(n):
-            phases.add(tuple(shown.evaluate(
-                "(k) => { go(k); const [a, b] = ticks[k]; return [player('2').frames[a].phase, player('3').frames[b].phase]; }",
-                k)))
+        look = """(k) => {
+            go(k);
+            return [player("2").frames[ticks[k][0]].phase, player("3").frames[ticks[k][1]].phase];
+        }"""
+        phases = {tuple(shown.evaluate(look, k)) for k in range(n)}
         assert shown.locator(".panel").count() == 2
-        assert ("sync_grads", "sync_grads") in phases and not {("sync_grads", "step_own"), ("backward", "step_own")} & phases
+        assert ("sync_grads", "sync_grads") in phases and not {
+            ("sync_grads", "step_own"),
+            ("backward", "step_own"),
+        } & phases
         assert wrong == []
 
 

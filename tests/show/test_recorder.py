@@ -38,7 +38,7 @@ def parameters(recording, rank):
     rows = memory.rows()
     values = {}
     for number in rows.get("ParameterBuffer.flat", rows.get("parameters"))[rank]:
-        for cell, (value, label) in enumerate(memory.cells[number]):
+        for value, label in memory.cells[number]:
             kind, element, _ = recording["labels"][label]
             if kind == "parameter":
                 values[element] = value
@@ -73,8 +73,14 @@ def test_bytes_are_those_of_the_formulas(run, rung, wire_bytes, world_size):
 
 def rows_of(recording, last, row):
     memory = memory_at(recording, last)
-    return [[(memory.kind(number, cell), memory.cells[number][cell][0]) for number in numbers
-             for cell in range(len(memory.cells[number]))] for _, numbers in sorted(memory.rows()[row].items())]
+    return [
+        [
+            (memory.kind(number, cell), memory.cells[number][cell][0])
+            for number in numbers
+            for cell in range(len(memory.cells[number]))
+        ]
+        for _, numbers in sorted(memory.rows()[row].items())
+    ]
 
 
 def last_frame_of(recording, phase):
@@ -100,21 +106,29 @@ def test_what_a_rank_of_stage_1_doesnt_step_was_averaged_for_nothing(run, world_
 
 
 def under_way(recording, index):
-    return [one["what"] for one in recording["operations"]
-            if any(start <= index < end for *_, start, end in one["arrows"])]
+    return [
+        one["what"] for one in recording["operations"] if any(start <= index < end for *_, start, end in one["arrows"])
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stage_4_sends_two_buckets_during_backward_and_receives_parameters_during_forward(run, world_size):
     recording = recorded(run, world_size, FOUR)
-    at = {phase: [under_way(recording, index) for index, frame in enumerate(recording["frames"])
-                  if frame["phase"] == phase] for phase in ("backward", "forward")}
+    at = {
+        phase: [
+            under_way(recording, index) for index, frame in enumerate(recording["frames"]) if frame["phase"] == phase
+        ]
+        for phase in ("backward", "forward")
+    }
     assert max(map(len, at["backward"])) == 2
     assert ["gradients"] * 2 in at["backward"]
     assert ["parameters"] * 3 in at["forward"]
     assert [one["params"] for one in recording["operations"]] == [[2], [1], [0], [0], [1], [2]]
-    stale = {kind for cells in rows_of(recording, first_forward_after(recording), "ParameterBuffer.flat")
-             for kind, _ in cells}
+    stale = {
+        kind
+        for cells in rows_of(recording, first_forward_after(recording), "ParameterBuffer.flat")
+        for kind, _ in cells
+    }
     assert "stale" in stale
 
 
@@ -123,8 +137,17 @@ def first_forward_after(recording):
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("settings", [{"params": (3, 13)}, {"optimizer": "adamw"}, {"optimizer": "sgd", "steps": 2},
-                                      {"params": (1,)}, {"dtype": "bfloat16", "grad_dtype": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"params": (3, 13)},
+        {"optimizer": "adamw"},
+        {"optimizer": "sgd", "steps": 2},
+        {"params": (1,)},
+        {"dtype": "bfloat16", "grad_dtype": "float32"},
+    ],
+    ids=str,
+)
 def test_a_run_can_be_varied(run, world_size, settings):
     recording = recorded(run, world_size, THREE, **settings)
     assert parameters(recording, 0) == parameters(recording, 1)
@@ -142,8 +165,9 @@ def test_buckets_are_as_many_as_asked_for(run, world_size, buckets):
 
 
 def show(*args, cwd=ROOT):
-    return subprocess.run([sys.executable, "-m", "show", *map(str, args)], cwd=cwd, capture_output=True, text=True,
-                          timeout=240)
+    return subprocess.run(
+        [sys.executable, "-m", "show", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=240
+    )
 
 
 def test_two_recordings_are_equal_byte_for_byte(tmp_path):
@@ -158,6 +182,7 @@ def test_two_recordings_are_equal_byte_for_byte(tmp_path):
 def test_the_terminal_shows_frames_and_writes_no_file(tmp_path):
     def changed():
         return subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+
     before = changed()
     run = show(3)
     assert run.returncode == 0, run.stderr
@@ -177,23 +202,28 @@ def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
     (mine / "optimizer.py").write_text((ROOT / STAGES[0] / "optimizer.py").read_text())
     program = "import sys, runpy; sys.path[:0] = [%r]; sys.argv = ['show', 'mine', '--ranks', '2']; "
     program += "runpy.run_module('show', run_name='__main__')"
-    run = subprocess.run([sys.executable, "-c", program % str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
-                         timeout=240)
+    run = subprocess.run(
+        [sys.executable, "-c", program % str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert run.returncode == 0, run.stderr
     assert "ShardedOptimizer.sync_params, optimizer.py" in run.stdout
 
 
-@pytest.mark.parametrize("args, message", [
-    (["7"], "STAGE=7: there are stages 0 to 4"),
-    (["nothing_here"], "no package nothing_here here"),
-    (["3", "--params", "0,x"], "--params 0,x: it must be like 5,2,9"),
-    (["3", "--params", "100"], "at most 48"),
-    (["3", "--ranks", "99"], "--ranks 99: it must be from 1 to 8"),
-    (["3", "--steps", "0"], "--steps 0"),
-    (["3", "--dtype", "int8"], "int8"),
-    (["2", "--grad-dtype", "float32"], "only stage 3"),
-    (["3", "--json", "."], "folder"),
-], ids=str)
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["7"], "STAGE=7: there are stages 0 to 4"),
+        (["nothing_here"], "no package nothing_here here"),
+        (["3", "--params", "0,x"], "--params 0,x: it must be like 5,2,9"),
+        (["3", "--params", "100"], "at most 48"),
+        (["3", "--ranks", "99"], "--ranks 99: it must be from 1 to 8"),
+        (["3", "--steps", "0"], "--steps 0"),
+        (["3", "--dtype", "int8"], "int8"),
+        (["2", "--grad-dtype", "float32"], "only stage 3"),
+        (["3", "--json", "."], "folder"),
+    ],
+    ids=str,
+)
 def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["show", *args])
     with pytest.raises(SystemExit) as exit:
@@ -205,5 +235,6 @@ def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
 
 def test_each_bug_of_a_chapter_is_a_program_of_the_page():
     from tests.pages.test_chapters import BUGS
+
     edits = {(one.program.package, edit[1:]) for one in programs.SHOWN for edit in one.program.edits}
     assert {(chapter, (before, after)) for (_, chapter), (before, after, _) in BUGS.items()} <= edits

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict, reshard
-from stage4_overlap.guard.awaited import Awaited
-from stage4_overlap.guard.dtensor import local
+from stage4_overlap.awaited import Awaited
+from stage4_overlap.dtensor import local
 from tests.common import STAGES, leave_late, optimizer_of
 
 pytestmark = pytest.mark.parametrize("world_size", [4])

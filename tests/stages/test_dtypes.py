@@ -3,11 +3,10 @@ in the same places. And what a step allocates, and what the state weighs, at any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from harness.ledger import Ledger
-from harness.memory import Memory
+from harness.measure.ledger import Ledger
+from harness.measure.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import STAGES, Net, batch, loss_of, on_its_device, one_rank_of, optimizer_of, padding, trainable
 from tests.stages.test_contract import ADAMW, SCHEDULERS
@@ -491,8 +490,7 @@ def padding_stays_zero(rank, row):
             assert buffer.flat.numel() % (rank.world_size * 16) == 0 and len(around) and around.eq(0).all()
         optimizer.finish_grad_sync()
         for buffer in optimizer.buffers:
-            ranges = [*buffer.ranges, *(buffer.own_flags or ())[:1]]  # behind them lie flags of the settings
-            assert padding(buffer.grad_shard, [(r.offset, r.stop - r.start) for r in ranges]).eq(0).all()
+            assert padding(buffer.grad_shard, [(r.offset, r.stop - r.start) for r in buffer.ranges]).eq(0).all()
         optimizer.step()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.ledger import Ledger, wire_bytes
+from harness.measure.ledger import Ledger, wire_bytes
 from tests.common import optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]
@@ -24,7 +24,7 @@ def counted(rank, stage, dtype="float32", **kwargs):
     """-> {kind: (how many, bytes of their full tensors)} of one step, of which the first one has seen nothing."""
     params = [torch.nn.Parameter(torch.ones(size, dtype=getattr(torch, dtype), device=rank.device)) for size in SIZES]
     optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1, **kwargs)
-    for step in range(2):
+    for _ in range(2):
         with Ledger() as ledger:
             sum((param * (rank.rank + 1)).sum() for param in params).backward()
             optimizer.step()
@@ -40,10 +40,8 @@ LARGEST = 35  # elements of the rank that owns most
 OWNERS = {2: 2, 3: 3, 4: 3}  # ranks that own something
 PADDED = {2: 96, 3: 96, 4: 128}  # 80 elements, in d shards of multiples of 16
 PADDED_16BIT = {2: 128, 3: 192, 4: 128}  # 128, of multiples of 32
-OF_STAGE_3 = {2: 128, 3: 144, 4: 128}  # 32 elements more: flags of the settings
-OF_STAGE_3_16BIT = {2: 192, 3: 192, 4: 256}
 FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings twice
-N_FLAGS = 3 + 32  # stages 1 and 2, as gradients: used, for each parameter; bits of the settings, and their opposites
+N_FLAGS = 3  # stages 1 and 2, as gradients: whether each parameter was used
 
 
 def backend(rank):
@@ -74,7 +72,7 @@ def test_stage_2(run, world_size):
 def test_stage_3(run, world_size, dtype, grad_dtype, itemsizes):
     """One reduce-scatter and one all-gather of the padded buffer; gloo's reduce-scatter counts twice."""
     d, (grad, param) = world_size, itemsizes
-    n, is_gloo = (OF_STAGE_3 if dtype == "float32" else OF_STAGE_3_16BIT)[d], run(backend)[0] == "gloo"
+    n, is_gloo = (PADDED if dtype == "float32" else PADDED_16BIT)[d], run(backend)[0] == "gloo"
     for found, sent in run(counted, "stage3_gradbuffer", dtype=dtype, grad_dtype=grad_dtype):
         assert found == {"reduce_scatter": (1, grad * n), "all_gather": (1, param * n)}
         assert sent == round(((2 if is_gloo else 1) * grad + param) * n * (d - 1) / d)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint import full_state_dict
-from harness.ledger import Ledger
+from harness.measure.ledger import Ledger
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES, batch, leave_late, optimizer_of
 from tests.stages.test_hostile import error_of

@@ -15,11 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from harness.ledger import Ledger
-from harness.memory import Memory
-from harness.timeline import PARAMETERS, Recorder, overlap
+from harness.measure.ledger import Ledger
+from harness.measure.memory import Memory
+from harness.measure.recorder import Recorder
+from harness.report.step_picture import PARAMETERS
+from harness.rows.spans import overlap
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.guard.awaited import Awaited
+from stage4_overlap.awaited import Awaited
 from stage4_overlap.transport import GlooTransport, Transport
 from tests.common import STAGES, add, batch, leave_late, loss_of, of_cpus, on_its_device
 
@@ -396,14 +398,19 @@ def test_a_module_waits_for_the_containers_in_it(run, world_size):
 
 
 def versions(rank):
-    """They move on before the class is given back, or another thread reads in between, for a graph that is refused."""
-    model, seen = Branches(seed=0).to(rank.device), []
-    optimizer, _ = starts(rank, model)
-    bucket = optimizer.buckets[0]
-    note = bucket.note_new_params
-    bucket.note_new_params = lambda: (seen.extend(map(type, bucket.stepped)), note())
+    """They move on before the parameters leave: a graph that has read the old ones is refused, whoever has made it."""
+    model = Branches(seed=0).to(rank.device)
+    optimizer, x = starts(rank, model)
     optimizer.finish_param_sync()
-    return all(issubclass(kind, Awaited) for kind in seen) and len(seen) > 0
+    before = [param._version for param in model.parameters()]
+    model(x).sum().backward()
+    optimizer.step()
+    with torch._C.DisableTorchFunctionSubclass():
+        under_way = [param._version for param in model.parameters()]
+        awaited = [isinstance(param, Awaited) for param in model.parameters()]
+    optimizer.finish_param_sync()
+    arrived = [param._version for param in model.parameters()]
+    return all(awaited) and all(old < new for old, new in zip(before, under_way)) and arrived == under_way
 
 
 def test_parameters_are_new_before_anybody_may_read_them(run):

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stage3_gradbuffer.buffer import Holds
-from tests.common import Net, Replicated, add, assert_same, batch, loss_of, optimizer_of, padding, trainable
+from tests.common import Net, Replicated, add, assert_same, batch, loss_of, optimizer_of, trainable
 from tests.stages.test_contract import ADAMW, Lamb, backward, exact, train
 
 FOUR = "stage4_overlap"
@@ -267,13 +267,13 @@ def states_of_the_buffer(rank):
 
         def watched(method=getattr(buffer, name)):
             method()
-            seen.append((buffer.holds, buffer.flat[21:32].abs().sum().item()))
+            seen.append((buffer.holds, buffer.flat[21:].abs().sum().item()))
 
         setattr(buffer, name, watched)
     optimizer.step()
     assert buffer.flat.data_ptr() == address and weight.grad.data_ptr() == address
     assert [holds for holds, padding in seen] == [Holds.GRAD_SHARD, Holds.PARAM_SHARD, Holds.PARAMS, Holds.ZEROS]
-    assert seen[0][1] == seen[-1][1] == 0  # padding, before the flags of the settings
+    assert seen[0][1] == seen[-1][1] == 0  # padding
 
 
 def test_five_states_of_one_buffer(run):
@@ -506,8 +506,6 @@ def many_buckets(rank, cap_mb, in_hooks):
         else:
             for name, value in model.state_dict().items():
                 assert torch.equal(value, alone.state_dict()[name]), name
-    for bucket in optimizer.buckets:
-        assert padding(bucket.gradient.shard, [(r.offset, r.stop - r.start) for r in bucket.ranges]).eq(0).all()
     return len(optimizer.buckets)
 
 

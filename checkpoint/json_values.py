@@ -1,0 +1,156 @@
+"""What a checkpoint says without pickle: values as JSON can hold them, and back. Nothing in it can run.
+
+A value that JSON has no word for is a dict of one entry, whose key says what it is: {"tuple": [1, 2]}. A tensor becomes
+whatever the caller makes of it, such as a reference to bytes in a file.
+"""
+
+import base64
+import collections
+import math
+import numbers
+from collections.abc import Callable
+
+import torch
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)}
+SEQUENCES = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+DICTS = {"dict": dict, "ordered": collections.OrderedDict}
+PLAIN = bool, int, float, str, type(None)
+SMALL = 16  # elements of a tensor that is written into the JSON itself
+
+
+class NotPackable(ValueError):
+    """Something that a checkpoint can't hold; `path`: where in the value it is."""
+
+    def __init__(self, value, path, reason=None):
+        kind = type(value)
+        super().__init__(reason or f"it holds {kind.__module__}.{kind.__qualname__}")
+        self.path = ".".join(map(str, path))
+
+
+def pack(value, tensor: Callable, path=()):
+    """-> `value` as JSON can hold it. `tensor(path, tensor)` -> what stands for a tensor; `path`: keys and indices.
+
+    Raises:
+        NotPackable: it holds an object of another class than numbers, strings, bytes, tensors, dtypes, devices, and
+            dicts, lists, tuples, sets and deques of such.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or str(value.dtype).removeprefix("torch.") not in DTYPES:
+            raise NotPackable(value, path)
+        return tensor(path, value)
+    items = [pack(item, tensor, (*path, i)) for i, item in enumerate(value)] if kind in _LISTS else None
+    if kind is list:
+        return items
+    if kind is collections.deque:
+        return {"deque": [value.maxlen, items]}
+    if items is not None:
+        return {next(name for name, its in SEQUENCES.items() if its is kind): items}
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        name = "ordered" if kind is collections.OrderedDict else "dict"
+        return {name: [[pack(key, _no_tensor, (*path, key)), pack(item, tensor, (*path, key))]
+                       for key, item in value.items()]}
+    return _pack_scalar(value, path)
+
+
+_LISTS = {list, collections.deque, *SEQUENCES.values()}
+
+
+def _no_tensor(path, tensor):
+    raise NotPackable(tensor, path)
+
+
+def _pack_scalar(value, path):
+    kind = type(value)
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # NumPy's, which a schedule may leave
+        return pack(value.item(), None, path)
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind in (bytes, bytearray):
+        return {kind.__name__: base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"device": str(value)}
+    raise NotPackable(value, path)
+
+
+def unpack(packed, tensor: Callable):
+    """-> the value again. `tensor(name, what)` -> the tensor for {name: what}, where `pack` was given what made that.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is nothing that `pack` makes.
+    """
+    if type(packed) in PLAIN:
+        return packed
+    if isinstance(packed, list):
+        return [unpack(item, tensor) for item in packed]
+    if not isinstance(packed, dict) or len(packed) != 1:
+        raise ValueError("a value of no known kind")
+    ((name, what),) = packed.items()
+    if name in DICTS:
+        return DICTS[name]((unpack(key, tensor), unpack(item, tensor)) for key, item in what)
+    if name in SEQUENCES:
+        return SEQUENCES[name](unpack(what, tensor))
+    if name == "deque":
+        maxlen, items = what
+        return collections.deque(unpack(items, tensor), maxlen)
+    if name == "complex":
+        return complex(*what)
+    if name in ("bytes", "bytearray"):
+        content = base64.b64decode(what, validate=True)
+        return content if name == "bytes" else bytearray(content)
+    if name == "dtype":
+        return DTYPES[what]
+    return torch.device(what) if name == "device" else tensor(name, what)
+
+
+def tensors_in(packed) -> list[tuple[str, object]]:
+    """-> (name, what) of each tensor in a packed value, in order."""
+    found = []
+    unpack(packed, lambda name, what: found.append((name, what)))
+    return found
+
+
+def pack_data(tensor) -> dict:
+    """A tensor with its data in it: for small ones."""
+    tensor = tensor.detach().cpu().contiguous()
+    content = bytes_of(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"data": [dtype, list(tensor.shape), base64.b64encode(content).decode()]}
+
+
+def bytes_of(tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def unpack_data(what) -> torch.Tensor:
+    name, shape, text = what
+    return tensor_of(bytearray(base64.b64decode(text, validate=True)), DTYPES[name], checked_shape(shape))
+
+
+def checked_shape(shape) -> torch.Size:
+    """Raises ValueError unless `shape` is a list of numbers whose product is one of elements that a file may have."""
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"a shape of {str(shape)[:40]}")
+    if len(shape) > 64 or math.prod(n for n in shape if n) > 2**60:
+        raise ValueError("a shape of too many elements")
+    return torch.Size(shape)
+
+
+def tensor_of(content: bytearray, dtype, shape) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in the order of this machine -> it, on the CPU. ValueError: of another size."""
+    if len(content) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(content)} bytes for a tensor of shape {tuple(shape)} and {dtype}")
+    if not content:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
+        return torch.frombuffer(content, dtype=torch.uint8).ne(0).view(shape)
+    return torch.frombuffer(content, dtype=dtype).view(shape)

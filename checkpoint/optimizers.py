@@ -1,0 +1,161 @@
+"""What is asked of an optimizer: of a stage's by the face that `checkpoint` describes, of a plain one by torch's own.
+
+A parameter's index is its place in all groups, as in torch's own state_dict.
+"""
+
+import collections
+import numbers
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .errors import UnfitModel
+
+# Hyperparameters that say how this process computes, and nothing about the model: they are saved, and not loaded.
+HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
+
+
+class Piece(NamedTuple):
+    """What this rank steps of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`."""
+
+    start: int
+    stop: int
+    main: torch.Tensor
+
+
+def all_params(optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def local(tensor):
+    """Of a DTensor, as a tensor-parallel model has them, what lies on this rank; of any other tensor, itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def inner_of(optimizer):
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def group_of(optimizer):
+    """The process group whose ranks share the work; None: all ranks, each of which has a plain optimizer's state."""
+    return getattr(optimizer, "process_group", None)
+
+
+def pieces_of(optimizer) -> dict[int, Piece]:
+    """-> index -> Piece, without those of no element. Every rank has all parameters of a plain torch optimizer."""
+    index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
+    if not hasattr(optimizer, "pieces") and any(hasattr(param, "device_mesh") for param in all_params(optimizer)):
+        raise UnfitModel("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
+    plain = [(param, 0, param.numel(), param) for param in all_params(optimizer)]
+    pieces = optimizer.pieces() if hasattr(optimizer, "pieces") else plain
+    return {index_of[id(param)]: Piece(start, stop, main) for param, start, stop, main in pieces if start < stop}
+
+
+def steps_ranges(optimizer) -> bool:
+    """Whether a rank may step a range of a parameter, as in stages 3 and 4, and not only whole ones."""
+    return hasattr(optimizer, "move_to")
+
+
+def hyperparameters(group) -> dict:
+    """What a group has to say about the model's training, and takes over from a group that was saved."""
+    left_out = {"params", "param_names"} | HOW_IT_COMPUTES
+    return {key: value for key, value in group.items() if key not in left_out}
+
+
+def packed_groups(optimizer) -> list[dict]:
+    """The groups as a plain torch optimizer's state_dict has them: with the indices of their parameters.
+
+    And with Python's numbers for NumPy's, which a schedule may put there and torch.load(weights_only=True) refuses.
+    """
+    groups, n_before = [], 0
+    for group in optimizer.param_groups:
+        groups.append({key: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
+                       for key, value in group.items()})
+        groups[-1]["params"] = list(range(n_before, n_before + len(group["params"])))
+        n_before += len(group["params"])
+    return groups
+
+
+@torch.no_grad()
+def install(optimizer, states, groups):
+    """Replace the inner optimizer's state by `states`, index -> name -> value, and all hyperparameters."""
+    inner, params = inner_of(optimizer), all_params(optimizer)
+    place_of = {id(main): place for place, main in enumerate(all_params(inner))}
+    for_torch, ours = {}, {}
+    for index, piece in pieces_of(optimizer).items():
+        state = dict(states.get(index, {}))
+        main_param = state.pop("main_param", None)
+        if piece.main.dtype != params[index].dtype:
+            own = local(params[index]).reshape(-1)[piece.start : piece.stop]
+            piece.main.copy_(own if main_param is None else main_param)
+        kept = {key: placed(value, piece.main) for key, value in state.items() if not is_for_torch(key, value)}
+        for_torch[place_of[id(piece.main)]] = {key: value for key, value in state.items() if key not in kept}
+        ours[piece.main] = kept
+    for group, saved in zip(optimizer.param_groups, groups):
+        group.update({key: like(group.get(key), value) for key, value in hyperparameters(saved).items()})
+    if inner is not optimizer:
+        optimizer.pass_on_hyperparameters()
+    for_torch = {place: state for place, state in for_torch.items() if state}
+    inner.load_state_dict({"state": for_torch, "param_groups": inner.state_dict()["param_groups"]})
+    for main, kept in ours.items():
+        if kept:
+            inner.state[main].update(kept)
+
+
+def is_for_torch(key, value):
+    """Whether load_state_dict keeps it: it makes floats of whole numbers, something else of texts, lists of deques."""
+    is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or key == "step")
+    return is_float or value is None or isinstance(value, numbers.Number)
+
+
+def placed(value, main):
+    """A value of a state with its tensors where `main` is; floats in its dtype, as torch's load_state_dict has them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(main.device, main.dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return type(value)((key, placed(item, main)) for key, item in value.items())
+    if isinstance(value, collections.deque):
+        return collections.deque((placed(item, main) for item in value), value.maxlen)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(placed(item, main) for item in value)
+    return value
+
+
+def like(ours, value):
+    """A learning rate that is a tensor comes to the device of ours."""
+    both = isinstance(ours, torch.Tensor) and isinstance(value, torch.Tensor)
+    return value.to(ours.device) if both else value
+
+
+def check_hyperparameters(optimizer, groups):
+    """Raise ValueError where `groups` have something else in place of a number, say, that this optimizer's groups have.
+
+    None may stand for anything: a way that nobody has chosen.
+    """
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
+        for key, value in hyperparameters(saved).items():
+            if key in group and not are_alike(group[key], value):
+                raise ValueError(f"{key} of group {number} is {str(value)[:40]!r}, here it is {group[key]!r}")
+
+
+def are_alike(ours, theirs):
+    kinds = (numbers.Number, torch.Tensor), str, (list, tuple), dict
+    ours_is, theirs_is = ([isinstance(value, kind) for kind in kinds] for value in (ours, theirs))
+    if ours is None or theirs is None or not any(ours_is):
+        return True
+    if ours_is[2] and theirs_is[2]:
+        return len(ours) == len(theirs) and all(map(are_alike, ours, theirs))
+    return ours_is == theirs_is
+
+
+def refuse_outsider(optimizer):
+    if getattr(optimizer, "rank", 0) < 0:
+        raise RuntimeError("this rank is in no process group since reshard(): it has no part in the state")
+
+
+def refuse_no_group(process_group):
+    others = None, dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
+        kind = type(process_group).__name__
+        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')

@@ -1,0 +1,31 @@
+"""For whoever takes stage 1 or 2, where a rank steps whole parameters: all that is around those two cores.
+
+Shown by tests/stages/test_contract.py.
+"""
+
+import torch
+
+from .amp import Scaled
+from .modes import Modes
+from .probe import check_one_by_one
+from .refuse import refuse_dtensors, refuse_mixed_dtypes
+from .whole import WholeState
+from .whole_grads import AnyGrads
+from .wrap import Wrapper
+
+
+class OfWholeParams(AnyGrads, Scaled, Modes, WholeState, Wrapper):
+    _probe = staticmethod(check_one_by_one)
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
+                 **optimizer_kwargs):
+        self.average_gradients = average_gradients
+        groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
+                               average_gradients=average_gradients)
+        super().__init__(groups, optimizer_cls, process_group=process_group, **optimizer_kwargs)
+
+    def _refuse(self, named):
+        """One flat tensor holds all gradients. -> `named`"""
+        refuse_dtensors(named)
+        refuse_mixed_dtypes(named)
+        return named

@@ -1,0 +1,198 @@
+"""For whoever passes parameters that can't work: refused on every rank, before anything is changed, by name.
+
+Duplicates, other devices, ranks with unlike models, groups edited behind the optimizer's back. Shown by
+tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
+"""
+
+import hashlib
+import warnings
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from .groups import named_params
+from .settings import settings_of
+
+PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
+
+# torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
+for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
+
+
+def checked_groups(params, process_group, existing=(), *, refuse, settings=None):
+    """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
+
+    Args:
+        params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
+        existing: the groups that the optimizer has already.
+        refuse: function of [(name, parameter), …] that raises what this stage can't take, TypeError or ValueError.
+            -> [(name, tensor), …]: what of each parameter is on this rank.
+        settings: the stage's arguments by name, which must be the same on every rank.
+
+    Raises:
+        RuntimeError: there is no process group, or this rank is not in it.
+        TypeError: something is not a tensor, parameters are in a set, or `process_group` is something else.
+        ValueError: no parameters, or one that can't be sharded or stepped: a duplicate, or in the memory of another;
+            sparse, integer or of 8 bits, no leaf, of inference_mode(), with gaps in memory; on another device, or one
+            that `process_group` has no backend for. Or only some have names, or the ranks disagree.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
+    refuse_no_group(process_group)
+    if dist.get_rank(process_group) < 0:
+        raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
+    groups, lines, error = [], [], None
+    backends = backends_of(process_group)
+    device = "cpu" if "cpu" in backends else next(iter(backends))
+    try:
+        groups = _as_groups(params)
+        if len({"param_names" in group for group in [*existing, *groups]}) > 1:
+            raise ValueError("some parameter groups have names for their parameters: name all of them or none")
+        named = named_params([*existing, *groups])
+        if not named:  # one group may be empty, as torch has it
+            raise ValueError("the parameter list is empty: pass model.parameters()")
+        _check_params(named, backends)
+        if named[0][1].device.type == device:
+            device = named[0][1].device  # of several GPUs the one that is trained on
+        here = refuse(named)
+        _check_memory(here)
+        lines = [f"{key}={value}" for key, value in (settings or {}).items() if _is_plain(value)]
+        lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if param.requires_grad else ' frozen'}"
+                  for (name, tensor), (_, param) in zip(here, named)]
+        lines += [f"{what}={value}" for (what, _), value in settings_of([*existing, *groups]).items()]
+    except (RuntimeError, TypeError, ValueError) as refusal:
+        error = refusal
+    _agree(error, lines, process_group, device)
+    return groups
+
+
+def refuse_no_group(process_group):
+    others = None, dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
+        kind = type(process_group).__name__
+        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
+
+
+def backends_of(process_group):
+    """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
+    return config.get_device_backend_map()
+
+
+def param_ids(groups):
+    return [[id(param) for param in group["params"]] for group in groups]
+
+
+def refuse_edited(groups, known):
+    """Who steps which parameter was decided when it was added; `known`: param_ids() at that time."""
+    if param_ids(groups) != known:
+        raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
+                           "the optimizer anew")
+
+
+def _as_groups(params):
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of tensors or dicts, such as model.parameters(), not one tensor")
+    _refuse_set(params)
+    try:
+        items = list(params)
+    except TypeError:
+        raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from None
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    return [_as_group(group, g) for g, group in enumerate(groups)]
+
+
+def _as_group(group, g):
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
+    _refuse_set(group["params"])
+    items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    named = [isinstance(item, tuple) for item in items]
+    if not any(named):
+        return {**group, "params": items}
+    if not all(named):
+        raise ValueError(f"parameter group {g} names some of its parameters: name all of them or none")
+    return {**group, "params": [param for _, param in items], "param_names": [name for name, _ in items]}
+
+
+def _refuse_set(params):
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
+
+
+def _check_params(named, backends):
+    first_name, first = named[0]
+    name_of = {}
+    for name, param in named:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"parameter {name} is not a tensor but {type(param).__name__}")
+        if id(param) in name_of:
+            raise ValueError(f"parameter {name} is a duplicate of parameter {name_of[id(param)]}: pass each one once")
+        name_of[id(param)] = name
+        if param.layout != torch.strided:
+            raise ValueError(f"parameter {name} is sparse ({param.layout}): only dense parameters can be sharded")
+        if param.is_inference():
+            raise ValueError(f"parameter {name} was made in inference_mode(), for good: make the model outside of it")
+        if not param.is_leaf:
+            raise ValueError(f"parameter {name} is not a leaf: only leaf tensors receive gradients")
+        if not param.is_floating_point() or param.dtype.itemsize < 2:
+            raise ValueError(f"parameter {name} has dtype {param.dtype}: only floats of 16 bits or more can be stepped")
+        if param.device != first.device:
+            raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
+        if param.device.type not in backends:
+            only = ", ".join(f"{backend} for {device}" for device, backend in backends.items())
+            raise ValueError(f"parameter {name} is on {param.device}, process_group has {only}: move the model before")
+
+
+def _check_memory(named):
+    """Two parameters in the same memory would be averaged and stepped as two, and written back as one."""
+    for name, tensor in named:
+        if tensor.stride() != torch.empty_like(tensor, device="meta").stride():
+            raise not_contiguous(name, tensor)
+    spans = [(tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named]
+    spans = sorted(span for span in spans if span[0])  # without empty ones, and those of the meta device
+    for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
+        if other_start < start + nbytes:
+            raise ValueError(f"parameters {name} and {other} share memory: tie them as one torch.nn.Parameter")
+
+
+def refuse_dtensors(named):
+    for name, param in named:
+        if hasattr(param, "device_mesh"):
+            raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
+
+
+def refuse_mixed_dtypes(named):
+    first_name, first = named[0]
+    for name, param in named:
+        if param.dtype != first.dtype:
+            raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
+
+
+def not_contiguous(name, tensor):
+    return ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
+
+
+def _is_plain(value):
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
+
+
+def _agree(error, lines, process_group, device):
+    """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min
+    dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
+    failed, largest, minus_smallest = report.tolist()
+    if not failed and largest == -minus_smallest:
+        return
+    reports = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(reports, (error, lines), group=process_group)
+    for rank, (theirs, _) in enumerate(reports):
+        if theirs is not None:
+            raise error or type(theirs)(f"rank {rank}: {theirs}")
+    first = reports[0][1]
+    rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
+    ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
+    raise ValueError(f"the ranks disagree on parameters or arguments: rank 0 has {ours}, rank {rank} {theirs}")

@@ -1,0 +1,96 @@
+"""Measures rows: each is checked and counted, then all are timed in turn. Runs in the process that started the ranks.
+
+Each check and each timing is a run of its own: a row that fails, dies or hangs becomes a row with the reason in it, and
+the others go on.
+"""
+
+import dataclasses
+import statistics
+
+from harness.measure.conditions import describe
+from harness.measure.examine import examine, tolerance
+from harness.measure.step_time import time_steps
+from harness.rows import catalogue
+from harness.rows.results import Result, Row
+from harness.run.workers import WorkerError, on_rank_0
+
+
+def measure_rows(workers, settings, choices, progress=lambda text: None):
+    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and make network add the rest.
+
+    `progress(text)` is called before each of `n_runs(settings, choices)` runs. A row that fails, that differs from ddp
+    by more than the tolerance, or whose weights never moved, has an `error` that says so, and no times.
+    """
+    conditions = on_rank_0(workers, describe, settings)
+    conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*choice).dtype for choice in choices))
+    rows = [_examine(workers, settings, choice, progress) for choice in choices]
+    for turn in range(settings.rounds):
+        for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # nobody always comes first
+            progress(f"round {turn + 1}: {row.name}")
+            if not row.error:
+                attempt(row, lambda: row.rounds_ms.append(on_rank_0(workers, time_steps, settings, *row.choice)))
+    reference = next((row for row in rows if row.choice == (catalogue.REFERENCE, None)), None)
+    for row in rows:
+        if reference and row.rounds_ms and len(row.rounds_ms) == len(reference.rounds_ms):
+            row.vs_reference = row.over(reference)
+            if row.kind == "noise":
+                conditions.noise = [one / other for one, other in zip(row.rounds_ms, reference.rounds_ms)]
+    return Result(conditions, rows)
+
+
+def is_wrong(result):
+    """Whether a stage has failed, or whatever row computes something else than it should: exit code 1."""
+    return any(row.error and (row.kind != "peer" or row.error.startswith("wrong")) for row in result.rows)
+
+
+def n_runs(settings, choices):
+    return len(choices) * (1 + settings.rounds)
+
+
+def _examine(workers, settings, choice, progress):
+    """Checks and counts a row -> Row, without times."""
+    way = catalogue.find(*choice)
+    row = Row(*choice, way.kind, way.dtype)
+    progress(f"check: {row.name}")
+    try:
+        found = workers.run(examine, settings, *choice)
+    except WorkerError as error:
+        row.fail(str(error))
+        return row
+    row, (_, movement), allowed = over_ranks([of_rank for of_rank, _ in found]), found[0], tolerance(workers.world_size)
+    if row.kind == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
+        row.max_abs_diff = None
+    elif row.max_abs_diff > allowed:
+        whose = "ddp" if row.dtype == "float32" else "replicated training with fp32 copies"
+        row.fail(f"wrong: a parameter differs from {whose}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}")
+    if movement == 0:
+        row.fail("wrong: its weights did not move")
+    return row
+
+
+def attempt(row, run):
+    """-> True, or, when a rank fails, False, with the reason in the row."""
+    try:
+        run()
+        return True
+    except WorkerError as error:
+        row.fail(str(error))
+        return False
+
+
+def over_ranks(rows):
+    """A row as each rank sees it -> Row. Bytes in memory: of the rank that holds most, in each phase; by kind: of the
+    one that holds most after a step. Bytes on the wire and bytes a parameter: the mean. Collectives: of rank 0.
+    """
+    def most(of_ranks):
+        return {phase: max(of_rank[phase] for of_rank in of_ranks) for phase in of_ranks[0]}
+
+    def mean(of_ranks):
+        return None if of_ranks[0] is None else round(statistics.mean(of_ranks))
+    return dataclasses.replace(
+        rows[0],
+        memory_bytes=most([row.memory_bytes for row in rows]), peak_bytes=most([row.peak_bytes for row in rows]),
+        held_bytes=max((row.held_bytes for row in rows), key=lambda kinds: sum(kinds.values())),
+        activation_bytes=max(row.activation_bytes for row in rows),
+        wire_bytes=mean([row.wire_bytes for row in rows]), line_bytes=mean([row.line_bytes for row in rows]),
+        bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))

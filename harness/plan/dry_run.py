@@ -1,0 +1,266 @@
+"""A step of training that computes nothing: the code of a stage on tensors without memory, on rank 0 of d.
+
+    spec = models.NAMED["7b"]
+    cost = cost_of(spec, "bfloat16", batch_size=1, sequence_length=2048)
+    recorded = record(Choice("stage 4 bf16", 400), spec, 1024, cost)
+    recorded.held      # {"parameters": bytes, "gradients": bytes, …}: a rank's, after a step
+    recorded.events    # what happened, in order: see Event
+
+torch's fake tensors have shapes and no memory; its fake process group sends nothing. Rows are those of the bench, with
+a stage's core: a guard asks tensors for their values, and fake ones have none. Its hooks, buckets and collectives run
+as in training. The model itself runs once, for its activations. In a recorded step these, and its FLOPs, are spread
+over the parameters by their size.
+"""
+
+import importlib
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import stage4_overlap
+from harness.measure.ledger import Ledger
+from harness.measure.memory import StorageMemory, mark_grads, mark_state
+from harness.measure.played_rank import rank_0_of
+from harness.plan.models import build_model, forward_flops
+from harness.rows import catalogue, ways
+from stage4_overlap.transport import GlooTransport
+
+
+class Event(NamedTuple):
+    """Something that happens in a step, on rank 0, in `phase`: forward, backward or step.
+
+    `what`: "compute": operators ran, of so many FLOPs or bytes read and written. "launch": a collective left, `kind` as
+    in the ledger, `n_bytes` of the full tensor. "wait": computing stops until launch `index` has arrived, of this step,
+    or with `lag` 1 of the step before. `live`: bytes that are alive by then.
+    """
+    what: str
+    phase: str
+    flops: float = 0
+    n_bytes: int = 0
+    kind: str = ""
+    index: int = 0
+    lag: int = 0
+    live: int = 0
+
+
+class Cost(NamedTuple):
+    """Of a micro-batch: bytes of activations at their peak; FLOPs of the forward pass."""
+    activations: float
+    flops: float
+
+
+class Recorded(NamedTuple):
+    """`held`: bytes by kind after a step, `theory`: their sum by the formula. `peak`: the most at one moment of a step,
+    activations included."""
+    numel: int
+    held: dict
+    theory: float
+    peak: float
+    events: list
+
+
+class Dry(StorageMemory):
+    """Counts memory and writes events down; collectives go nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.works, self.ledger = [], Ledger()
+        self.begin_step(0)
+
+    # torch would guard every operator against being compiled, which takes longer than all else here.
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+    def begin_step(self, number):
+        self.number, self.phase, self.events, self.n_launched, self.futures = number, "forward", [], 0, []
+        self.reset_peak()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "prim":  # asks for a property
+            return function(*args, **kwargs)
+        arguments = {**dict(zip([argument.name for argument in function._schema.arguments], args)), **kwargs}
+        if function.namespace == "c10d":
+            return self.launch(function._schema, args, arguments)
+        result = function(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._track_tensor(tensor)
+        self.compute(0, bytes_touched(function, arguments, result))
+        return result
+
+    def compute(self, flops, n_bytes):
+        """What has no FLOPs joins the event before, if that computes too."""
+        last = self.events[-1] if self.events else None
+        if not flops and last and last.what == "compute" and last.phase == self.phase:
+            live = max(last.live, self.live)
+            self.events[-1] = last._replace(n_bytes=last.n_bytes + n_bytes, live=live)
+        elif flops or n_bytes:
+            self.events.append(Event("compute", self.phase, flops, n_bytes, live=self.live))
+
+    def launch(self, schema, args, arguments):
+        entry = self.ledger.entry_of(schema.name, arguments)
+        kind, work = entry.kind, FakeWork(self, self.number, self.n_launched, args[0])
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one to the other
+            kind = "send" if (arguments["root_rank"] == 0) == (kind == "broadcast") else "recv"
+        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live))
+        self.n_launched += 1
+        self.works = [*self.works[-64:], work]  # alive until C++ has taken it
+        return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
+
+    def wait(self, number, index):
+        self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
+
+
+class FakeWork(dist.Work):
+    """Arrives nowhere. Whoever waits for it is written down."""
+
+    def __init__(self, dry, number, index, tensors):
+        super().__init__()
+        self.dry, self.number, self.index, self.tensors, self.is_known = dry, number, index, tensors, False
+
+    def wait(self, timeout=None):
+        if not self.is_known:
+            self.dry.wait(self.number, self.index)
+        self.tensors = None
+        return True
+
+    def is_completed(self):
+        """Who asks is told so when two more have left, and waits no more."""
+        self.is_known = self.index + 2 < self.dry.n_launched or self.number < self.dry.number
+        return self.is_known
+
+    def get_future(self):
+        self.dry.futures.append(self.index)
+        future = torch.futures.Future()
+        future.set_result(self.tensors)
+        self.tensors = None
+        return future
+
+
+def tensors_in(values):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_touched(function, arguments, result):
+    """What an operator reads and writes in the device's memory. Views touch nothing, and neither do empty tensors."""
+    schema = function._schema
+    if function.is_view or "empty" in schema.name:
+        return 0
+    written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
+    read = [value for name, value in arguments.items() if name not in unread]
+    made = [] if any(one.alias_info for one in schema.returns) else result
+    return sum(tensor.nbytes for tensor in tensors_in([read, [arguments.get(name) for name in written], made]))
+
+
+@contextmanager
+def fake(d, cap_mb=None, gloo=False):
+    """This process is rank 0 of d, tensors have no memory, and stages are cores. `gloo`: stage 4 exchanges parts.
+
+    DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
+    """
+    assign, optimizer_class = dist._compute_bucket_assignment_by_size, ways.optimizer_class
+    transport = stage4_overlap.optimizer.transport_for
+    limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+
+    def in_order_of_gradients(tensors, _, sparse):
+        buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
+        return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
+
+    def core(package):
+        if not package.startswith("stage"):
+            return optimizer_class(package)
+        return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
+    with (rank_0_of(d), FakeTensorMode(), mock.patch.object(ways, "optimizer_class", core),
+          mock.patch.object(stage4_overlap.optimizer, "transport_for",
+                            (lambda group, *_: GlooTransport(group)) if gloo else transport),
+          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+                              _verify_params_across_processes=lambda *args: None)):
+        yield
+
+
+def cost_of(spec, dtype, batch_size, sequence_length):
+    """-> Cost: activations of a forward and backward pass of the model itself, as counted; FLOPs by formula."""
+    with fake(1), Dry() as dry:
+        model = build_model(spec, dtype)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
+        before = dry.live
+        dry.reset_peak()
+        model(tokens, targets).backward()
+        numel = sum(param.numel() for param in model.parameters())
+        return Cost(dry.peak - before, forward_flops(spec, numel, batch_size, sequence_length))
+
+
+class Part(torch.autograd.Function):
+    """One parameter, as if its part of the model ran: it holds as much, takes as many FLOPs, and has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, param, cost, dry):
+        ctx.param, ctx.cost, ctx.dry = param, cost, dry
+        dry._add([0], cost.activations)  # of which no tensor is known
+        dry.compute(cost.flops, 0)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.dry.compute(2 * ctx.cost.flops, 0)
+        ctx.dry._add([0], -ctx.cost.activations)
+        return grad, torch.empty_like(ctx.param), None, None
+
+
+def stand_in(model, cost, dry):
+    """Replace `model.forward`: modules in the order in which they are registered. Hooks run; stage 4 waits in them."""
+    parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
+    total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
+
+    def forward():
+        x = torch.zeros((), requires_grad=True)
+        for module, params in parts:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+            for param in params:
+                x = Part.apply(x, param, Cost(*(value * param.numel() / total for value in cost)), dry)
+        return x
+    model.forward = forward
+
+
+def record(choice, spec, d, cost, gloo=False):
+    """Two steps of that row on rank 0 of d -> Recorded, of the second."""
+    way = catalogue.find(*choice)
+    with fake(d, choice.bucket_mb, gloo), Dry() as dry:
+        model = build_model(spec, way.dtype)
+        stand_in(model, cost, dry)
+        training = way.build(model, dict(fused=True))
+        for number in (0, 1):
+            dry.begin_step(number)
+            loss = (training.forward if number else model)()  # DDP would change its buckets after its first step
+            dry.phase = "backward"
+            loss.backward()
+            del loss
+            for index in dry.futures:  # DDP's C++ waits for them when the backward pass ends, and tells nobody
+                dry.wait(number, index)
+            dry.phase = "step"
+            training.update()
+            held = held_by(dry, training)
+            training.zero_grad()
+        numel = sum(param.numel() for param in model.parameters())
+        theory = way.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
+        return Recorded(numel, held, theory, dry.peak, dry.events)
+
+
+def held_by(memory, training):
+    """-> {kind: bytes}, after a step. What no kind knows are buffers: those that buckets travel in."""
+    params, inner = list(training.model.parameters()), getattr(training.optimizer, "optimizer", training.optimizer)
+    memory.mark("parameters", params)
+    mark_grads(memory, params)
+    mark_grads(memory, stepped := [param for group in inner.param_groups for param in group["params"]])
+    memory.mark("main parameters", stepped)
+    mark_state(memory, inner)
+    found = memory.by_kind()
+    return {kind: found.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}

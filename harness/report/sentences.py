@@ -1,0 +1,121 @@
+"""What the rows say, in words: sentences with figures in them."""
+
+from harness.report import published
+from harness.report.accumulation_tables import SHOWN, has_shares, shares
+from harness.report.ladder import ddp_words
+from harness.report.line_tables import line_cells
+from harness.report.paragraphs import bullets
+from harness.rows import bucket_sizes
+
+
+def planned():
+    """What make plan --advise says."""
+    return [bullets(published.load_plan("plan.json").advice)]
+
+
+def checked():
+    """How far modelled times are from measured and from published ones."""
+    check = published.load_plan("plan.json").check
+    whole, parts = ([run for run in check.two_hosts if (run.micro_batches is not None) == is_part]
+                    for is_part in (False, True))
+    near, near_parts = (sum(abs(run.error) <= 0.1 for run in runs) for runs in (whole, parts))
+    farthest, users = max(whole, key=lambda run: abs(run.error)), "predicted, user's"
+
+    def errors(*wanted):
+        return ", ".join(f"{run.error:+.1%}" for run in check.published
+                         if (run.what, run.optimizer, run.gpus > 128) in wanted)
+    return [bullets([
+        f"Our two hosts: {near} of {len(whole)} steps are modelled within 10 %, the farthest ({farthest.label}, "
+        f"{farthest.where}) {farthest.error:+.1%} off; with accumulation {near_parts} of {len(parts)}.",
+        "Megatron-LLaMA's table: calibrated on one of four figures, the others are "
+        f"{errors(('predicted', 'overlapped', True), ('predicted', 'distributed', True))} off.",
+        "A user's 128 GPUs, where the overlapped optimizer was the slower one: by that calibration distributed "
+        f"{errors(('predicted', 'distributed', False))}, overlapped {errors(('predicted', 'overlapped', False))}; "
+        f"calibrated on the user's two distributed runs, overlapped {errors((users, 'overlapped', False))}; the "
+        f"same with no message hidden {errors(('none hidden', 'overlapped', False))}."])]
+
+
+def lead(result):
+    """By how much stage 4 is ahead of DDP on one line, and what of that is bucket size -> sentences."""
+    rate, tuned = result.conditions.rate, bucket_sizes.tuned(result, "ddp")
+    stage4, ddp = result.timed(bucket_sizes.STAGE_4), result.timed("ddp")
+    text = f"{rate}: stage 4 takes {stage4.over(tuned or ddp):.2f} of the time of {ddp_words(result)}"
+    if tuned is None:
+        return f"{text}. DDP with a tuned size: not measured, `make network RATE={rate} ARGS=--sweep`."
+    if tuned is ddp:
+        return f"{text}."
+    whose = ("so much of the lead is bucket size, and none of ours" if stage4.over(tuned) < 1 else
+             "all of the lead over those is bucket size, and none of it ours")
+    return (f"{text}, and {stage4.over(ddp):.2f} of DDP with its default ones. Of these the tuned ones take "
+            f"{tuned.over(ddp):.2f}: {whose}.")
+
+
+def ahead():
+    """README's own line for each rate."""
+    return [bullets(leads())]
+
+
+def leads():
+    """The time of stage 4 beside DDP's, in few words."""
+    found = []
+    for result in published.by_rate():
+        stage4, tuned = result.timed(bucket_sizes.STAGE_4), bucket_sizes.tuned(result, "ddp")
+        by_tuned = f"{stage4.over(tuned):.2f}" if tuned else "not measured"
+        found.append(f"{result.conditions.rate}: {stage4.over(result.timed('ddp')):.2f} of default DDP; of DDP with "
+                     f"the best size: {by_tuned}.")
+    return found
+
+
+APART = {"stage 4 only gradients": "gradients alone", "stage 4 only parameters": "parameters alone",
+         bucket_sizes.STAGE_4: "both"}
+
+
+def apart(result):
+    """What each half of the overlap buys."""
+    rate, neither, rows = result.conditions.rate, result.timed("stage 4 neither"), [*map(result.timed, APART)]
+    if not (neither and all(rows)):
+        return f"{rate}: overlap taken apart: not measured, `make network RATE={rate}`."
+    parts = [f"{words} {row.over(neither):.2f}" for row, words in zip(rows, APART.values())]
+    return f"{rate}: of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
+
+
+def owner(result):
+    """Beside stage 4: time, and the number and size of the messages that gradients travel in."""
+    rate, stage4, found = result.conditions.rate, result.timed(bucket_sizes.STAGE_4), []
+    if result.timed("owner reduce") is None:
+        return f"{rate}: a reduce to each owner: not measured, `make network RATE={rate}`."
+    for row in filter(None, (result.timed("owner reduce"), result.timed("owner reduce", 2), stage4)):
+        kind = next(kind for kind in ("reduce", "send", "reduce_scatter") if kind in row.collectives)
+        number, n_bytes = row.collectives[kind], row.message_bytes[kind]
+        found.append(f"{row.name} {number} messages of {n_bytes / number / 1e3:.0f} kB on average, and "
+                     f"{row.over(stage4):.2f} of stage 4's time")
+    return f"{rate}: {'; '.join(found)}."
+
+
+def share_sentence(result):
+    """The claim that communication takes more than half of a step, and where it stops being true."""
+    rate = result.conditions.rate
+    if not has_shares(result.accumulation):
+        return f"{rate}: communication's share of a step: not measured, `make network RATE={rate} ARGS=--accumulation`."
+    found, rows = [], result.accumulation.rows
+    for name, column in zip(SHOWN, zip(*map(shares, rows))):
+        by_count = {row.micro_batches: share for row, share in zip(rows, column)}
+        below = next((f"below half from {k} micro-batches on" for k in by_count
+                      if all(share < 0.5 for other, share in by_count.items() if other >= k)), "never below half")
+        found.append(f"of {name} {column[0]:.0%}, {below if column[0] >= 0.5 else 'less than half'}")
+    return f"{rate}: without accumulation communication takes, of a step, {'; '.join(found)}."
+
+
+def sent(result):
+    """What of stage 4's lead over stage 3 and FSDP2 is overlap, and what gloo's reduce-scatter, which sends twice."""
+    rows = {"stage 3 grad buffer": "stage 3", "fsdp2": "FSDP2", bucket_sizes.STAGE_4: "stage 4"}
+    found = [(name, line_cells(result, base)) for base, name in rows.items() if result.timed(base)]
+    parts = [f"{name} {cells.over_floor} of the formula's floor and {cells.over_floor_as_sent} of that of the bytes it "
+             "sent" for name, cells in found]
+    return f"{result.conditions.rate}: {', '.join(parts)}."
+
+
+def found_block():
+    """What the rows say of peers, of bytes, of overlap, of owners and of accumulation, in words."""
+    sentences = (lead, sent, apart, owner, share_sentence)
+    return [bullets(say(result) for say in sentences for result in published.by_rate())]

@@ -1,0 +1,49 @@
+"""What a user wrote, refused in one line: options, models, and paths that can't be written."""
+
+import io
+import os
+import sys
+
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
+
+
+def fail(program, message):
+    """End `program` because of what its user wrote: one line, exit code 2."""
+    print(f"{program}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_at_least_1(args, names, fail):
+    for name in names:
+        if not 1 <= getattr(args, name) <= 10**6:
+            bound = "at least 1" if getattr(args, name) < 1 else "at most a million"
+            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
+
+
+def check_workload(args, at_least_1, models, fail):
+    """`fail` where one of these options is less than 1, or there is no such model, or not for such sequences."""
+    check_at_least_1(args, ("batch_size", "sequence_length", *at_least_1), fail)
+    if args.model not in models:
+        fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
+    if args.sequence_length > models[args.model].block_size:
+        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
+
+
+def check_writable(option, path, fail):
+    """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}.partial").exists()  # that name, see write, may be too long
+    except OSError as error:
+        fail(f"{option} {path}: {error.strerror}: {error.filename}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        fail(f"{option} {path}: it {'is a folder' if path.is_dir() else 'may not be written'}")
+
+
+def check_beside(option, path, suffix, fail):
+    """As check_writable, also for the file that is written beside `path`, with `suffix`."""
+    if path.suffix == suffix:
+        fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
+    check_writable(option, path, fail)
+    check_writable(option, path.with_suffix(suffix), fail)

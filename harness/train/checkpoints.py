@@ -1,0 +1,139 @@
+"""A run saves itself every few steps, and goes on from the newest complete checkpoint."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from harness.run import command_line
+from harness.train import run_folder, run_settings, stop_signal
+from harness.train.agreement import is_rank_0, leave, on_all_ranks
+
+
+class Checkpoints:
+    """Saves a checkpoint every args.save_every steps and after the last, if args.checkpoint names a folder for them.
+
+    And when a rank is told to stop, by SIGTERM or SIGUSR1: all save after the same step, and exit with PREEMPTED.
+
+    `first_step`: how many steps were done when the newest complete one was saved, which is loaded; 0 if there is none.
+    The position in the data is the number of the step. Random states go on where they were on the same number of ranks.
+    """
+
+    def __init__(self, args, rank, model, optimizer, scheduler):
+        self.args, self.rank, self.model, self.optimizer, self.scheduler = args, rank, model, optimizer, scheduler
+        self.first_step = self.steps_done = 0
+        if args.checkpoint:
+            on_all_ranks(self._check_folder)
+            on_all_ranks(self._resume)
+            self.stop_signal = stop_signal.StopSignal(optimizer, args.timeout)
+
+    def step_done(self):
+        """Counts a step, and saves if it is time to; after a signal it doesn't return. Collective."""
+        self.steps_done += 1
+        if not self.args.checkpoint:
+            return
+        is_last = self.steps_done == self.args.steps
+        signal_name = self.stop_signal.agreed()
+        if signal_name or is_last or self.steps_done % self.args.save_every == 0:
+            on_all_ranks(self._save)
+        if signal_name and not is_last:
+            if is_rank_0():
+                print(f"stopped by {signal_name} after step {self.steps_done}, which is saved: the same command goes "
+                      f"on (exit code {stop_signal.PREEMPTED})", flush=True)
+            leave(stop_signal.PREEMPTED)
+
+    def _save(self):
+        random = {"cpu": torch.get_rng_state()}
+        if self.rank.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.rank.device)
+        extra = {"step": self.steps_done, "scheduler": self.scheduler.state_dict(), "random": random,
+                 "rank": self.rank.rank, "world_size": self.rank.world_size,
+                 "settings": run_settings.settings_of(self.args, self.rank.world_size)}
+        path = run_folder.path_of(self.args.checkpoint, self.steps_done)
+        try:
+            checkpoint.save(path, self.model, self.optimizer, extra)
+        except checkpoint.CheckpointError as error:
+            raise ValueError(str(error)) from None
+        if is_rank_0():
+            run_folder.remove_old(self.args.checkpoint, self.args.keep)
+
+    def _check_folder(self):
+        """Now, and not at the first save."""
+        def fail(message):
+            raise ValueError(message)
+        command_line.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
+
+    def _resume(self):
+        step, extra, damage = self._load()
+        if step is None:
+            return
+        self.first_step = self.steps_done = extra["step"]
+        self.scheduler.load_state_dict(extra["scheduler"])
+        changed = self._changes(extra.get("settings", {}))
+        run_settings.take_hyperparameters(self.args, self.optimizer, self.scheduler)
+        if (extra["rank"], extra["world_size"]) == self.rank[:2]:
+            torch.set_rng_state(extra["random"]["cpu"])
+            if "cuda" in extra["random"] and self.rank.device.type == "cuda":
+                torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
+        if is_rank_0():
+            later = [other for other in self.steps_found if other > step]
+            aside = ", and later ones set aside" if later else ""
+            print(f"resumed from {run_folder.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
+            if changed:
+                print("changed since then: " + ", ".join(f"{option} {before} -> {now}" for option, (before, now)
+                                                         in changed.items()), flush=True)
+            if self.first_step >= self.args.steps:
+                print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
+            try:
+                run_folder.set_aside(self.args.checkpoint, later)
+            except OSError as error:
+                raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
+
+    def _steps_to_try(self):
+        """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
+        folder, wanted = self.args.checkpoint, self.args.resume_from
+        self.steps_found = run_folder.steps_in(folder)  # what another run may save from here on is none of these
+        everything = [run_folder.complete(folder)]
+        dist.broadcast_object_list(everything, src=0)
+        steps = everything[0]
+        if wanted is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restart goes on
+            return steps
+        if wanted not in steps:
+            there_are = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"argument --resume-from: {folder} has no complete checkpoint of step {wanted}, but of "
+                             f"{there_are}")
+        return [wanted]
+
+    def _load(self):
+        """The newest complete checkpoint, or, where that is damaged, the one before -> its step or None, its `extra`,
+        and what to say of damage."""
+        first_error = None
+        for step in self._steps_to_try():
+            try:
+                extra = checkpoint.load(run_folder.path_of(self.args.checkpoint, step), self.model, self.optimizer)
+            except checkpoint.DamagedCheckpoint as error:
+                first_error = first_error or error
+                continue
+            except checkpoint.CheckpointError as error:
+                first_error = first_error or error
+                break
+            return step, extra, f": {first_error}" if first_error else ""
+        if first_error:
+            raise ValueError(str(first_error))
+        return None, None, ""
+
+    def _changes(self, before):
+        """-> {option: (before, now)}. Raises ValueError where a step would see other data, unless --force is given."""
+        args, group = self.args, self.optimizer.param_groups[0]
+        before = {**before, "--lr": self.scheduler.base_lrs[0], "--weight-decay": group["weight_decay"]}
+        args.lr = args.lr if "lr" in args.given else before["--lr"]
+        args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
+        changed = run_settings.changes(before, run_settings.settings_of(args, self.rank.world_size))
+        refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
+                   for option in run_settings.DATA_ORDER if option in changed]
+        if refused and not args.force:
+            raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
+                             "--force goes on nevertheless")
+        return changed

@@ -1,0 +1,108 @@
+"""The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 256  # one symbol a byte
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. `block_size` is the longest sequence it takes, `lr` a learning rate that suits it with AdamW."""
+    n_layers: int
+    n_heads: int
+    width: int
+    block_size: int
+    lr: float
+
+
+# With 256 symbols the embedding is small: there are more layers than in a GPT-2 of the same number of parameters.
+MODELS = {
+    "nano": GPTConfig(n_layers=2, n_heads=2, width=32, block_size=64, lr=1e-3),  # for the tests
+    "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=1e-3),  # 10,844,160 parameters
+    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=6e-4),  # 121,478,400
+    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),  # 354,007,040
+    "large": GPTConfig(n_layers=24, n_heads=16, width=2048, block_size=1024, lr=2e-4),  # 1,211,224,064
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.to_qkv = nn.Linear(config.width, 3 * config.width)
+        self.project = nn.Linear(config.width, config.width)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        qkv = self.to_qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, C/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, C/H)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, C/H)
+        return self.project(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each on normalized input, each added to the stream that it read."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.widen = nn.Linear(config.width, 4 * config.width)
+        self.project = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))  # (B, T, C)
+        return x + self.project(F.gelu(self.widen(self.mlp_norm(x))))  # (B, T, C), inside (B, T, 4C)
+
+
+class GPT(nn.Module):
+    """A pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
+
+    The output head is a Linear module whose weight is the token embedding's very Parameter: every parameter is read in
+    the forward of a module that owns it, which is where an optimizer's forward hooks look for it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(VOCABULARY, config.width)
+        self.position_embedding = nn.Embedding(config.block_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self._initialize()
+
+    def _initialize(self):
+        for name, param in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(param)
+            elif name.endswith("project.weight"):  # the sum of all that the blocks add must not grow with their number
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers))
+            elif param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, tokens, targets=None):
+        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, ()."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)  # (B, T, C)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B T, V), (B T,) -> ()
+
+
+def build_model(args, rank):
+    """The model that the command line asks for, on this rank's device; the same weights on every rank and machine."""
+    torch.manual_seed(args.seed)
+    return GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))

@@ -1,0 +1,214 @@
+"""For whoever writes gradients or parameters past the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
+
+Gradients that were assigned count, parameters that were loaded are what is stepped next, and what comes too late to be
+averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_holds_at_step_counts`,
+tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
+"""
+
+import torch
+
+from guard.groups import name_of
+from guard.hooks import hook_gradient
+from guard.pieces import follow
+
+from .buffer import GradBuffer, Holds
+
+
+class AnyGrads:
+    @property
+    def buffer_class(self):
+        return GuardedBuffer
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
+
+        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
+        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero. Whether a frozen
+        one is stepped each owner decides by the gradients that it had itself: freeze a layer on all ranks or on none,
+        and before backward(). GradScaler.unscale_() must come before this.
+        """
+        if self.rank < 0:
+            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
+        for buffer in self.buffers:
+            buffer.refuse_new_data(self.param_groups)
+        for buffer in self.buffers:
+            buffer.refuse_new_grads(self.param_groups)
+        super().sync_grads()
+
+    def sync_params(self):
+        super().sync_params()
+        self.zero_grad()  # parameters were in the buffer
+
+    def _take_model_changes(self):
+        for buffer in self.buffers:
+            buffer.take_model_changes()
+
+    def zero_grad(self, set_to_none=True):
+        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says.
+
+        `model.zero_grad()` is no substitute after `clip_grad_norm_`, or with `grad_dtype`: it knows nothing of the
+        shard, nor of `param.main_grad`.
+        """
+        super().zero_grad(set_to_none)
+
+    @property
+    def _grads_elsewhere(self):
+        return any(buffer.in_main_grad for buffer in self.buffers)
+
+    @property
+    def has_grads(self):
+        """Whether this rank is between backward() and step()."""
+        return any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers)
+
+    def _owned_ranges(self):
+        for buffer in self.buffers:
+            for r, main in zip(buffer.ranges, buffer.main_params):
+                yield buffer.params[r.index], r.start, r.stop, main
+
+    def _let_go(self):
+        for buffer in self.buffers:
+            buffer.let_go()
+        self.buffers.clear()
+
+
+class GuardedBuffer(GradBuffer):
+    """Attributes:
+        received: indices of the parameters whose gradient has come since the last step.
+        versions, zero_version, shard_version: autograd's counts of the writes into each parameter, and into `flat` when
+            it was zero, and when it held the shard: to see later ones, by whomever.
+    """
+
+    def __init__(self, params, grad_dtype, process_group):
+        self.in_main_grad = grad_dtype != params[0].dtype
+        self.index_of = {id(param): index for index, param in enumerate(params)}
+        self.received, self.hooks = set(), []
+        super().__init__(params, grad_dtype, process_group)
+        self.zero_version = self.flat._version
+        self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
+        torch.autograd.graph.increment_version(params)  # autograd saw nothing of the broadcast
+        self.note_new_params()
+
+    def attach(self, param, grad):
+        if self.in_main_grad or param.requires_grad and param.grad is None:  # one that is there counts, as in torch
+            super().attach(param, grad.detach())  # not the view itself: a user may detach_() it, or set its data
+
+    def watch(self, param):
+        self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
+
+    def take_grad(self, param):
+        """Bring a gradient into the buffer, wherever autograd or the user has put it."""
+        if torch.is_grad_enabled():  # in backward(create_graph=True)
+            with torch.no_grad():
+                return self.take_grad(param)
+        if self.holds not in (Holds.ZEROS, Holds.GRADS):
+            self.shard_version = None  # autograd has added to the view already
+            raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
+                               "before backward()")
+        if param.grad is None:  # an earlier hook has taken it
+            return
+        index = self.index_of[id(param)]
+        self.received.add(index)
+        if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
+            self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
+            # If it requires grad, backward(create_graph=True) made it, to be differentiated.
+            if not param.grad.requires_grad and is_same(param, self.param_views[index]):
+                param.grad = self.grads[index].detach()
+        super().take_grad(param)
+
+    def collect_grads(self):
+        """Whatever happened to `param.grad` outside of backward counts too.
+
+        But the view that a parameter had when it was frozen is no gradient, unless backward has put one there.
+        """
+        for index, param in enumerate(self.params):
+            if param.grad is None and not self.in_main_grad:
+                self.grads[index].zero_()  # set to None by the user
+                self.received.discard(index)
+            elif param.grad is not None and not is_same(param.grad, self.grads[index]):
+                self.take_grad(param)
+                if not self.in_main_grad:
+                    param.grad = self.grads[index].detach()  # its graph, if it has one, has been used
+            elif param.requires_grad:
+                self.received.add(index)
+
+    def reduce_scatter_grads(self):
+        """Once between two steps. Frozen parameters are not stepped, unless they had a gradient before."""
+        if self.holds not in (Holds.ZEROS, Holds.GRADS):
+            return
+        self.collect_grads()
+        super().reduce_scatter_grads()
+        self.shard_version = self.flat._version
+        for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
+            frozen = not self.params[r.index].requires_grad and r.index not in self.received
+            main_param.grad = None if frozen else main_grad
+
+    def refuse_new_grads(self, groups):
+        """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.
+
+        What is written into it counts where main gradients are views of the buffer. Where they are copies it wouldn't.
+        """
+        if self.holds in (Holds.ZEROS, Holds.GRADS):
+            return
+        if self.shard_version is None:
+            raise RuntimeError("a backward pass after finish_grad_sync() was refused: call the optimizer's zero_grad()")
+        if self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
+            raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
+                               "too late")
+        for param, grad in zip(self.params, self.grads):
+            if param.grad is not None and not is_same(param.grad, grad):
+                name = name_of(param, groups)
+                raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
+
+    def refuse_new_data(self, groups):
+        """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
+        for param, view, grad in zip(self.params, self.param_views, self.grads):
+            if param.data_ptr() != view.data_ptr():
+                name = name_of(param, groups)
+                raise RuntimeError(f"the data of parameter {name} was replaced, by model.to() or "
+                                   "vector_to_parameters(), and this optimizer steps the old one: write into it with "
+                                   "copy_(), or build the optimizer afterwards")
+            if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
+                name = name_of(param, groups)
+                raise RuntimeError(f"main_grad of parameter {name} was replaced, or a later optimizer has the "
+                                   "gradients: write into it with copy_(), or build this one anew")
+
+    def copy_params_to_model(self):
+        super().copy_params_to_model()
+        self.note_new_params()
+
+    def note_new_params(self):
+        self.versions = [param._version for param in self.params]
+
+    def take_model_changes(self):
+        """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
+        if self.versions == [param._version for param in self.params]:
+            return
+        for now, main_param in zip(self.model_ranges(), self.main_params):
+            follow(main_param, now)
+
+    def zero(self):
+        if self.flat._version != self.zero_version:  # else it is zero already
+            super().zero()
+            self.zero_version = self.flat._version
+        self.received.clear()
+        for param, grad in zip(self.params, self.grads):
+            try:
+                param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
+            except RuntimeError:  # model.bfloat16() has replaced its data: refused before the next step
+                param.grad = None
+
+    def let_go(self):
+        """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""
+        for hook in self.hooks:
+            hook.remove()
+        for param, grad in zip(self.params, self.grads):
+            if is_same(param.grad, grad):
+                param.grad = None
+            vars(param).pop("main_grad", None)
+
+
+def is_same(tensor, view):
+    """Whether it is the same view of the same memory; None is not."""
+    is_like = tensor is not None and tensor.layout == view.layout and tensor.device == view.device
+    return is_like and tensor.is_set_to(view)
