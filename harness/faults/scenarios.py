@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import CheckpointError
 from harness.faults import file_operations
 from harness.faults.final_state import check, check_same, check_undisturbed, converted
 from harness.faults.random_kills import LONGEST_S
@@ -122,7 +123,7 @@ def two_runs(stage, ranks, folder, say=print, steps=200):
     for name, path in checkpoints_of("both").items():
         try:
             found = converted(path, folder / "one.pt")["model"]
-        except ValueError as error:
+        except CheckpointError as error:
             raise AssertionError(f"{name} of two runs is complete, and can't be read: {error}") from None
         wanted = [converted(folder / f"seed {seed}" / name, folder / "other.pt")["model"] for seed in (0, 1)]
         check(any(all(torch.equal(found[key], one[key]) for key in one) for one in wanted), f"{name} is of both runs")

@@ -18,7 +18,6 @@ from harness.report.sheet import sheet_text
 from harness.run import command_line
 from harness.run.files import write
 
-
 COLUMNS = 110  # of a table that stands in the terminal only
 
 

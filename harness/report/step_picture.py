@@ -9,7 +9,6 @@ from harness.report.ticks import round_step
 from harness.rows import catalogue, rates
 from harness.rows.spans import MEMORY_PARTS, length, overlap
 
-
 GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
 PARAMETERS = ("all_gather", "broadcast")
 

@@ -1,7 +1,8 @@
 """The rows: each way to train by its name, with what it must agree with, send and hold."""
 
 import functools
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 

@@ -1,6 +1,7 @@
 """bench.py: the json that it promises, counts that equal the formulas, and no time for what is wrong."""
 
 import contextlib
+import functools
 import os
 import resource
 import shutil
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness.measure import accumulation, any_ranks, conditions, every_row, examine, step_time
+from harness.measure import accumulation, any_ranks, conditions, every_row, examine, host_time, step_time
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
 from harness.measure.played_rank import rank_0_of
@@ -33,16 +34,20 @@ from harness.train.gpt import GPT, MODELS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
+pytestmark = pytest.mark.slow
+
 NOTHING = Result(None, [])
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """Of bench.py in this process, whose ranks then start at once."""
+    """Of bench.py in this process, whose ranks then start at once. Host time: of few tensors."""
     path = tmp_path_factory.mktemp("results") / "bench.json"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", ["bench.py", *NANO, "--json", str(path)])
+        short = functools.partial(host_time.measure_ranks, n_tensors=40, n_steps=1)
+        patch.setattr(host_time, "measure_ranks", short)
         bench.main()
     assert not end.value.code
     return saved.from_json(Result, path.read_text())
@@ -206,7 +211,7 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     right = stage.read_text()
     stage.write_text(right.replace("/= self.world_size", "/= self.world_size + 1"))
     assert stage.read_text() != right
-    command = [sys.executable, "bench.py", *NANO, "--rows", "stage 2 all-gather", "--json", "wrong.json"]
+    command = [sys.executable, "bench.py", *NANO, "--quick", "--rows", "stage 2 all-gather", "--json", "wrong.json"]
     run = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=120)
     assert run.returncode == 1, run.stderr
     result = saved.from_json(Result, (tmp_path / "copy" / "wrong.json").read_text())

@@ -49,8 +49,8 @@ def test_an_owner_is_right_on_three_ranks(run, choice):
 
 def messages(rank, choice):
     training = catalogue.find(*choice).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
-    for batch in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
-        training.step(batch)
+    for data in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
+        training.step(data)
     with Ledger() as ledger:
         training.forward_backward(make_batches(SETTINGS, rank)[2])
     n_params = sum(1 for _ in training.model.parameters())

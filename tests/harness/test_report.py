@@ -329,7 +329,7 @@ def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
 def with_kinds(result):
     """`result` with the kinds of memory, which older ones lack."""
     for number, row in enumerate(result.rows, 1):
-        row.peak_bytes = {phase: 1e6 * number for phase in ("build", "forward", "backward", "step")}
+        row.peak_bytes = dict.fromkeys(("build", "forward", "backward", "step"), 1e6 * number)
         row.held_bytes = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
         row.activation_bytes = 5.55e7
     return result

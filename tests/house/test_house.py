@@ -155,8 +155,16 @@ def test_code_that_two_cores_share_is_equal_to_the_letter(before, after):
 
 def test_make_diff_shows_the_cores_and_nothing_else():
     shown = subprocess.run(["make", "diff", "A=3", "B=4"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    files = re.findall(r"^diff --git a/(\S+) b/(\S+)", shown, re.MULTILINE)
-    assert [new.split("/")[-1] for _, new in files] == list(CORE_FILES)
+    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", shown, re.MULTILINE) == list(CORE_FILES)
+
+
+def test_make_diff_goes_method_by_method_and_names_the_unchanged_ones():
+    """All lines of the newer core that are not said to be unchanged, and no line of its other methods."""
+    shown = subprocess.run(["make", "diff", "A=1", "B=2"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert re.findall(r"^(?:changed|new|gone): (.*)$", shown, re.MULTILINE) == ["imports and constants", "sync_params"]
+    (unchanged,) = re.findall(r"^unchanged: (.*)$", shown, re.MULTILINE)
+    assert {"__init__", "shard", "sync_grads", "step_own", "step", "average"} <= set(unchanged.split(", "))
+    assert "+        gathered = padded.new_empty" in shown and "def shard" not in shown
 
 
 # --------------------------------------------------------------------------------------------------------- imports
@@ -279,7 +287,7 @@ def test_checkpoint_imports_torch_the_standard_library_and_its_siblings(path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_imports_checkpoint(stage):
-    files = [path for path in (ROOT / stage).rglob("*.py")]
+    files = list((ROOT / stage).rglob("*.py"))
     assert files and not [path for path in files if "checkpoint" in tops_of(path)]
 
 

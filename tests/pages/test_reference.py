@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from checkpoint import errors
 from tests.common import STAGES
 from tests.ranks import ROOT
 
@@ -19,8 +20,9 @@ PROGRAMS = ("train.py", "show.py", "__main__.py")  # their messages are about op
 
 
 def is_error(function):
-    """Whether a call of it makes an exception: ValueError(…), pickle.UnpicklingError(…)."""
-    return getattr(function, "id", getattr(function, "attr", "")).endswith("Error")
+    """Whether a call of it makes an exception: ValueError(…), pickle.UnpicklingError(…), DamagedCheckpoint(…)."""
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return name.endswith("Error") or name in vars(errors)
 
 
 @functools.cache
