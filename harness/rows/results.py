@@ -32,8 +32,8 @@ class RecordedStep:
 
 @dataclass
 class Row(OfChoice):
-    """`kind`, `dtype`: see catalogue.Way. Where it failed, `error` says so, and it has no times; `is_wrong`: it computes
-    something else than it should.
+    """`kind`, `dtype`: see catalogue.Way. Where it failed, `error` says so, and it has no times; `is_wrong`: it
+    computes something else than it should.
 
     Bytes in memory are those of the rank that holds most, by phase ("model", "optimizer", "backward", "step", "peak",
     on CUDA "reserved"), at the peak within each phase, and by kind (kinds.KINDS). Bytes on the wire and bytes a

@@ -573,6 +573,7 @@ def test_a_rate_that_is_measured_again_keeps_the_sweep_of_before():
         one.conditions.rate for one in (first, *others)]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_checkout_clean(tmp_path):
     """As in a fresh clone: `make bench`, then `git status` has nothing to say."""
     copy = shutil.copytree(HERE, tmp_path / "clone", ignore=IGNORED_IN_A_CLONE)
