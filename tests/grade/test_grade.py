@@ -403,6 +403,19 @@ def package(tmp_path, monkeypatch):
     return package
 
 
+def test_ranges_in_shard_is_checked_by_hand_before_anything_is_built_on_it(package, workers, grade):
+    name = package("wrong_ranges", ROOT / STAGES[2])
+    path = Path(sys.path[0], name, "buffer.py")
+    code = path.read_text(encoding="utf-8")
+    assert code.count("start - shard_start)") == 1
+    path.write_text(code.replace("start - shard_start)", "start)"), encoding="utf-8")
+    assert complaint(grade(f"{name}.optimizer")) == [
+        "ranges_in_shard by hand",
+        "expected  of 3, 5, 2 elements at 0, 4, 12, in shard 8 to 16: (index, start, stop, offset) = (1, 4, 5, 0), "
+        "(2, 0, 2, 4)", "came      (1, 4, 5, 8), (2, 0, 2, 12)",
+        "cause     start and stop count from the parameter's first element, offset from the shard's"]
+
+
 @pytest.mark.parametrize("level, checks, came", [
     (1, ["the interface"], "came      nothing has moved, on any rank"),
     (2, ["its methods", "the interface"], None)])
