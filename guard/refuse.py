@@ -171,6 +171,12 @@ def refuse_mixed_dtypes(named):
             raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
 
 
+def data_replaced(name):
+    return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), share_memory(), "
+                        "vector_to_parameters() or another optimizer, and this one steps the old: write into it with "
+                        "copy_(), or build the optimizer afterwards")
+
+
 def not_contiguous(name, tensor):
     return ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
 
