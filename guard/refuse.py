@@ -64,7 +64,7 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
         lines += [f"{what}={value}" for (what, _), value in settings_of([*existing, *groups]).items()]
     except (RuntimeError, TypeError, ValueError) as refusal:
         error = refusal
-    _agree(error, lines, process_group, device)
+    agree(error, lines, process_group, device)
     return groups
 
 
@@ -185,7 +185,7 @@ def _is_plain(value):
     return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
 
 
-def _agree(error, lines, process_group, device):
+def agree(error, lines, process_group, device):
     """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min

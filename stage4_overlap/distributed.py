@@ -8,7 +8,7 @@ from guard.modes import Modes
 from guard.pieces import StateOfPieces
 from guard.probe import check_elementwise
 from guard.refuse import not_contiguous
-from guard.wrap import Wrapper
+from guard.wrap import Shared, Wrapper
 
 from .agreement import Agreement
 from .awaited import AwaitedBucket, AwaitsReaders
@@ -54,6 +54,7 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
             or `reduce_dtype` is none of the values above.
     """
 
+    prefetching, idle = Shared(), Shared()
     _probe = staticmethod(check_elementwise)
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
