@@ -62,8 +62,8 @@ class StateOfPieces:
 
     def _refuse_whole_states(self):
         """Of a reset by zeros_like(param), say, as ReLoRA's: it would fail in the middle of the step, or not at all."""
-        for param in self._looked_at:
-            main = self._main_param.get(param, param)
+        for param in self._looked_at & self._main_param.keys():
+            main = self._main_param[param]
             for key, value in self.optimizer.state.get(main, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape != main.shape:
                     raise RuntimeError(f"{key} of parameter {name_of(param, self.param_groups)} has the shape of the "

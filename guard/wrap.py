@@ -11,6 +11,7 @@ import numbers
 import torch
 import torch.distributed as dist
 
+from . import torch_clip as torch_clip
 from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import agree, checked_groups, param_ids, refuse_edited
@@ -138,7 +139,7 @@ class Wrapper:
     def _closure_loss(self, closure):
         with torch.enable_grad():
             loss = closure()
-        if not isinstance(loss, (torch.Tensor, numbers.Real)):
+        if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
             return loss  # None, or a dict of losses say, as it is
         if hasattr(loss, "full_tensor"):  # a DTensor, maybe of partial sums
             loss = loss.full_tensor()
