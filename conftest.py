@@ -50,14 +50,22 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --stage only the contract is run: the other tests are about the four stages and the harness.
+    """With --stage the contract is run, or, where files are named, what in those is about a stage; the others are about
+    the four stages and the harness.
 
     With --gpu those of few ranks come first: each rank takes a gigabyte of a GPU, and idle ones are ended, see `run`.
     """
-    files = ["test_contract.py"] if config.getoption("--stage") else ON_GPUS if config.getoption("--gpu") else None
-    if files:
-        config.hook.pytest_deselected(items=[item for item in items if item.path.name not in files])
-        items[:] = [item for item in items if item.path.name in files]
+    stages, files = config.getoption("--stage"), ON_GPUS if config.getoption("--gpu") else None
+    if stages and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        files = ["test_contract.py"]
+
+    def is_asked_for(item):
+        stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
+        return (files is None or item.path.name in files) and (
+            not stages or stage in stages or item.path.name == "test_contract.py")
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_asked_for(item)])
+    items[:] = [item for item in items if is_asked_for(item)]
     if config.getoption("--gpu"):
         items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
 

@@ -4,6 +4,8 @@
     save(path, model, optimizer) load(path, model, optimizer)  latest(folder)    files, for any number of ranks
     reshard(optimizer, process_group)                                            parameters and state move, live
 
+What goes wrong with files is a class of errors.py, each a CheckpointError, on every rank.
+
 It takes an optimizer of any stage, and where that makes sense a plain torch optimizer. No stage imports this package,
 and it imports no stage. What it asks of a stage's optimizer is this face:
 
@@ -23,10 +25,11 @@ and it imports no stage. What it asks of a stage's optimizer is this face:
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
 """
 
+from .errors import CheckpointError, DamagedCheckpoint, FolderInUse, ForeignCheckpoint, UnfitModel
 from .full_state import full_state_dict, load_full_state_dict
-from .ranks import CheckpointError
 from .reading import latest, load
 from .reshard import reshard
 from .writing import save
 
-__all__ = ["CheckpointError", "full_state_dict", "latest", "load", "load_full_state_dict", "reshard", "save"]
+__all__ = ["CheckpointError", "DamagedCheckpoint", "FolderInUse", "ForeignCheckpoint", "UnfitModel", "full_state_dict",
+           "latest", "load", "load_full_state_dict", "reshard", "save"]

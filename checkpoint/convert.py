@@ -1,24 +1,75 @@
-"""A checkpoint as one file, for a program without this package. Nothing in the folder is unpickled."""
+"""A checkpoint for a program without this package: a file, or a folder for torch.distributed.checkpoint.
+
+Nothing in the checkpoint is unpickled.
+"""
 
 import collections
+import os
+import shutil
+import warnings
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
-from .manifest import manifest_of, read, verify
-from .packing import unpack
+from .json_values import unpack
+from .manifest import manifest_of
+from .rank_files import read, verify
 from .reading import TensorsOf
 
 
-def convert(folder, path) -> dict:
-    """Write what `converted` returns to a new file, for torch.load(weights_only=True). -> the same."""
-    found = converted(folder)
+def to_torch(found, path):
+    """One file, for torch.load(weights_only=True)."""
     with open(path, "xb") as file:
         torch.save(found, file)
+
+
+def to_dcp(found, path):
+    """A folder, for torch.distributed.checkpoint.load and its tools."""
+    path.mkdir()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what there is
+        dcp.save(found, checkpoint_id=path, no_dist=True)
+
+
+FORMATS = {"torch": to_torch, "dcp": to_dcp}
+
+
+def convert(folder, path, to="torch") -> dict:
+    """Write what `converted` returns to `path`, which is new: all of it, or nothing. -> the same.
+
+    Args:
+        to: a key of FORMATS.
+
+    Raises:
+        OSError: the disk says no, or `path` exists.
+        CheckpointError: `folder` is damaged, or no checkpoint.
+    """
+    path, found = Path(path), converted(folder)
+    if os.path.lexists(path):
+        raise FileExistsError(17, "it exists already")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        FORMATS[to](found, partial)
+        partial.rename(path)
+    except BaseException as error:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+        raise said_by_the_disk(error) from None
     return found
 
 
+def said_by_the_disk(error):
+    """torch.save and dcp.save raise something else after that."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    found = error
+    while found and not isinstance(found, OSError):
+        found = found.__context__
+    return found or error
+
+
 def converted(folder) -> dict:
-    """A checkpoint in one dict, on the CPU. Raises OSError or ValueError: it is damaged, or none."""
+    """A checkpoint in one dict, on the CPU. Raises OSError or CheckpointError: it is damaged, or none."""
     manifest, _ = manifest_of(folder)
     verify(folder, manifest)
     tensors = TensorsOf(folder, manifest)

@@ -13,6 +13,8 @@ import shutil
 import uuid
 import zlib
 
+from .errors import FolderInUse
+
 LOCK = ".checkpoint.lock"
 HELD = {}  # folder -> its open lock file; until the process ends
 NUMBERS = itertools.count()
@@ -28,7 +30,8 @@ def claim(path, owner) -> str:
         owner: the global rank of this process.
 
     Raises:
-        OSError: the disk says no; `path` exists; or another run saves here.
+        OSError: the disk says no, or `path` exists.
+        FolderInUse: another run saves here.
     """
     if path.parent.is_file():
         raise NotADirectoryError(20, f"{path.parent} is no folder")
@@ -61,7 +64,7 @@ def token(process) -> str:
 
 
 def locked(folder, key) -> bool:
-    """Whether this process has the lock of `key`; False: there are no locks. Raises BlockingIOError: another has it."""
+    """Whether this process has the lock of `key`; False: there are no locks. Raises FolderInUse: another has it."""
     folder, place = folder.resolve(), zlib.crc32(key.encode())
     try:
         if folder not in HELD or not is_still_there(HELD[folder], folder / LOCK):
@@ -71,7 +74,7 @@ def locked(folder, key) -> bool:
     try:
         fcntl.lockf(HELD[folder], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)  # one byte; again is no conflict
     except (BlockingIOError, PermissionError):
-        raise BlockingIOError(11, f"another run saves in {folder}: end it, or save in another folder") from None
+        raise FolderInUse(f"another run saves in {folder}: end it, or save in another folder") from None
     except OSError:
         return False
     return True

@@ -1,12 +1,13 @@
 """What a checkpoint consists of: its manifest, of which nothing is believed before all of it has been checked.
 
-A tensor lies in files as ranges of its flat elements, byte for byte: `load` reads them past pickle and past zip.
+A tensor lies in files as ranges of its flat elements, byte for byte. The manifest is JSON that begins with a checksum
+of the rest of itself.
 """
 
 import json
 import math
 import os
-import stat
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from .packing import DTYPES, checked_shape, tensor_of, unpack, unpack_data
+from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
+from .format_1 import FORMAT as FORMAT_BEFORE
+from .format_1 import is_format_1, upgraded
+from .json_values import DTYPES, checked_shape, unpack, unpack_data
+from .rank_files import opened
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, where its tensors lie, and the sizes and checksums of its files
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES = 2**28  # of a manifest: Python takes some ten times as much memory to read it
 
 
@@ -66,59 +71,50 @@ class Manifest(NamedTuple):
 
 def need(condition, what):
     if not condition:
-        raise ValueError(f"{MANIFEST} is damaged: {what}")
-
-
-def opened(folder, name):
-    """-> a file in `folder` itself, to be read: a regular one, and not where a link leads.
-
-    Raises:
-        OSError, ValueError: it is not there, or something else.
-    """
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
-        raise ValueError(f"{name!r} is no name of a file in the folder")
-    path = Path(folder) / name
-    if path.is_symlink():
-        raise ValueError(f"{name} is damaged: it is a link")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)  # a FIFO would wait
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{name} is damaged: it is no regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def checksum(file) -> dict:
-    """Size and CRC-32 of an open file, or of one at a path."""
-    if not hasattr(file, "read"):
-        with open(file, "rb") as opened_file:
-            return checksum(opened_file)
-    crc, n_bytes = 0, 0
-    while chunk := file.read(1 << 20):
-        crc, n_bytes = zlib.crc32(chunk, crc), n_bytes + len(chunk)
-    return {"bytes": n_bytes, "crc32": crc}
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {what}")
 
 
 def manifest_of(folder) -> tuple[Manifest, int]:
     """-> the manifest of a checkpoint, checked; and a checksum of its text."""
     if not Path(folder).is_dir():
-        raise ValueError("there is no such folder")
+        raise DamagedCheckpoint("there is no such folder")
     if not (Path(folder) / MANIFEST).exists():
-        raise ValueError(f"it is not complete: {MANIFEST} is missing")
+        raise DamagedCheckpoint(f"it is not complete: {MANIFEST} is missing")
     with opened(folder, MANIFEST) as file:
         need(os.fstat(file.fileno()).st_size <= MOST_BYTES, "it is too large")
         text = file.read(MOST_BYTES)
     return parsed(text), zlib.crc32(text)
 
 
+def sealed(contents) -> bytes:
+    """The text of a manifest: JSON, whose first entry is the checksum of what the text is without that."""
+    text = json.dumps(contents).encode()
+    return b'{"crc32": %d, %b' % (zlib.crc32(text), text[1:])
+
+
+def unsealed(text) -> tuple[bytes, bool]:
+    """-> the text without its checksum, and whether it had one."""
+    seal = re.match(rb'\{"crc32": (\d{1,10}), ', text)
+    if not seal:
+        return text, False
+    text = b"{" + text[seal.end() :]
+    need(zlib.crc32(text) == int(seal[1]), "its checksum is that of another")
+    return text, True
+
+
 def parsed(text) -> Manifest:
-    """Raises ValueError, in one line, if it is not what `save` writes."""
+    """Raises DamagedCheckpoint or ForeignCheckpoint, in one line, if it is not what `save` writes."""
     try:
-        return checked(json.loads(text, object_pairs_hook=_without_doubles))
+        text, is_sealed = unsealed(text)
+        raw = json.loads(text, object_pairs_hook=_without_doubles)
+        need(is_sealed or is_format_1(raw), "it has no checksum of itself")
+        return checked(raw if is_sealed else upgraded(raw))
+    except CheckpointError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__} in it") from None
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__} in it") from None
     except ValueError as error:
-        known = str(error).startswith((MANIFEST, "it was written"))
-        raise ValueError(str(error) if known else f"{MANIFEST} is damaged: {str(error)[:200]}") from None
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {str(error)[:200]}") from None
 
 
 def _without_doubles(pairs):
@@ -130,7 +126,8 @@ def _without_doubles(pairs):
 def checked(raw) -> Manifest:
     need(isinstance(raw, dict), "it is no dict")
     if raw.get("format") != FORMAT:
-        raise ValueError(f"it was written in format {str(raw.get('format'))[:20]}, this program reads {FORMAT}")
+        formats = f"{FORMAT_BEFORE} and {FORMAT}"
+        raise ForeignCheckpoint(f"it was written in format {raw.get('format')!r:.20}, this program reads {formats}")
     need(raw.keys() == {"format", "byteorder", *Manifest._fields}, "it has other entries")
     need(raw["byteorder"] == sys.byteorder, f"its numbers are {raw['byteorder']!r:.20}, here they are {sys.byteorder}")
     files = {name: _file(name, what) for name, what in raw["files"].items()}
@@ -225,58 +222,3 @@ def _check_references(manifest):
     need(len(set(claimed)) == len(claimed), "a tensor is claimed twice")
     left = manifest.tensors.keys() - set(claimed)
     need(not left, f"nobody claims {min(left, default='')!r:.60}")
-
-
-def verify(folder, manifest, rank=0, world_size=1):
-    """Raise OSError or ValueError unless the files are those that were written. Each rank reads some of them."""
-    verify_sizes(folder, manifest)
-    for name, written in sorted(manifest.files.items())[rank::world_size]:
-        with opened(folder, name) as file:
-            found = checksum(file)
-        if found != written:
-            raise ValueError(f"{name} is damaged: {_described(written)} were written, now it is {_described(found)}")
-
-
-def verify_sizes(folder, manifest):
-    """And that all files are there, before anything is read."""
-    for name, written in sorted(manifest.files.items()):
-        size = _size(folder, name)
-        if size != written["bytes"]:
-            now = "missing" if size is None else f"{size} bytes"
-            raise ValueError(f"{name} is damaged: {_described(written)} were written, now it is {now}")
-
-
-def _size(folder, name):
-    try:
-        with opened(folder, name) as file:
-            return os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        return None
-
-
-def _described(file):
-    return f"{file['bytes']} bytes with checksum {file['crc32']:08x}"
-
-
-def read(folder, stored, start=0, stop=None) -> torch.Tensor:
-    """-> elements start to stop of a tensor in the files, (*lead, stop - start), on the CPU."""
-    stop = stored.numel if stop is None else stop
-    whole = torch.empty(*stored.lead, stop - start, dtype=stored.dtype, device="cpu")
-    for one in stored.ranges:
-        first, last = max(start, one.start), min(stop, one.stop)
-        if first < last:
-            own = (first, last) if not stored.n_lead else (one.start, one.stop)  # of a stack all, in one go
-            n_bytes = stored.nbytes(own[1] - own[0])
-            content = _bytes_at(folder, one.file, one.offset + (own[0] - one.start) * stored.dtype.itemsize, n_bytes)
-            part = tensor_of(content, stored.dtype, (*stored.lead, own[1] - own[0]))
-            whole[..., first - start : last - start] = part[..., first - own[0] : last - own[0]]
-    return whole
-
-
-def _bytes_at(folder, name, offset, n_bytes) -> bytearray:
-    content = bytearray(n_bytes)
-    with opened(folder, name) as file:
-        file.seek(offset)
-        if file.readinto(content) != n_bytes:
-            raise ValueError(f"{name} is damaged: it ends too early")
-    return content

@@ -2,8 +2,9 @@
 
 import torch
 
-from .face import all_params
-from .packing import DTYPES
+from .errors import UnfitModel
+from .json_values import DTYPES
+from .optimizers import all_params
 
 
 def unwrapped(model):
@@ -22,7 +23,7 @@ def state_of(model) -> dict:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         value = state.get(bare(name), tensor)
         if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
-            raise ValueError(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
+            raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
     return state
 
 
@@ -39,19 +40,19 @@ def names_of(model, optimizer) -> list[str]:
     name_of = {}
     for name, value in state_of(model).items():
         if name.endswith("_extra_state"):
-            raise ValueError(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
+            raise UnfitModel(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            raise ValueError(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
+            raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
         if value.layout != torch.strided or value.dtype not in DTYPES.values():
-            raise ValueError(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
+            raise UnfitModel(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
         name_of.setdefault(id(value), name)  # the first of tied ones
     for index, param in enumerate(all_params(optimizer)):
         name = name_of.get(id(param))
         if name is None:
-            raise ValueError(
+            raise UnfitModel(
                 f"parameter {index} of the optimizer isn't in model.state_dict(): pass the model it trains"
             )
         if hasattr(param, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor: save model.state_dict() and full_state_dict()")
+            raise UnfitModel(f"parameter {name} is a DTensor: save model.state_dict() and full_state_dict()")
     return [name_of[id(param)] for param in all_params(optimizer)]

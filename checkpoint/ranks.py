@@ -7,15 +7,12 @@ import time
 import weakref
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+
+from .errors import CheckpointError
 
 BEAT_S = 1.0
 SILENT_S = 30  # a rank at work that says nothing for so long is dead
 MEETINGS = weakref.WeakKeyDictionary()  # process group -> how often its ranks have waited for each other
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that can't be written, or not be loaded here: one line that says why, on every rank."""
 
 
 def rank_and_size(group) -> tuple[int, int]:
@@ -32,12 +29,18 @@ def all_gather(what, group) -> list:
     return everyone
 
 
-def agree(error, what, group):
-    """Raise a CheckpointError on every rank if one of them has an `error`, a line of text. Collective."""
-    errors = all_gather(error, group)
+def told(error) -> tuple[type, str]:
+    """What other ranks are told of an error: its class, where that is one of ours, and its line."""
+    return type(error) if isinstance(error, CheckpointError) else CheckpointError, first_line(error)
+
+
+def agree(mine, what, group, is_named=True):
+    """Raise the same error on every rank if one of them has what is `told` of one, and not None. Collective."""
+    errors = all_gather(mine, group)
     for rank, theirs in enumerate(errors):
         if theirs:
-            raise CheckpointError(f"{what}: " + (theirs if len(set(errors)) == 1 else f"rank {rank}: {theirs}"))
+            kind, line = theirs
+            raise kind(f"{what}: " + (f"rank {rank}: {line}" if is_named and len(set(errors)) > 1 else line))
 
 
 def rank_in(group):
@@ -111,20 +114,29 @@ def wait_for_others(store, number, what, group):
 
 
 @contextlib.contextmanager
-def errors_on_all(what, group):
-    """Whatever goes wrong inside, on some rank, is a CheckpointError on all. Collective."""
-    error = None
+def errors_on_all(what, group, is_named=True):
+    """Whatever goes wrong inside, on some rank, is a CheckpointError on all. Collective.
+
+    A CheckpointError keeps its class, and Ctrl-C is what it is on the rank that it came to. `is_named`: the line names
+    the rank, unless all say the same.
+    """
+    mine = interrupt = None
     with at_own_pace(what, group):
         try:
             yield
-        except Exception as refusal:  # whatever an optimizer says of its hyperparameters, say, or too little memory
-            error = first_line(refusal)
-    agree(error, what, group)
+        except Exception as error:  # whatever an optimizer says of its hyperparameters, say, or too little memory
+            mine = told(error)
+        except BaseException as error:
+            mine, interrupt = told(error), error
+    try:
+        agree(mine, what, group, is_named)
+    except CheckpointError:
+        if interrupt:
+            raise interrupt from None
+        raise
 
 
 def first_line(error):
-    if isinstance(error, dcp.api.CheckpointException):
-        error, _ = next(iter(error.failures.values()))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

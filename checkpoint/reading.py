@@ -3,23 +3,30 @@
 No file is unpickled: what the manifest says is json, and tensors are bytes.
 """
 
+import contextlib
+import errno
+import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .face import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
+from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .full_state import Whole
-from .manifest import MANIFEST, Manifest, manifest_of, read, verify
+from .json_values import DTYPES, unpack, unpack_data
+from .manifest import MANIFEST, Manifest, manifest_of
 from .model import names_of, state_of, untied, unwrapped
-from .packing import DTYPES, unpack, unpack_data
-from .ranks import CheckpointError, all_gather, errors_on_all, rank_in
+from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
+from .rank_files import read, verify
+from .ranks import all_gather, errors_on_all, rank_in
 from .states import fitting_probes, kind_of
+
+DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
 
 
 @torch.no_grad()
-def load(path, model, optimizer):
+def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
 
     On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Nothing is
@@ -27,20 +34,22 @@ def load(path, model, optimizer):
     rank has the model a second time, on the CPU.
 
     Raises:
-        CheckpointError: on every rank, before anything is changed: it is not complete, damaged, or of another model.
-        ValueError: as `save`.
+        DamagedCheckpoint: it is damaged, or not complete, or the disk can't read it.
+        ForeignCheckpoint: it is of another model or optimizer.
+        UnfitModel: as `save`.
+        CheckpointError: anything else. Each on every rank, before anything is changed.
     """
-    path, group, model = Path(path), group_of(optimizer), unwrapped(model)
+    group, what = group_of(optimizer), f"checkpoint {path} can't be loaded"
     rank, world_size = rank_in(group)
-    what = f"checkpoint {path} can't be loaded"
-    names, pieces = names_of(model, optimizer), pieces_of(optimizer)
-    with errors_on_all(what, group):
+    with errors_on_all(what, group), read_errors_are_damage():
+        path, model = Path(path), unwrapped(model)
+        names, pieces = names_of(model, optimizer), pieces_of(optimizer)
         manifest, checksum_of_text = manifest_of(path)
         verify(path, manifest, rank, world_size)
         check(manifest, model, optimizer, names)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
-    with errors_on_all(what, group):
+    with errors_on_all(what, group), read_errors_are_damage():
         groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
         check_states(manifest, optimizer, names, groups)
         found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
@@ -54,26 +63,37 @@ def load(path, model, optimizer):
     return extra
 
 
+@contextlib.contextmanager
+def read_errors_are_damage():
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise DamagedCheckpoint(error.strerror) from None
+        raise
+
+
 def check(manifest, model, optimizer, names):
-    """Raise ValueError with the first difference, if the checkpoint is of another model or optimizer."""
+    """Raise ForeignCheckpoint with the first difference, if the checkpoint is of another model or optimizer."""
     here = type(inner_of(optimizer)).__name__
     if manifest.optimizer != here:
-        raise ValueError(f"it is of {manifest.optimizer}, this optimizer is {here}")
+        raise ForeignCheckpoint(f"it is of {manifest.optimizer}, this optimizer is {here}")
     ours = {name: tensor.shape for name, tensor in state_of(model).items()}
     theirs = {name: manifest.tensors[f"model.{name}"].shape for name in manifest.model}
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             shapes = [f"has it with shape {tuple(shape)}" if shape is not None else "doesn't have it"
                       for shape in (theirs.get(name), ours.get(name))]
-            raise ValueError(f"it is of another model: {name}: the checkpoint {shapes[0]}, the model {shapes[1]}")
+            raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {shapes[0]}, the model "
+                                    f"{shapes[1]}")
     for name, tensor in state_of(model).items():
         dtype = manifest.tensors[f"model.{name}"].dtype
         if kind_of(dtype) != kind_of(tensor.dtype):
-            raise ValueError(f"it is of another model: {name} is {dtype} there, {tensor.dtype} in the model")
+            raise ForeignCheckpoint(f"it is of another model: {name} is {dtype} there, {tensor.dtype} in the model")
     groups = [[names[index] for index in group["params"]] for group in packed_groups(optimizer)]
     theirs = [group["params"] for group in manifest.groups]
     if theirs != groups:
-        raise ValueError(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(groups)}")
+        raise ForeignCheckpoint(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(groups)}")
 
 
 def summary(groups):
@@ -81,14 +101,17 @@ def summary(groups):
 
 
 def check_states(manifest, optimizer, names, groups):
-    """Raise ValueError if the states are of another optimizer."""
-    check_hyperparameters(optimizer, groups)
+    """Raise ForeignCheckpoint if the states are of another optimizer."""
     keys = {name: list(unpack(state, lambda *_: None)) for name, state in manifest.states.items()}
-    probes = fitting_probes(optimizer, names, keys, groups)
+    try:
+        check_hyperparameters(optimizer, groups)
+        probes = fitting_probes(optimizer, names, keys, groups)
+    except ValueError as refusal:
+        raise ForeignCheckpoint(str(refusal)) from None
     for name, probe in zip(names, probes):
         for key, value in manifest.states.get(name, {"dict": []})["dict"]:
             if probe and key in probe.shapes and described(manifest, value) != (probe.shapes[key], probe.kinds[key]):
-                raise ValueError(f"{key} in the state of {name} is of another optimizer")
+                raise ForeignCheckpoint(f"{key} in the state of {name} is of another optimizer")
 
 
 def described(manifest, value):
@@ -142,7 +165,7 @@ def read_state(path, manifest, name, param, piece):
     return state
 
 
-def latest(folder) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
     What has no number there, as best, is no checkpoint of the run.

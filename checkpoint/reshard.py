@@ -3,13 +3,13 @@
 import torch
 import torch.distributed as dist
 
-from .face import all_params, install, packed_groups, pieces_of, refuse_no_group
 from .full_state import filled, gather
+from .optimizers import all_params, install, packed_groups, pieces_of, refuse_no_group
 from .states import local_states
 
 
 @torch.no_grad()
-def reshard(optimizer, process_group):
+def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | int | None) -> None:
     """Move to the ranks of `process_group`, with parameters and state. Collective over all ranks there are.
 
     A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it

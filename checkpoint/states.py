@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from .face import all_params, hyperparameters, inner_of, local, steps_ranges
-from .packing import SMALL, NotPackable, bytes_of, pack, pack_data
-from .ranks import all_gather
-
+from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
+from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
+from .ranks import all_gather, first_line
 
 PROBE_SHAPE = (13, 3, 2, 2, 2)  # 13: a number that nothing else in a state is likely to have
 
@@ -135,10 +134,10 @@ def agree_on_states(optimizer, states, pieces, names, group):
     error, mine, tensors = None, {}, {}
     try:
         refuse_unclaimed(optimizer)
-    except NotKept as refusal:
-        error = str(refusal)
-    for index, state in states.items():
-        mine[index], tensors[index] = describe(state, pieces[index])
+        for index, state in states.items():
+            mine[index], tensors[index] = describe(state, pieces[index])
+    except Exception as refusal:  # too little memory, say
+        error = first_line(refusal)
     everyone = all_gather((error, mine), group)
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:

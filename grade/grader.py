@@ -1,27 +1,42 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
+import functools
+from pathlib import Path
+
 from grade import on_ranks
 from harness.run.workers import WorkerError, Workers
 
-START_S = 60  # to start the ranks, and to import what is graded
+START_S = 60  # to start the ranks
+IMPORT_S = 20  # to import what is graded
 LIMIT_S = 8  # of a check, which takes a second or less
 UNKNOWN = "the figures don't give one away"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
-    "empty parameter list": "a rank owns nothing here: there may be fewer parameters than ranks",
+    "empty parameter list": "a rank owns nothing here: give the inner optimizer a group without parameters then",
     "__init__() got an unexpected keyword": "the constructor hands on what it doesn't know: **optimizer_kwargs",
     "leaf Variable that requires grad": "step() and the constructor must run under torch.no_grad()",
+    "SystemExit": "the program that trains decides when a rank ends, and not its optimizer",
+    "cycle_momentum": "give torch.optim.Optimizer's constructor the defaults of the inner optimizer: betas and so on",
 }
+SHOW = Path(__file__).resolve().parents[1] / "show"  # the recorder of a step, where there is one
 
 
 class Wrong(Exception):
     """What was expected, what came (a line, or a list of two), and the likely cause, or None."""
+
+    is_of_values = True  # a recorded step shows more
 
     def __init__(self, expected, came, cause=UNKNOWN):
         super().__init__(came)
         first, *more = [came] if isinstance(came, str) else came
         lines = [("expected", expected), ("came", first), *(("", line) for line in more), ("cause", cause)]
         self.lines = [(what, line) for what, line in lines if line]
+
+
+class NotRun(Wrong):
+    """The same of an exception, a hang, a missing method: there are no values."""
+
+    is_of_values = False
 
 
 class Grader:
@@ -35,48 +50,60 @@ class Grader:
         for workers in self.workers.values():
             workers.close()
 
-    @property
-    def cls(self):
-        return on_ranks.class_of(self.package)
+    @functools.cached_property
+    def facts(self):
+        """Facts of the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
+        return self.run(2, on_ranks.look, limit_s=IMPORT_S)[0]
 
     @property
     def is_core(self):
-        return self.cls.__name__ == "ShardedOptimizer"
+        return self.facts.name == "ShardedOptimizer"
 
-    def run(self, world_size, function, *args):
-        """-> [function(candidate, *args) of rank 0, 1, …]. Ends within LIMIT_S seconds."""
+    def run(self, world_size, function, *args, limit_s=None, hint=None):
+        """-> [function(candidate, *args) of rank 0, 1, …]. Ends within `limit_s` or LIMIT_S seconds.
+
+        hint: the likely cause where an exception has no other.
+        """
+        limit_s = limit_s or LIMIT_S
         if world_size not in self.workers:
             self.workers[world_size] = Workers(world_size, timeout_s=START_S)
-            self.workers[world_size].run(on_ranks.get_ready, self.package)
+            self.workers[world_size].run(on_ranks.get_ready)
         workers = self.workers[world_size]
-        workers.timeout_s = LIMIT_S
+        workers.timeout_s = limit_s
         told = []  # (rank, what it tells)
         try:
-            return workers.run(on_ranks.watched, self.package, LIMIT_S - 1, function, *args,
+            return workers.run(on_ranks.watched, self.package, limit_s - 1, function, *args,
                                on_event=lambda *message: told.append(message))
         except WorkerError as error:
-            raise failure(error, told, world_size) from None
+            raise failure(str(error), told, world_size, limit_s, hint) from None
 
 
-def failure(error, told, world_size):
-    """-> a Wrong that names the rank, from what the ranks have told."""
+def failure(error, told, world_size, limit_s, hint=None):
+    """-> a NotRun that names the rank, from what the ranks have told."""
     by_rank = [[message for rank, message in told if rank == one] for one in range(world_size)]
     parting = first_difference(by_rank)
     raised = [(rank, message) for rank, message in told if message[0] == "raised"]
     own = [(rank, message) for rank, message in raised if "gloo" not in message[1]]
     if own:  # the first to raise; others have lost it
         rank, (_, text, place) = own[0]
-        cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), None)
-        return Wrong("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""], cause)
-    if raised or "no answer" not in str(error):
-        came = f"rank {raised[0][0]}: {raised[0][1][1]}" if raised else str(error)
-        return Wrong("no exception", shorten(came), parting or UNKNOWN)
+        cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), hint)
+        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""], cause)
+    if " ended with exit code " in error or " was killed by signal " in error:  # its neighbours have lost it
+        rank = int(error.split()[1])
+        last = last_of(by_rank[rank])
+        return NotRun("every rank lives until the end of this check",
+                      [shorten(error), f"after {last}" if last else "before its first collective"],
+                      "os._exit() or a crash ended it; the other ranks have only lost it")
+    if raised:
+        rank, (_, text, place) = raised[0]
+        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
+                      parting or hint or UNKNOWN)
     doings = {}  # what a rank does -> the ranks
     for rank, messages in enumerate(by_rank):
         doings.setdefault(doing(messages), []).append(str(rank))
     first, *others = [f"rank {', '.join(ranks)} {what}" for what, ranks in doings.items()]
-    return Wrong(f"every rank ends this check, within {LIMIT_S} seconds", [shorten(first), shorten("; ".join(others))],
-                 parting or "all ranks have called the same collectives: look at what else is waited for")
+    return NotRun(f"every rank ends this check, within {limit_s} seconds", [shorten(first), shorten("; ".join(others))],
+                  parting or "all ranks have called the same collectives: look at what else is waited for")
 
 
 def shorten(line):
@@ -87,16 +114,21 @@ def at(text, place):
     return f"{text} ({place})" if place else text
 
 
+def last_of(messages):
+    """-> the last collective that a rank has told of; "" without one."""
+    return next((at(*message[1:]) for message in reversed(messages) if message[0] == "collective"), "")
+
+
 def doing(messages):
-    """What a rank did last -> "hangs in broadcast of 64 bytes (mine.py:31)"."""
-    collectives = [message[1:] for message in messages if message[0] == "collective"]
-    last, place = collectives[-1] if collectives else ("no collective", "")
+    """What a rank did last -> "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)"."""
+    last = last_of(messages)
     stuck = [message[1] for message in messages if message[0] == "stuck"]
     if messages and messages[-1][0] == "ended":
-        return f"has ended; its last was {at(last, place)}"
-    if not stuck or stuck[0] == place:
-        return f"hangs in {at(last, place)}"
-    return f"hangs in {stuck[0] or 'code of others'}, after {at(last, place)}"
+        return f"has ended; its last was {last or 'no collective'}"
+    if last and (not stuck or last.endswith(f"({stuck[0]})")):
+        return f"hangs in {last}"
+    return f"hangs in {stuck[0] if stuck and stuck[0] else 'code of others'}, " + (f"after {last}" if last else
+                                                                               "before any collective")
 
 
 def first_difference(told):
@@ -107,5 +139,7 @@ def first_difference(told):
         calls = [collectives[number] if number < len(collectives) else ("nothing", "") for collectives in lists]
         for rank, call in enumerate(calls):
             if call[0] != calls[0][0]:
-                return f"the ranks part at collective {number + 1}: {calls[0][0]} on rank 0, {call[0]} on rank {rank}"
+                kind, _, root = call[0].partition(" from ")
+                other = f"from {root}" if root and kind == calls[0][0].partition(" from ")[0] else call[0]
+                return f"the ranks part at collective {number + 1}: {calls[0][0]} on rank 0, {other} on rank {rank}"
     return ""

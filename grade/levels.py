@@ -4,122 +4,98 @@ A check is a function of the Grader: it returns lines to print, or raises Wrong.
 compared with results of known mistakes: what one process computes that sums where the mean is due, and so on.
 """
 
-import inspect
+import itertools
 import math
 from dataclasses import replace
 
 import torch
 
 from grade import on_ranks
-from grade.grader import UNKNOWN, Wrong, shorten
-from grade.on_ranks import LR, Run, in_one_process, mean
+from grade.by_hand import DEFAULTS, NOT_RECEIVED, OWN, SUMMED, TWICE_AVERAGED, explain, spans
+from grade.grader import UNKNOWN, NotRun, Wrong, shorten
+from grade.on_ranks import ByHand, Run, in_one_process, mean
 
-SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
-TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
-OWN = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
-NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
 KEPT = "gradients of the step before are added again: zero_grad() must forget them"
-DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
-FORGETS = "the optimizer's state is new in each step: make the inner optimizer once, in the constructor"
+NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
+NO_BETAS = "the scheduler's lr arrives, its betas don't: hand on all that param_groups holds, and not lr alone"
+EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
 
 
 # ------------------------------------------------------------------------------------------------------------- level 1
 
 
 def interface(grader):
-    cls = grader.cls
-    if cls is None:
-        raise Wrong("a class DistributedOptimizer, or a core's ShardedOptimizer",
-                    f"neither is in {grader.package}, nor in {grader.package}.optimizer",
-                    "docs/exercise.md has a skeleton of the class")
-    missing = [f"{name}()" for name in ("step", "zero_grad") if not callable(getattr(cls, name, None))]
+    facts = grader.facts
+    if not facts.name:
+        raise NotRun("a class DistributedOptimizer, or a core's ShardedOptimizer",
+                     f"neither is in {grader.package}, nor in {grader.package}.optimizer",
+                     "docs/exercise.md has a skeleton of the class")
+    if facts.kind != "class":
+        raise NotRun(f"{facts.name} is a class", f"its type is {facts.kind}", "docs/exercise.md has a skeleton")
+    missing = [f"{name}()" for name in ("step", "zero_grad") if name in facts.missing]
     if missing:
-        raise Wrong("methods step() and zero_grad()", f"{cls.__name__} has no {' and no '.join(missing)}",
-                    "docs/exercise.md lists the methods that each level asks for")
-    try:
-        inspect.signature(cls).bind([], torch.optim.SGD, process_group=None, lr=LR)
-    except TypeError as error:
-        raise Wrong(f"{cls.__name__}(params, optimizer_cls, *, process_group=None, **optimizer_kwargs)",
-                    f"{cls.__name__}{inspect.signature(cls)}: {error}",
-                    "docs/exercise.md has the constructor's arguments") from None
+        raise NotRun("methods step() and zero_grad()", f"{facts.name} has no {' and no '.join(missing)}",
+                     "docs/exercise.md lists the methods that each level asks for")
+    if facts.refusal:
+        raise NotRun(f"{facts.name}(params, optimizer_cls, *, process_group=None, **optimizer_kwargs)",
+                     shorten(facts.name + facts.refusal), "docs/exercise.md has the constructor's arguments")
 
 
-def by_hand(grader, world_size):
-    """The mean of the gradients 1 … d is (d + 1) / 2, and SGD moves each element by lr times that."""
-    due = (world_size + 1) / 2
-    start = torch.arange(16.0)
-    moved = [(start - came) / LR for came in grader.run(world_size, on_ranks.by_hand)]  # in units of the gradient
-    if all(torch.allclose(value, torch.full((16,), due), rtol=1e-3) for value in moved):
-        return
-    sums = " + ".join(map(str, range(1, world_size + 1)))
-    mean_gradient = f"({sums}) / {world_size}"
-    expected = f"every element moves by lr × mean gradient, {LR} · {mean_gradient} = {LR * due:g}, on every rank"
-    stays = [value.abs() < 1e-6 for value in moved]
-    if all(stay.all() for stay in stays):
-        raise Wrong(expected, "nothing has moved, on any rank",
-                    "step() changes nothing in the model: does the inner optimizer own parameters, with gradients?")
-    steps = [value[~stay] for value, stay in zip(moved, stays)]  # of what has moved
-    factors = [(world_size, f"{world_size} times as far", SUMMED),
-               (1 / world_size, f"1/{world_size} as far", TWICE_AVERAGED),
-               (1e-3 / LR, "torch's default lr times the mean gradient", DEFAULTS)]
-    for factor, words, cause in factors:
-        if all(torch.allclose(step, torch.full_like(step, factor * due), rtol=1e-3) for step in steps):
-            raise Wrong(expected, f"{LR * factor * due:.3g} wherever it has moved: {words}", cause)
-    own = torch.arange(1.0, world_size + 1)
-    is_right = [torch.allclose(step, torch.full_like(step, due), rtol=1e-3) for step in steps]
-    if not all(is_right) and all(torch.isclose(step[:, None], own, rtol=1e-3).any(dim=1).all() for step in steps):
-        raise Wrong(expected, figures(steps), OWN)
-    is_owned = sum((~stay).int() for stay in stays) > 0  # somebody has stepped it
-    if not is_owned.all():
-        raise Wrong(expected, f"elements {spans(~is_owned)} have moved on no rank",
-                    "nobody owns these parameters, or their gradients have not arrived")
-    if any(stay.any() for stay in stays):
-        some = [f"elements {spans(stay)} on rank {rank}" for rank, stay in enumerate(stays) if stay.any()]
-        raise Wrong(expected, f"not moved: {', '.join(some)}; elsewhere they have", NOT_RECEIVED)
-    raise Wrong(expected, figures(steps))
+def ranges(grader):
+    """Of stage 3's buffer, before anything is built on it."""
+    cases = {((3, 5, 2), (0, 4, 12), 0, 8): [(0, 0, 3, 0), (1, 0, 4, 4)],
+             ((3, 5, 2), (0, 4, 12), 8, 16): [(1, 4, 5, 0), (2, 0, 2, 4)],
+             ((20,), (0,), 8, 16): [(0, 8, 16, 0)]}
+    answers = grader.run(2, on_ranks.ranges, list(cases))[0]
+    for (case, due), came in zip(cases.items(), answers):
+        if came != due:
+            numels, starts, first, stop = case
+            raise Wrong(f"of {', '.join(map(str, numels))} elements at {', '.join(map(str, starts))}, in shard {first} "
+                        f"to {stop}: (index, start, stop, offset) = {', '.join(map(str, due))}",
+                        shorten(", ".join(map(str, came)) or "no range"),
+                        "start and stop count from the parameter's first element, offset from the shard's")
 
 
-def figures(steps):
-    """-> "rank 0: 0.1, 0.2; rank 1: 0.1", of what elements have moved by in units of the gradient."""
-    rounded = [sorted({f"{LR * value:.3g}" for value in step.tolist()}) for step in steps]
-    return shorten("moved by " + "; ".join(f"rank {rank}: {', '.join(values)}" for rank, values in enumerate(rounded)))
+def by_hand(world_size, hint=None, **case):
+    """-> a check."""
+    def check(grader, **more):
+        one = ByHand(**case, **more)
+        explain(one, grader.run(world_size, on_ranks.by_hand, one, hint=hint))
+    return check
 
 
-def spans(mask):
-    """Which elements of a (n,) mask are set -> "0-3, 8"."""
-    indices = mask.nonzero().flatten().tolist()
-    starts = [i for i in indices if i - 1 not in indices]
-    stops = [i for i in indices if i + 1 not in indices]
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops))
+def of_16_bits(grader):
+    """All figures are exact in bfloat16. Where gradients may be kept in fp32, that is another way through the code."""
+    in_16 = by_hand(2, dtype=torch.bfloat16, lr=1.0)
+    in_16(grader)
+    if "grad_dtype" in grader.facts.arguments:
+        in_16(grader, options=(("grad_dtype", torch.float32),))
 
 
 def constructor(grader):
-    values = grader.run(2, on_ranks.constructed)
-    for rank, value in enumerate(values):
+    expected = "the constructor gives every rank the parameters of rank 0: here 0 everywhere"
+    answers = grader.run(2, on_ranks.constructed)
+    for rank, (value, _) in enumerate(answers):
         if value.any():
-            raise Wrong("the constructor gives every rank the parameters of rank 0: here 0 everywhere",
-                        f"elements {spans(value != 0)} of rank {rank} are {value.unique().tolist()[-1]:g}",
+            raise Wrong(expected, f"elements {spans(value != 0)} of rank {rank} are {value[value != 0][0].item():g}",
                         "parameters are broadcast from rank 0 in the constructor, each in place: " +
                         ("none was" if value.all() else "some were not"))
+    for rank, (_, stepped) in enumerate(answers):
+        if stepped.any():
+            raise Wrong(expected, f"so it is; but a step with gradients of 0 makes elements {spans(stepped != 0)} of "
+                        f"rank {rank} {stepped[stepped != 0][0].item():g}",
+                        "what the inner optimizer steps was copied before the broadcast")
 
 
-def equals_one_process(grader, world_size, run, mistakes=(), otherwise=UNKNOWN):
+def equals_one_process(grader, world_size, run, otherwise=UNKNOWN):
     """Every parameter after every step, on every rank: the same on all, and as in one process with the data of all.
 
-    mistakes: (cause, Run, arguments of in_one_process): what is computed by who makes it. otherwise: the cause then.
+    otherwise: the cause where no known mistake computes the same.
     """
     answers = grader.run(world_size, on_ranks.train, run)
     ranks = [snapshots for snapshots, _, _ in answers]
     reference, norms = in_one_process(run, world_size)
     check_norms(answers, norms, run, world_size)
-
-    def likely():
-        for cause, other_run, arguments in mistakes:
-            wrong, _ = in_one_process(other_run, world_size, **arguments)
-            if all(map(close, ranks[0], wrong)):
-                return cause
-        return otherwise
-
     for step in range(len(reference)):
         after = f"after step {run.steps - len(reference) + step + 1}"
         for rank in range(1, world_size):
@@ -128,12 +104,91 @@ def equals_one_process(grader, world_size, run, mistakes=(), otherwise=UNKNOWN):
                             f"{after}, {difference(ranks[rank][step], ranks[0][step])}"
                             f" between rank 0 and rank {rank}", differs_by_rank(ranks, step, run, world_size))
         if not close(ranks[0][step], reference[step]):
+            found = (wrong_hyperparameters(ranks[0][step], run, world_size) if run.groups and step == 0 else None) or (
+                difference(ranks[0][step], reference[step]) + " from one process",
+                likely(ranks[0], reference, run, world_size) or otherwise)
             raise Wrong(f"{world_size} ranks train like one process that has the batches of all",
-                        f"{after}, {difference(ranks[0][step], reference[step])} from one process",
-                        likely())
+                        f"{after}, {found[0]}", found[1])
     if run.no_sync and answers[0][2]:
         raise Wrong("no communication inside no_sync()", f"{answers[0][2]} collectives in {run.steps} steps",
                     "gradients must stay on their rank until a backward pass outside of it, or step()")
+
+
+def likely(came, reference, run, world_size):
+    """-> the cause, where one process that makes a known mistake gets what `came`; "" otherwise.
+
+    came, reference: snapshots after each step, of which one differs.
+    """
+    n = run.micro_batches
+    known = [  # cause, which runs can show it, the run, the arguments of in_one_process
+        ("the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner optimizer's",
+         run.schedule, run, {"hyper": lambda now, start: start}),
+        (NO_BETAS, run.schedule, run,
+         {"hyper": lambda now, start: [{**old, "lr": new["lr"]} for old, new in zip(start, now)]}),
+        (NO_GROUPS, run.groups, replace(run, groups=False), {}),
+        ("only the last micro-batch counts: the gradients of those before were dropped",
+         n > 1, run, {"weights": [0] * (n - 1) + [1]}),
+        ("only the first micro-batch counts", n > 1, run, {"weights": [1] + [0] * (n - 1)}),
+        ("micro-batches that were averaged are sent again with the next one", n > 1, run,
+         {"weights": list(range(n, 0, -1))}),
+        ("micro-batches are averaged: their gradients add up, as in torch", n > 1, run, {"weights": [1 / n] * n}),
+        ("the norm is right, and the gradients were not scaled by max_norm / norm",
+         run.max_norm, replace(run, max_norm=None), {}),
+        ("the state is lost: load_state_dict() leaves the inner optimizer as new", run.resume, run, {"forgets": True}),
+        (SUMMED, True, run, {"combine": sum}),
+        (TWICE_AVERAGED, True, run, {"combine": lambda grads: mean(grads) / len(grads)}),
+        (KEPT, True, run, {"zeroes": False}),
+        (DEFAULTS, True, replace(run, defaults=True), {}),
+        ("the optimizer's state is new in each step: make the inner optimizer once, in the constructor",
+         run.optimizer != "SGD", run, {"forgets": True}),
+        ("the inner optimizer is not optimizer_cls", run.optimizer != "SGD", replace(run, optimizer="SGD"), {}),
+    ]
+    for cause, is_possible, other_run, arguments in known:
+        if is_possible and all(map(close, came, in_one_process(other_run, world_size, **arguments)[0])):
+            return cause
+    own = torch.stack([snapshots[0] for snapshots, _ in with_own_gradients(run, world_size)])
+    if torch.isclose(own, came[0], rtol=1e-4, atol=2e-6).any(dim=0).all():  # of each element, that of its owner
+        return OWN
+    first_wrong = next(step for step, due in enumerate(reference) if not close(came[step], due))
+    before, due = [on_ranks.flat(on_ranks.model_of(0)), *reference][first_wrong : first_wrong + 2]
+    if not run.prefetch and (came[first_wrong] - due).abs().max() < 0.01 * (due - before).abs().max():
+        return "almost right, to two or three digits: something travels or is summed in 16 bits"
+    return ""
+
+
+def wrong_hyperparameters(came, run, world_size):
+    """-> (which parameters were stepped with whose hyperparameters, the cause) after the first step; None if unknown.
+
+    That step is done here with every group's lr and every group's weight decay, and compared parameter by parameter.
+    """
+    model, constructor = on_ranks.model_of(0), run.settings()[1]
+    names, numels = zip(*((name, param.numel()) for name, param in model.named_parameters()))
+    in_group_0 = [any(param is other for other in run.params(model)[0]["params"]) for param in model.parameters()]
+    n_groups = len(run.params(model))
+    words = {"own": "its own", "constructor": "the constructor's", **{g: f"group {g}'s" for g in range(n_groups)}}
+    stepped = {}  # (whose lr, whose weight decay) -> a tensor for each parameter
+    for lr_of, decay_of in itertools.product(words, [*words, "no"]):
+        def hyper(now, start, whose=(("lr", lr_of), ("weight_decay", decay_of))):
+            sources = {"constructor": constructor, "no": {"weight_decay": 0}, **dict(enumerate(start))}
+            return [{**own, **{key: sources.get(source, own)[key] for key, source in whose}} for own in now]
+        after = in_one_process(replace(run, steps=1), world_size, hyper=hyper)[0][0]
+        stepped[lr_of, decay_of] = after.split(numels)
+    matches = [next((how for how, values in stepped.items() if close(values[index], value)), None)
+               for index, value in enumerate(came.split(numels))]
+    if None in matches:
+        return None
+    wrong = [(name, *how) for name, how in zip(names, matches) if how != ("own", "own")]
+    like_first = [name for name, *how in wrong if how == list(wrong[0][1:])]
+    more = " …" if len(like_first) > 2 else ""
+    said = (f"{', '.join(like_first[:2])}{more} moved with {words[wrong[0][1]]} lr and "
+            f"{words.get(wrong[0][2], 'no')} weight decay")
+    if all(how == ["constructor", "constructor"] for _, *how in wrong):
+        return said, NO_GROUPS
+    if all(lr_of == "own" for _, lr_of, _ in wrong):
+        return said, "the weight decay of a group is lost: hand on everything that a group holds, and not lr alone"
+    if all(is_first or how[0] == 0 for how, is_first in zip(matches, in_group_0)):
+        return said, "the first group's lr is taken for all: copy each group's own"
+    return said, "groups are paired wrongly: a rank that owns nothing of a group still needs that group, empty"
 
 
 def differs_by_rank(ranks, step, run, world_size):
@@ -165,48 +220,36 @@ def difference(came, expected):
     return f"{', '.join(differing[:3])}{more} differ by up to {(came - expected).abs().max():.2g}"
 
 
-def sgd(grader, world_size):
-    run = Run("SGD")
-    equals_one_process(grader, world_size, run, [
-        (SUMMED, run, {"combine": sum}),
-        (KEPT, run, {"zeroes": False}),
-        (TWICE_AVERAGED, run, {"combine": lambda grads: mean(grads) / len(grads)}),
-        (DEFAULTS, replace(run, defaults=True), {}),
-    ])
-
-
-def adamw(grader):
-    run = Run("AdamW")
-    equals_one_process(grader, 2, run, [
-        (DEFAULTS, replace(run, defaults=True), {}),
-        (FORGETS, run, {"forgets": True}),
-        ("the inner optimizer is not optimizer_cls", replace(run, optimizer="SGD"), {}),
-    ])
-
-
-def prefetch(grader):
-    cause = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
-    equals_one_process(grader, 2, Run("SGD", prefetch=True), otherwise=cause)
+def trains(world_size, otherwise=UNKNOWN, **run):
+    """-> a check."""
+    return lambda grader: equals_one_process(grader, world_size, Run(**run), otherwise)
 
 
 def state(grader, world_size):
-    """Elements of AdamW's two moments. A rank may have more than 1/d by the size of the largest parameter."""
+    """Elements of AdamW's two moments. A rank may have more than 1/d by the size of the largest parameter.
+
+    Padding has zeros for moments: a vector's width a tensor and shard is no fault.
+    """
     answers = grader.run(world_size, on_ranks.state_elements)
-    held = [count for count, _, _ in answers]
-    _, whole, largest = answers[0]
+    held, padding = [real for real, _, _, _ in answers], sum(zeros for _, zeros, _, _ in answers)
+    _, _, whole, largest = answers[0]
     shares = ", ".join(f"{count / whole:.0%} on rank {rank}" for rank, count in enumerate(held))
     expected = f"AdamW's state exists once, about 1/{world_size} on each rank"
     if sum(held) > whole:
         cause = ("every rank steps every parameter: give the inner optimizer only what this rank owns"
-                 if min(held) >= whole else "some parameters are stepped on several ranks")
+                 if min(held) >= whole else "some parameters are stepped on several ranks, or padding isn't zero")
         raise Wrong(expected, f"{sum(held) / whole:.3g} times in all: {shares}", cause)
     if sum(held) < whole:
         raise Wrong(expected, f"{sum(held) / whole:.0%} of it in all: {shares}",
                     "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
+    if padding > 0.1 * whole:
+        raise Wrong(expected, f"{1 + padding / whole:.3g} times, with padding: {padding} elements of zeros",
+                    "pad a shard by less: to a multiple of d, or of 64 bytes")
     if max(held) > whole / world_size + largest:
         raise Wrong(expected, f"once, and not in equal parts: {shares}",
                     "share out by elements: the largest parameter first, to the rank that has least")
-    return [f"state      {shares}"]
+    is_much = padding > 2 * on_ranks.N_TENSORS * (world_size - 1 + 16 * world_size)
+    return [f"state      {shares}{f'; and {padding / whole:.1%} padding, more than is due' if is_much else ''}"]
 
 
 LADDER = {  # stage -> kinds of its collectives, bytes that a rank sends, in 4Ψ · (d-1)/d and on gloo
@@ -215,15 +258,24 @@ LADDER = {  # stage -> kinds of its collectives, bytes that a rank sends, in 4Ψ
     3: ({"reduce_scatter", "all_gather"}, 3),  # with gloo a reduce-scatter sends as much as an all-reduce
     4: ({"send", "recv", "broadcast"}, 2),  # on gloo parts travel by messages, parameters by broadcasts
 }
+TOO_MANY = {  # kind -> bytes that suffice, in 4Ψ · (d-1)/d; why there are more
+    "all_reduce": (2, "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"),
+    "all_gather": (1, "a rank gives the all-gather more than it owns: send gradients by all_reduce or reduce_scatter"),
+    "broadcast": (1, "parameters are broadcast more than once: the owner alone sends them, and sends each once"),
+    "reduce_scatter": (2, "gradients are reduced more than once a step"),
+}
 
 
 def ladder(grader):
     found = grader.run(2, on_ranks.traffic)[0]
     unit = 4 * found["numel"] / 2  # 4Ψ · (d-1)/d bytes, d = 2
-    sent = found["wire_bytes"] / unit
+    by_kind = {kind: count / unit for kind, count in found["wire_bytes"].items()}
+    sent = sum(by_kind.values())
     collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
     if sent > 3 * 1.2:
-        cause = "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"
+        over = {kind: by_kind[kind] - due for kind, (due, _) in TOO_MANY.items() if kind in by_kind}
+        worst = max(over, key=over.get, default=None)
+        cause = TOO_MANY[worst][1] if worst and over[worst] > 0 else "gradients need 2 of them, and parameters 1"
         raise Wrong("at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
                     f"{sent:.2f} · 4Ψ · (d-1)/d bytes, in {collectives}", cause)
     rungs = [stage for stage, (kinds, times) in LADDER.items()
@@ -239,105 +291,83 @@ def ladder(grader):
 
 # ------------------------------------------------------------------------------------------------------------- level 2
 
-ASKED = ("clip_grad_norm_", "no_sync", "state_dict", "load_state_dict")  # of a DistributedOptimizer
-
 
 def is_an_optimizer(grader):
-    asked = () if grader.is_core else ASKED
-    missing = [name for name in asked if not callable(getattr(grader.cls, name, None))]
-    faults = [] if issubclass(grader.cls, torch.optim.Optimizer) else ["is none"]
+    asked = () if grader.is_core else ("clip_grad_norm_", "no_sync", "state_dict", "load_state_dict")
+    missing = [name for name in asked if name in grader.facts.missing]
+    faults = [] if grader.facts.is_optimizer else ["is none"]
     faults += [f"has no {', '.join(missing)}"] if missing else []
     if faults:
-        raise Wrong(" with ".join(filter(None, ["a torch.optim.Optimizer", ", ".join(asked)])),
-                    f"{grader.cls.__name__} {' and '.join(faults)}",
-                    "docs/exercise.md has the skeleton of level 2, for schedulers, clipping, accumulation and saving")
-
-
-def groups(grader):
-    run = Run("AdamW", groups=True)
-    equals_one_process(grader, 2, run, [
-        ("every parameter is stepped with the constructor's lr and weight_decay: give the inner optimizer groups, too",
-         replace(run, groups=False), {})])
-
-
-def schedule(grader):
-    run = Run("SGD", groups=True, schedule=True)
-    equals_one_process(grader, 2, run, [
-        ("the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner optimizer's",
-         replace(run, schedule=False), {})])
-
-
-def accumulate(grader, no_sync=False):
-    run = Run("SGD", micro_batches=3, no_sync=no_sync)
-    equals_one_process(grader, 2, run, [
-        ("only the last micro-batch counts: the gradients of those before were dropped", run, {"only_last": True}),
-        (SUMMED, run, {"combine": sum}), (KEPT, run, {"zeroes": False})])
-
-
-def no_sync(grader):
-    accumulate(grader, no_sync=True)
-
-
-def clip(grader):
-    run = Run("SGD", max_norm=0.05)
-    equals_one_process(grader, 2, run, [
-        ("the norm is right, and the gradients were not scaled by max_norm / norm", replace(run, max_norm=None), {})])
+        raise NotRun(" with ".join(filter(None, ["a torch.optim.Optimizer", ", ".join(asked)])),
+                     f"{grader.facts.name} {' and '.join(faults)}",
+                     "docs/exercise.md has the skeleton of level 2, for schedulers, clipping, accumulation and saving")
 
 
 def check_norms(answers, norms, run, world_size):
     """What clip_grad_norm_ has returned in the first step, on every rank, against torch's on the whole model."""
     came = [of_rank[0] for _, of_rank, _ in answers if of_rank]
-    if not came or all(math.isclose(norm, norms[0], rel_tol=1e-4) for norm in came):
+
+    def are(*values):
+        return all(math.isclose(norm, value, rel_tol=1e-4) for norm, value in zip(came, values * len(came)))
+
+    if not came or are(norms[0]):
         return
     own = [norms[0] for _, norms in with_own_gradients(run, world_size)]
-    summed = in_one_process(run, world_size, combine=sum)[1][0]
-    if math.isclose(math.hypot(*came), norms[0], rel_tol=1e-4):
-        cause = "each rank takes the norm of its own shard: add up the squares over the ranks, then the root"
-    elif all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(came, own)):
-        cause = "the norm is of this rank's own gradients: average them first"
-    elif math.isclose(came[0], summed, rel_tol=1e-4):
-        cause = SUMMED
-    else:
-        cause = UNKNOWN
+    known = [("each rank takes the norm of its own shard: add up the squares over the ranks, then the root",
+              math.isclose(math.hypot(*came), norms[0], rel_tol=1e-4)),
+             ("the norm is of this rank's own gradients: average them first", are(*own)),
+             (SUMMED, are(in_one_process(run, world_size, combine=sum)[1][0])),
+             ("√d times the norm: every rank adds the squares of the whole model, so they count d times",
+              are(norms[0] * world_size**0.5)),
+             ("the norm after clipping: return the one before", are(run.max_norm)),
+             ("the root is missing: this is the square of the norm", are(norms[0] ** 2)),
+             ("the norm is of 1/d of the averaged gradients: they are divided twice", are(norms[0] / world_size))]
     raise Wrong(f"clip_grad_norm_ returns the norm of the averaged gradients of the whole model: {norms[0]:.5f}",
-                ", ".join(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(came)), cause)
+                ", ".join(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(came)),
+                next((cause for cause, is_it in known if is_it), UNKNOWN))
 
 
-def round_trip(grader):
-    run = Run("AdamW", steps=4, resume=True)
-    equals_one_process(grader, 2, run, [
-        ("the state is lost: load_state_dict() leaves the inner optimizer as new", run, {"forgets": True})])
-
-
-def of_all(cls):
+def of_all(facts):
     return True
 
 
-def of_the_whole(cls):
-    return cls.__name__ != "ShardedOptimizer"
+def of_the_whole(facts):
+    return facts.name != "ShardedOptimizer"
 
 
+def of_prefetching(facts):
+    return "prefetch_params" not in facts.missing
+
+
+LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
 LEVELS = {  # level -> (name, checks: (name, function, of which classes))
     1: ("It trains", [
         ("the interface", interface, of_all),
-        ("16 elements by hand, 2 ranks", lambda grader: by_hand(grader, 2), of_all),
-        ("16 elements by hand, 3 ranks", lambda grader: by_hand(grader, 3), of_all),
+        ("ranges_in_shard by hand", ranges, lambda facts: facts.has_ranges),
+        ("16 elements by hand, 2 ranks", by_hand(2), of_all),
+        ("16 elements by hand, 3 ranks", by_hand(3, numels=(5, 6, 2, 3)), of_all),
         ("all ranks start from rank 0's parameters", constructor, of_all),
-        ("SGD: ranks equal each other and one process, 2 ranks", lambda grader: sgd(grader, 2), of_all),
-        ("the same, 3 ranks", lambda grader: sgd(grader, 3), of_all),
-        ("AdamW", adamw, of_all),
-        ("prefetch_params: rank 1 is late", prefetch, lambda cls: hasattr(cls, "prefetch_params")),
+        ("SGD: ranks equal each other and one process, 2 ranks", trains(2, optimizer="SGD"), of_all),
+        ("the same, 3 ranks", trains(3, optimizer="SGD"), of_all),
+        ("AdamW", trains(2, optimizer="AdamW"), of_all),
+        ("gradients in another order on rank 1", by_hand(2, scales=(1, 2, 4, 8), reverse=True), of_all),
+        ("one parameter, 3 ranks", by_hand(3, numels=(4,), scales=(1,), hint=EMPTY), of_all),
+        ("prefetch_params: rank 1 is late", trains(2, LATE, optimizer="SGD", prefetch=True), of_prefetching),
         ("the state is spread over 2 ranks", lambda grader: state(grader, 2), of_all),
         ("the state is spread over 3 ranks", lambda grader: state(grader, 3), of_all),
         ("collectives and bytes", ladder, of_all),
     ]),
     2: ("It is an optimizer", [
         ("its methods", is_an_optimizer, of_all),
-        ("two groups, with their own lr and weight decay", groups, of_all),
-        ("a scheduler of torch", schedule, of_all),
-        ("three micro-batches equal one large batch", accumulate, of_all),
-        ("the same, inside no_sync()", no_sync, of_the_whole),
-        ("clip_grad_norm_ equals torch's on the whole model", clip, of_the_whole),
-        ("state_dict() and load_state_dict() go on where they left off", round_trip, of_the_whole),
+        ("three groups, with their own lr and weight decay", trains(2, optimizer="AdamW", groups=True), of_all),
+        ("a scheduler of torch", trains(2, optimizer="SGD", groups=True, schedule="lr"), of_all),
+        ("a scheduler that writes betas, too", trains(2, optimizer="AdamW", schedule="cycle"), of_all),
+        ("three micro-batches equal one large batch", trains(2, optimizer="SGD", micro_batches=3), of_all),
+        ("the same, inside no_sync()", trains(2, optimizer="SGD", micro_batches=3, no_sync=True), of_the_whole),
+        ("a loop without zero_grad()", by_hand(2, steps=2, zero=False), of_all),
+        ("parameters of 16 bits", of_16_bits, of_all),
+        ("clip_grad_norm_ equals torch's on the whole model", trains(2, optimizer="SGD", max_norm=0.05), of_the_whole),
+        ("state_dict() and load_state_dict() go on where they left off",
+         trains(2, optimizer="AdamW", steps=4, resume=True), of_the_whole),
     ]),
 }

@@ -30,18 +30,22 @@ from harness.run.workers import event
 CLASSES = ("DistributedOptimizer", "ShardedOptimizer")  # the whole one, or the idea alone: a core
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
 LR = 0.1
+N_TENSORS = 16  # of the model whose state and traffic are counted: eight layers
 OPTIMIZERS = {"SGD": (torch.optim.SGD, {"lr": LR}),
               "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": False})}
 
 
 def class_of(package):
-    """-> the optimizer's class of a package: in `package` or in `package.optimizer`; None if neither has one."""
-    module = importlib.import_module(package)
-    modules = [module]
-    if hasattr(module, "__path__") and importlib.util.find_spec(f"{package}.optimizer"):
-        modules.append(importlib.import_module(f"{package}.optimizer"))
-    found = [getattr(module, name) for name in CLASSES for module in modules if hasattr(module, name)]
-    return found[0] if found else None
+    """-> (name, the optimizer's class) of a package, in `package` or in `package.optimizer`; ("", None) without one."""
+    modules = [importlib.import_module(package), beside(package, "optimizer")]
+    found = [(name, getattr(module, name)) for name in CLASSES for module in modules if hasattr(module, name)]
+    return found[0] if found else ("", None)
+
+
+def beside(package, name):
+    """-> the module `name` of a package, or None."""
+    has_one = hasattr(sys.modules[package], "__path__") and importlib.util.find_spec(f"{package}.{name}")
+    return importlib.import_module(f"{package}.{name}") if has_one else None
 
 
 @dataclass
@@ -49,6 +53,8 @@ class Candidate:
     """What is graded, on this rank."""
 
     rank: Rank
+    package: str
+    name: str
     cls: type
     ledger: Ledger
 
@@ -68,7 +74,9 @@ class Told(Ledger):
         entry = super().entry_of(operator, arguments)
         if entry is not None:
             size = f" of {entry.size} bytes" if entry.size else ""
-            event(("collective", f"{entry.kind}{size}", where(sys._getframe())))
+            root = arguments.get("root_rank", -1)
+            towards = "" if root < 0 else f" {'to' if entry.kind in ('gather', 'reduce') else 'from'} rank {root}"
+            event(("collective", f"{entry.kind}{size}{towards}", where(sys._getframe())))
         return entry
 
 
@@ -89,6 +97,8 @@ def where(frame):
 
 def where_raised(error):
     """The same, of an exception."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.relpath(error.filename)}:{error.lineno}"
     places = [f"{os.path.relpath(frame.filename)}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
               if of_the_reader(frame.filename)]
     return places[-1] if places else ""
@@ -97,30 +107,30 @@ def where_raised(error):
 _is_quiet = False
 
 
-def get_ready(rank, package):
-    """Load what is graded. What gloo's C++ says as it dies is left out; what Python prints is not."""
+def get_ready(rank):
+    """Join the group. What gloo's C++ says as it dies is left out from here on; what Python prints is not."""
     global _is_quiet
     if not _is_quiet:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
         _is_quiet = True
-    class_of(package)
 
 
 def watched(rank, package, stuck_after_s, function, *args):
-    """-> function(candidate, *args), with everything told of that happens on the way."""
-    get_ready(rank, package)  # again, where ranks had to be started anew
+    """-> function(candidate, *args), with everything told of that happens on the way, in the package's import too."""
+    get_ready(rank)  # again, where ranks had to be started anew
     main = threading.main_thread().ident
     stuck = threading.Timer(stuck_after_s, lambda: event(("stuck", where(sys._current_frames()[main]))))
     stuck.daemon = True
     stuck.start()
     try:
+        name, cls = class_of(package)
         with Told() as ledger:
-            result = function(Candidate(rank, class_of(package), ledger), *args)
+            result = function(Candidate(rank, package, name, cls, ledger), *args)
         event(("ended",))
         return result
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too
         first_line = (str(error).strip().splitlines() or [""])[0]
         event(("raised", f"{type(error).__name__}: {first_line}", where_raised(error)))
         raise
@@ -131,28 +141,132 @@ def watched(rank, package, stuck_after_s, function, *args):
 # ------------------------------------------------------------------------------------------------------------- level 1
 
 
-def by_hand(candidate):
-    """16 elements 0 … 15 in four parameters, the gradient r + 1 on rank r, one step of SGD -> (16,)."""
-    params = [nn.Parameter(torch.arange(4.0) + 4 * index) for index in range(4)]
-    optimizer = candidate.make(params, torch.optim.SGD, lr=LR)
-    (sum(param.sum() for param in params) * (candidate.rank.rank + 1)).backward()
-    optimizer.step()
-    return torch.cat([param.detach() for param in params])
+@dataclass(frozen=True)
+class Facts:
+    """What the package's class is, as far as the process that grades has to know: it never imports the package."""
+
+    name: str  # "" if there is none
+    kind: str  # "class", or the name of what it is
+    missing: tuple = ()  # of METHODS
+    refusal: str = ""  # what the constructor's signature says to the arguments that it is due
+    arguments: tuple = ()
+    is_optimizer: bool = False
+    has_ranges: bool = False  # a function of stage 3's buffer
+
+
+METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params")
+
+
+def look(candidate):
+    """-> Facts."""
+    cls, package = candidate.cls, candidate.package
+    if not isinstance(cls, type):
+        return Facts(candidate.name, type(cls).__name__)
+    refusal, arguments = "", ()
+    try:
+        signature = inspect.signature(cls)
+        arguments = tuple(signature.parameters)
+        signature.bind([], torch.optim.SGD, process_group=None, lr=LR)
+    except TypeError as error:
+        refusal = f"{signature}: {error}"
+    missing = tuple(name for name in METHODS if not callable(getattr(cls, name, None)))
+    is_optimizer = issubclass(cls, torch.optim.Optimizer)
+    return Facts(candidate.name, "class", missing, refusal, arguments, is_optimizer, ranges_of(package) is not None)
+
+
+def ranges_of(package):
+    """-> the function of `mine`, or of `mine.optimizer`; None if there is none."""
+    folders = [name for name in (package, package.rpartition(".")[0]) if name]
+    return next(filter(None, (getattr(beside(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
+
+
+def ranges(candidate, cases):
+    """-> what ranges_in_shard says to each of `cases`, as plain tuples."""
+    return [[tuple(one) for one in ranges_of(candidate.package)(*case)] for case in cases]
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is (r + 1) · scales[k].
+
+    reverse: on rank 1 gradients come in the other order. zero: whether zero_grad() is called after a step.
+    """
+
+    numels: tuple = (4, 4, 4, 4)
+    scales: tuple = (1, 1, 1, 1)
+    dtype: torch.dtype = torch.float32
+    options: tuple = ()  # further arguments of the constructor: ("name", value), …
+    lr: float = LR
+    steps: int = 1
+    zero: bool = True
+    reverse: bool = False
+
+    def start(self):
+        return torch.arange(float(sum(self.numels)))
+
+    def grad(self, rank):
+        return torch.cat([torch.full((n,), float((rank + 1) * s)) for n, s in zip(self.numels, self.scales)])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """After ByHand on a rank: all elements; what they were as the inner optimizer had stepped; what that was fed."""
+
+    came: torch.Tensor  # (n,)
+    own: torch.Tensor | None  # (n,)
+    fed: str  # "nothing": no torch optimizer has stepped; "no gradients", "zeros", "gradients"
+    grad: float | None  # the mean of these gradients
+
+
+def by_hand(candidate, case):
+    params = [nn.Parameter(part.to(case.dtype)) for part in case.start().split(case.numels)]
+    optimizer = candidate.make(params, torch.optim.SGD, lr=case.lr, **dict(case.options))
+    own, fed, means = [], [], []
+
+    def all_elements():
+        return torch.cat([param.detach().float().reshape(-1) for param in params])
+
+    def note(one, *_):
+        if one is not optimizer:
+            own.append(all_elements())
+            grads = [param.grad for group in one.param_groups for param in group["params"]]
+            of_any = [grad.float().reshape(-1) for grad in grads if grad is not None]
+            means.append(torch.cat(of_any).mean().item() if of_any else None)
+            is_any = any(grad is not None and grad.any() for grad in grads)
+            fed.append("gradients" if is_any else "zeros" if any(grad is not None for grad in grads) else
+                       "no gradients" if grads else "nothing")
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        for _ in range(case.steps):
+            terms = list(zip(params, case.scales))[:: -1 if case.reverse and candidate.rank.rank == 1 else 1]
+            loss = sum((param * scale).sum() for param, scale in terms)  # the last term's gradient is the first
+            (loss * (candidate.rank.rank + 1)).backward()
+            optimizer.step()
+            if case.zero:
+                optimizer.zero_grad()
+        return Seen(all_elements(), *((own[0], fed[0], means[0]) if own else (None, "nothing", None)))
+    finally:
+        handle.remove()
 
 
 def constructed(candidate):
-    """Rank r begins with r everywhere -> (16,), after the constructor."""
+    """Rank r begins with r everywhere -> (16,) after the constructor, and after a step with gradients of 0."""
     params = [nn.Parameter(torch.full((4,), float(candidate.rank.rank))) for _ in range(4)]
-    candidate.make(params, torch.optim.SGD, lr=LR)
-    return torch.cat([param.detach() for param in params])
+    optimizer = candidate.make(params, torch.optim.SGD, lr=LR)
+    values = torch.cat([param.detach() for param in params])
+    sum(param.sum() * 0 for param in params).backward()
+    optimizer.step()
+    return values, torch.cat([param.detach() for param in params])
 
 
 def state_elements(candidate):
-    """-> (elements of AdamW's moments that this rank holds, and those of the whole model, of its largest parameter)."""
+    """-> elements of AdamW's moments: that this rank holds and that aren't 0, that are, as padding is; those of the
+    whole model; those of its largest parameter."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(N_TENSORS // 2)))
     optimizer = candidate.make(model.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
-    model(torch.ones(2, 16)).sum().backward()
+    model(torch.ones(2, 64)).sum().backward()
     stepped = set()
     handle = register_optimizer_step_post_hook(lambda one, *_: stepped.add(one))
     try:
@@ -160,10 +274,11 @@ def state_elements(candidate):
     finally:
         handle.remove()
     inner = stepped - {optimizer} or stepped  # an optimizer around another one may show the other's state as its own
-    held = sum(value.numel() for one in inner for state in one.state.values() for value in state.values()
-               if torch.is_tensor(value) and value.dim())
+    tensors = [value for one in inner for state in one.state.values() for value in state.values()
+               if torch.is_tensor(value) and value.dim()]
     numels = [param.numel() for param in model.parameters()]
-    return held, 2 * sum(numels), 2 * max(numels)
+    real = sum(int(value.count_nonzero()) for value in tensors)
+    return real, sum(value.numel() for value in tensors) - real, 2 * sum(numels), 2 * max(numels)
 
 
 def traffic(candidate):
@@ -175,7 +290,7 @@ def traffic(candidate):
     x = torch.ones(2, 64)
     with Memory("cpu") as memory:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(N_TENSORS // 2)))
         optimizer = candidate.make(model.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
         forward_backward(x)
         optimizer.step()
@@ -188,7 +303,7 @@ def traffic(candidate):
     entries = candidate.ledger.entries[before:]
     kinds = [entry.kind for entry in entries]
     return {"collectives": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-            "wire_bytes": sum(entry.wire_bytes for entry in entries),
+            "wire_bytes": {one: sum(entry.wire_bytes for entry in entries if entry.kind == one) for one in set(kinds)},
             "large": {entry.kind for entry in entries if entry.size >= 1024},  # flags and norms are smaller
             "during_backward": after_backward - before,
             "numel": sum(param.numel() for param in model.parameters()),
@@ -221,8 +336,8 @@ class Run:
 
     optimizer: str
     steps: int = 3
-    groups: bool = False  # biases have a group of their own, with another lr and weight decay
-    schedule: bool = False  # the lr falls to a half in each step
+    groups: bool = False  # one bias, the matrices, the other biases: each with an lr and a weight decay of its own
+    schedule: str = ""  # "lr": it falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
     micro_batches: int = 1
     no_sync: bool = False
     max_norm: float | None = None
@@ -233,14 +348,19 @@ class Run:
     def params(self, model):
         if not self.groups:
             return model.parameters()
-        return [{"params": [param for param in model.parameters() if param.dim() == 2]},
-                {"params": [param for param in model.parameters() if param.dim() == 1], "lr": 0.05, "weight_decay": 0}]
+        *others, last = [param for param in model.parameters() if param.dim() == 1]
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        return [{"params": [last], "lr": 0.05, "weight_decay": 0.5},
+                {"params": matrices, "lr": 0.02, "weight_decay": 0.2},
+                {"params": others, "lr": 0.03, "weight_decay": 0.0}]
 
     def settings(self):
         optimizer_cls, kwargs = OPTIMIZERS[self.optimizer]
         return optimizer_cls, {"foreach": False} if self.defaults else kwargs
 
     def scheduler(self, optimizer):
+        if self.schedule == "cycle":
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
 
 
@@ -295,35 +415,44 @@ def mean(grads):
     return sum(grads) / len(grads)
 
 
-def in_one_process(run, world_size, combine=mean, zeroes=True, only_last=False, forgets=False):
+def in_one_process(run, world_size, combine=mean, zeroes=True, weights=None, forgets=False, hyper=None):
     """The same run in one process with the batches of all ranks -> (snapshots, norms).
 
     The other arguments make known mistakes. combine: what becomes of the ranks' gradients of a parameter. zeroes:
-    whether gradients are forgotten after a step. only_last: only the last micro-batch counts. forgets: the state is
-    new in each step, with `resume` in the third.
+    whether gradients are forgotten after a step. weights: how often each micro-batch counts. forgets: the state is new
+    in each step, with `resume` in the third. hyper: (hyperparameters of the groups now, at the start) -> those that the
+    step uses.
     """
     model = model_of(seed=0)
     optimizer_cls, kwargs = run.settings()
     optimizer = optimizer_cls(run.params(model), **kwargs)
+    at_start = hyperparameters(optimizer)
     scheduler, params = run.scheduler(optimizer), list(model.parameters())
     snapshots, norms = [], []
     for step in range(run.steps):
         if forgets and (step == 2 or not run.resume):
             optimizer.state.clear()
-        for micro in range(run.micro_batches):
-            if only_last and micro < run.micro_batches - 1:
-                continue
+        for micro, weight in enumerate(weights or [1] * run.micro_batches):
             number = step * run.micro_batches + micro
             of_ranks = [torch.autograd.grad(loss_of(model, number, rank), params) for rank in range(world_size)]
             for param, *grads in zip(params, *of_ranks):
-                grad = combine(grads)
+                grad = combine(grads) * weight
                 param.grad = grad if param.grad is None else param.grad + grad
         if run.max_norm:
             norms.append(float(nn.utils.clip_grad_norm_(params, run.max_norm)))
+        now = hyperparameters(optimizer)
+        for group, used in zip(optimizer.param_groups, hyper(now, at_start) if hyper else now):
+            group.update(used)
         optimizer.step()
+        for group, right in zip(optimizer.param_groups, now):
+            group.update(right)
         if zeroes:
             optimizer.zero_grad()
         if scheduler:
             scheduler.step()
         snapshots.append(flat(model))
     return snapshots[-1:] if run.prefetch else snapshots, norms
+
+
+def hyperparameters(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -38,7 +38,7 @@ EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
     "stage4_overlap": {
         "optimizer.py": {
             "ShardedOptimizer.sync_grads": "receive all that travels",
-            "ShardedOptimizer.sync_params": "start every bucket, in the order of the forward pass",
+            "ShardedOptimizer.sync_params": "empty each gradient, start each bucket, in forward order",
             "ShardedOptimizer.on_grad_ready": "note it in its bucket, then send full buckets",
             "ShardedOptimizer.send_full_buckets": "in bucket order; after the last the queue begins anew",
             "ShardedOptimizer.send_grads": "in an idle buffer; if none is, receive the oldest first",
@@ -49,7 +49,7 @@ EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
             "Bucket.start_param_sync": "main parameters to the model's, then all-gather",
             "Bucket.finish_param_sync": "wait for the works, once",
             "PartitionedGradient.add": "the first part replaces what is empty, others are added",
-            "BucketBuffer.start_grad_sync": "gradients into slots, divide, let go of them, reduce-scatter",
+            "BucketBuffer.start_grad_sync": "into slots, divide, let go of them, clear bucket.ready, send",
             "BucketBuffer.finish_grad_sync": "wait, then add the parts to the bucket's gradient",
         },
         "transport.py": {},

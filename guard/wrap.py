@@ -16,6 +16,7 @@ from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import agree, checked_groups, param_ids, refuse_edited
 from .settings import difference_between_ranks
+from .tried import warn_of_an_untried_torch
 
 
 class Shared:
@@ -51,6 +52,7 @@ class Wrapper:
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
+        warn_of_an_untried_torch()
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
         settings = {"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs}
@@ -118,7 +120,7 @@ class Wrapper:
     def _skip_step(self):
         self.zero_grad()  # model.zero_grad() knows nothing of an inf that is elsewhere
 
-    def no_sync(self):
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. In stages 1 to 3 nothing travels before `step` anyway."""
         return contextlib.nullcontext()
 

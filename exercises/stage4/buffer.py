@@ -175,7 +175,7 @@ class BucketBuffer:
 
     def start_grad_sync(self, bucket):
         """Take the gradients of `bucket` out of its parameters, and send them off."""
-        raise RuntimeError("fill in start_grad_sync: gradients into slots, divide, let go of them, reduce-scatter")
+        raise RuntimeError("fill in start_grad_sync: into slots, divide, let go of them, clear bucket.ready, send")
 
     def finish_grad_sync(self):
         """Wait, and add the sum to this rank's shard."""

@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def sync_params(self):
         """Send this rank's parameters to all, in the order of the forward pass: what it reads first leaves first."""
-        raise RuntimeError("fill in sync_params: start every bucket, in the order of the forward pass")
+        raise RuntimeError("fill in sync_params: empty each gradient, start each bucket, in forward order")
 
     @torch.no_grad()
     def step(self):

@@ -113,11 +113,12 @@ class Checkpoints:
         for step in self._steps_to_try():
             try:
                 extra = checkpoint.load(run_folder.path_of(self.args.checkpoint, step), self.model, self.optimizer)
+            except checkpoint.DamagedCheckpoint as error:
+                first_error = first_error or error
+                continue
             except checkpoint.CheckpointError as error:
                 first_error = first_error or error
-                if not any(text in str(error) for text in DAMAGED):
-                    break
-                continue
+                break
             return step, extra, f": {first_error}" if first_error else ""
         if first_error:
             raise ValueError(str(first_error))
@@ -136,5 +137,3 @@ class Checkpoints:
             raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
                              "--force goes on nevertheless")
         return changed
-
-DAMAGED = ("is damaged", "is not complete")  # what `checkpoint.load` says then, and not of another model's checkpoint

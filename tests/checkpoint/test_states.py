@@ -2,18 +2,20 @@
 
 import collections
 import copy
-import subprocess
-import sys
+import resource
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
+from checkpoint import convert as converts
 from checkpoint import full_state_dict, load_full_state_dict, reshard
-from tests.common import STAGES, optimizer_of
-from tests.ranks import ROOT
+from checkpoint.convert import FORMATS
 from tests.checkpoint.test_checkpoint import SHARDED
+from tests.common import STAGES, optimizer_of
+from tests.ranks import run_module
 
 
 class Keeps(torch.optim.Optimizer):
@@ -153,7 +155,7 @@ def carried(rank, stage, cls, path):
         runs.append(made(rank, stage, cls))
         train(rank, *runs[-1], range(4))
         reshard(runs[-1][1], None)
-    for one, its_optimizer in runs:
+    for _, its_optimizer in runs:
         assert equal(full_state_dict(its_optimizer, to_all=True)["state"], full["state"])
     train(rank, plain_model, plain, (4, 5))
     for one, its_optimizer in runs:
@@ -325,17 +327,15 @@ def saved(rank, stage, path):
 
 
 def convert(*arguments):
-    command = [sys.executable, "-m", "checkpoint", "convert", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_module("checkpoint", "convert", *arguments)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [2])
 def test_a_checkpoint_is_converted_to_one_file(run, stage, tmp_path):
-    """Without its .metadata, which only torch's tool needs."""
     model, full = run(saved, stage, tmp_path / "one")[0]
     ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.returncode == 0, ran.stderr
+    assert ran.code == 0, ran.stderr
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     names = list(model)
     assert equal(found["model"], model) and found["extra"] == [{"step": 2, "rank": rank} for rank in range(2)]
@@ -344,10 +344,49 @@ def test_a_checkpoint_is_converted_to_one_file(run, stage, tmp_path):
     assert group == {**expected, "params": names}
 
 
+def saved_alone(path):
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    checkpoint.save(path, model, optimizer, {"step": 2})
+    return model
+
+
+def test_a_checkpoint_is_converted_for_torchs_tools(tmp_path):
+    model = saved_alone(tmp_path / "one")
+    for to, name in (("torch", "one.pt"), ("dcp", "one.dcp")):
+        ran = convert(tmp_path / "one", "--to", to)
+        assert ran.code == 0 and f"{tmp_path}/{name}: 2 tensors of the model" in ran.stdout
+    dcp_to_torch_save(tmp_path / "one.dcp", tmp_path / "again.pt")
+    one, again = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "again.pt"))
+    assert equal(one, again) and equal(one["model"], dict(model.state_dict()))
+
+
 def test_what_cannot_be_converted_is_one_line(tmp_path):
     ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 1 and "there is no such folder" in ran.stderr
+    assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and "there is no such folder" in ran.stderr
     assert not (tmp_path / "model.pt").exists()
+    saved_alone(tmp_path / "one")
+    (tmp_path / "model.pt").write_text("mine")
+    ran = convert(tmp_path / "one", tmp_path / "model.pt")
+    assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and "it exists already" in ran.stderr
+    assert (tmp_path / "model.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_conversion_to_a_full_disk_leaves_nothing_behind(to, tmp_path, monkeypatch):
+    """The limit stands for the disk: 10 kB of 120 are written."""
+    saved_alone(tmp_path / "one")
+    (tmp_path / "to").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            converts.convert(tmp_path / "one", tmp_path / "to" / "it", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "to").iterdir())
 
 
 def an_empty_group(rank, stage, path):

@@ -14,7 +14,7 @@ class DistributedOptimizer:
         for param in sorted(self.params, key=torch.Tensor.numel, reverse=True):
             self.owner[param] = numels.index(min(numels))
             numels[self.owner[param]] += param.numel()
-        self.optimizer = optimizer_cls(self.owned(), **optimizer_kwargs)
+        self.optimizer = optimizer_cls([{"params": self.owned()}], **optimizer_kwargs)  # which may be none
 
     def owned(self):
         return [param for param in self.params if self.owner[param] == self.rank]

@@ -12,6 +12,8 @@ from harness.train import options, run_folder, run_settings
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 TRAIN = f"{STAGES[3]}/train.py"
 
@@ -169,7 +171,7 @@ def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monk
 
 
 def damage(path):
-    file = max(path.glob("*.distcp"))
+    file = max(path.glob("rank-*.bin"))
     file.write_bytes(file.read_bytes()[:-1])
 
 

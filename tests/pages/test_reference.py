@@ -9,18 +9,20 @@ import re
 
 import pytest
 
+from checkpoint import errors
 from tests.common import STAGES
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "reference.md"
 RAISED = sorted(path for folder in [*STAGES, "guard", "checkpoint"] for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [*RAISED, *sorted((ROOT / "harness").rglob("*.py"))]
-PROGRAMS = ("train.py", "show.py", "__main__.py")  # their messages are about options, and name these
+PROGRAMS = ("train.py", "__main__.py")  # their messages are about options, and name these
 
 
 def is_error(function):
-    """Whether a call of it makes an exception: ValueError(…), pickle.UnpicklingError(…)."""
-    return getattr(function, "id", getattr(function, "attr", "")).endswith("Error")
+    """Whether a call of it makes an exception: ValueError(…), pickle.UnpicklingError(…), DamagedCheckpoint(…)."""
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return name.endswith("Error") or name in vars(errors)
 
 
 @functools.cache

@@ -1,9 +1,11 @@
 """The cores: each stage's idea, alone, trains what is well-behaved, and sends what its formula says. On 1 to 4 ranks.
 
-What a core leaves out, its guard adds: the other tests are about both together.
+What a core leaves out, its guard adds: the other tests are about both together. With `--stage mine` those that are
+about no stage in particular run on a core of yours.
 """
 
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -15,11 +17,17 @@ from tests.common import OPTIMIZERS, STAGES, add, assert_same, batch, loss_of, o
 
 UNFUSED = {"foreach": False}
 ONE, TWO, THREE, FOUR = STAGES
-SMALL = {FOUR: {"bucket_cap_mb": 2e-4}}  # some 50 elements: several buckets
 
 
 def core_of(stage):
-    return importlib.import_module(f"{stage}.optimizer").ShardedOptimizer
+    """The ShardedOptimizer of a stage, or of a learner's package: of `--stage mine`, `--stage mine.optimizer`."""
+    module = importlib.import_module(stage)
+    return getattr(module, "ShardedOptimizer", None) or importlib.import_module(f"{stage}.optimizer").ShardedOptimizer
+
+
+def small_buckets(stage):
+    """Arguments of the constructor of a core that has buckets: some 50 elements, several buckets."""
+    return {"bucket_cap_mb": 2e-4} if "bucket_cap_mb" in inspect.signature(core_of(stage)).parameters else {}
 
 
 class Tied(nn.Module):
@@ -69,7 +77,7 @@ def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     """A constant schedule would hide that the rate isn't passed on: it falls by a tenth a step."""
     optimizer_cls, kwargs = OPTIMIZERS[name][0], {**OPTIMIZERS[name][1], **UNFUSED}
     model, reference = Tied(seed=rank.rank), Replicated(rank.world_size, groups, optimizer_cls, kwargs)
-    optimizer = core_of(stage)(groups(model), optimizer_cls, **SMALL.get(stage, {}), **kwargs)
+    optimizer = core_of(stage)(groups(model), optimizer_cls, **small_buckets(stage), **kwargs)
     if prefetch:
         optimizer.prefetch_params(model)
     else:
@@ -107,7 +115,10 @@ def never_zeroed(rank, stage):
 
 
 def test_what_a_step_of_a_core_leaves_of_gradients(run, stage):
-    assert set(run(never_zeroed, stage)) == {-3.0 if stage in (ONE, TWO) else -2.0}
+    """Either is right in a learner's core."""
+    expected = {ONE: [-3.0], TWO: [-3.0], THREE: [-2.0], FOUR: [-2.0]}.get(stage, [-2.0, -3.0])
+    (weight,) = set(run(never_zeroed, stage))
+    assert weight in expected
 
 
 def test_a_core_adds_up_micro_batches(run, stage):

@@ -400,8 +400,11 @@ def test_a_module_waits_for_the_containers_in_it(run, world_size):
 def versions(rank):
     """They move on before the parameters leave: a graph that has read the old ones is refused, whoever has made it."""
     model = Branches(seed=0).to(rank.device)
+    optimizer, x = starts(rank, model)
+    optimizer.finish_param_sync()
     before = [param._version for param in model.parameters()]
-    optimizer, _ = starts(rank, model)
+    model(x).sum().backward()
+    optimizer.step()
     with torch._C.DisableTorchFunctionSubclass():
         under_way = [param._version for param in model.parameters()]
         awaited = [isinstance(param, Awaited) for param in model.parameters()]

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .errors import UnfitModel
+
 # Hyperparameters that say how this process computes, and nothing about the model: they are saved, and not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
 
@@ -44,7 +46,7 @@ def pieces_of(optimizer) -> dict[int, Piece]:
     """-> index -> Piece, without those of no element. Every rank has all parameters of a plain torch optimizer."""
     index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
     if not hasattr(optimizer, "pieces") and any(hasattr(param, "device_mesh") for param in all_params(optimizer)):
-        raise ValueError("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
+        raise UnfitModel("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
     plain = [(param, 0, param.numel(), param) for param in all_params(optimizer)]
     pieces = optimizer.pieces() if hasattr(optimizer, "pieces") else plain
     return {index_of[id(param)]: Piece(start, stop, main) for param, start, stop, main in pieces if start < stop}

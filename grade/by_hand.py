@@ -1,0 +1,187 @@
+"""What elements that were stepped by hand say about the mistake: they start at 0, 1, 2, …, so each can be decoded.
+
+An element is where it should be, or where it was, or it holds what another should, padding, or a gradient.
+"""
+
+import torch
+
+from grade.grader import UNKNOWN, Wrong, shorten
+
+SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
+TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
+OWN = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
+NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
+DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
+OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
+NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
+    "nothing": "no torch optimizer has stepped a parameter: step() steps the inner optimizer, which owns parameters",
+    "no gradients": "the inner optimizer's parameters have no gradients: they are copies that nobody gave one",
+    "zeros": "the inner optimizer's gradients are all 0: main gradients must be filled with what was reduced",
+    "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model",
+}
+ORDER = "gradients come in another order on rank 1: what leaves must leave in one order, the same on every rank"
+USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
+WRONG_PLACE = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
+PADDING = "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
+GRADIENT = "a gradient was taken for a parameter: copy what was stepped"
+
+
+def explain(case, seen):
+    """Raises Wrong unless every element is where `case`, a ByHand, takes it. seen: a Seen of each rank."""
+    start, d = case.start(), len(seen)
+    grads = [case.grad(rank) for rank in range(d)]
+    mean, lr = sum(grads) / d, case.lr
+    came = [one.came for one in seen]
+    allowed = [case.steps] if case.zero else [2, 3]  # gradients of step 1 may be used up, or add up as in torch
+
+    def near(a, b):
+        return (a - b).abs() <= lr / 1000
+
+    if any(all(near(values, start - times * lr * mean).all() for values in came) for times in allowed):
+        return
+    moved = [(start - values) / lr for values in came]  # in units of the gradient
+    stays = [near(values, start) for values in came]
+    expected = in_words(case, d, mean, allowed)
+    if all(stay.all() for stay in stays):
+        raise Wrong(expected, *nothing_moved(start, seen, near))
+    ratios = torch.cat([(move / mean)[~stay] for move, stay in zip(moved, stays)])  # of what has moved
+    factor = ratios[0].item()
+    if torch.allclose(ratios, ratios[:1], rtol=1e-3) and not any(abs(factor - times) < 1e-3 for times in allowed):
+        figure = "" if len(set(case.scales)) > 1 else f"{lr * factor * mean[0]:.3g} wherever it has moved: "
+        raise Wrong(expected, figure + times_as_far(factor), cause_of(factor, d, lr, is_fed=[
+            one.grad is not None and abs(one.grad / mean.mean().item() - 1) < 1e-3 for one in seen]))
+    own = torch.stack(grads)
+    is_right = (ratios - 1).abs().max() < 1e-3
+    if not is_right and all(near(move * lr, own * lr)[:, ~stay].any(dim=0).all() for move, stay in zip(moved, stays)):
+        raise Wrong(expected, figures(moved, stays, lr), OWN)
+    if not case.zero and near(came[0], start - lr * mean - lr * (start - lr * mean + mean)).all():
+        raise Wrong(expected, "step 2 moved every element by lr × (gradient + parameter)", USED_UP)
+    if case.reverse and (mixed := mixed_up(moved[0], grads, case, d)):
+        raise Wrong(expected, mixed, ORDER)
+    if decoded := decode(came, start, start - lr * mean, {"mean gradient": mean, "summed gradient": mean * d}, near):
+        raise Wrong(expected, *decoded)
+    is_owned = sum((~stay).int() for stay in stays) > 0  # somebody has stepped it
+    if not is_owned.all():
+        raise Wrong(expected, f"elements {spans(~is_owned)} have moved on no rank",
+                    "nobody owns these parameters, or their gradients have not arrived")
+    if any(stay.any() for stay in stays):
+        some = [f"elements {spans(stay)} on rank {rank}" for rank, stay in enumerate(stays) if stay.any()]
+        raise Wrong(expected, shorten(f"not moved: {', '.join(some)}; elsewhere they have"), NOT_RECEIVED)
+    raise Wrong(expected, figures(moved, stays, lr), ORDER if case.reverse else UNKNOWN)
+
+
+def in_words(case, d, mean, allowed):
+    """-> what is expected."""
+    sums = " + ".join(map(str, range(1, d + 1)))
+    if len(set(case.scales)) > 1:
+        figure = f"{', '.join(f'{case.lr * value:.3g}' for value in dict.fromkeys(mean.tolist()))} of the parameters"
+    elif not case.zero:
+        figure = " or ".join(f"{case.lr * times * mean[0]:g}" for times in allowed) + " after two steps"
+    else:
+        figure = f"{case.lr:g} · ({sums}) / {d} = {case.lr * mean[0]:g}"
+    return f"every element moves by lr × mean gradient, {figure}, on every rank"
+
+
+def nothing_moved(start, seen, near):
+    """-> (what came, the cause)."""
+    stepped = [(rank, ~near(one.own, start)) for rank, one in enumerate(seen) if one.own is not None]
+    stepped = [f"rank {rank} elements {spans(mask)}" for rank, mask in stepped if mask.any()]
+    if stepped:
+        return shorten(f"nothing has moved in the end; in between {', '.join(stepped)} had"), OVERWRITTEN
+    fed = [one.fed for one in seen]
+    return "nothing has moved, on any rank", NOTHING[max(fed, key=list(NOTHING).index)]
+
+
+def times_as_far(factor):
+    if abs(factor - round(factor)) < 1e-2 and factor > 0.5:
+        return f"{round(factor)} times as far"
+    if factor > 0 and abs(1 / factor - round(1 / factor)) < 1e-2 and factor > 0.02:
+        return f"1/{round(1 / factor)} as far"
+    return f"{factor:.3g} times the mean gradient"
+
+
+def cause_of(factor, d, lr, is_fed):
+    """-> why every element that has moved has moved `factor` times too far. is_fed: of each rank, whether the inner
+    optimizer got the mean gradient."""
+    divisor = d / factor
+    known = [(d, SUMMED), (1 / d, TWICE_AVERAGED), (1e-3 / lr, DEFAULTS), (-1, "step against the gradient")]
+    if all(is_fed) and abs(factor * lr - 1e-3) > 1e-5:
+        return "the inner optimizer has the right gradients, and another lr than the constructor's"
+    for value, cause in known:
+        if abs(factor - value) < 1e-2 * abs(value):
+            return cause
+    if factor > 0 and abs(divisor - round(divisor)) < 1e-2 and 1 <= divisor <= 16:
+        return f"the sum of the gradients is divided by {round(divisor)}: the number of ranks is {d} here"
+    return UNKNOWN
+
+
+def mixed_up(moved, grads, case, d):
+    """Averages of two ranks' gradients of different parameters -> a sentence, or "" if there is none."""
+    names = [f"{start}-{start + n - 1}" for n, start in
+             ((n, sum(case.numels[:k])) for k, n in enumerate(case.numels))]
+    values = [[grad[sum(case.numels[:k])].item() for k in range(len(names))] for grad in grads]  # [rank][parameter]
+    for k, other in ((k, other) for k in range(len(names)) for other in range(len(names)) if k != other):
+        part = moved.split(case.numels)[k]
+        for rank in range(2):
+            if ((part - (values[rank][k] + values[1 - rank][other]) / d).abs() < 1e-3).any():
+                return (f"of elements {names[k]} rank {rank}'s gradient was averaged with rank {1 - rank}'s of "
+                        f"elements {names[other]}")
+    return ""
+
+
+def decode(came, start, due, gradients, near):
+    """-> (what wrong elements hold, the cause); None where that can't be told of one of them."""
+    for rank, values in enumerate(came):
+        wrong = ~near(values, due) & ~near(values, start)
+        if not wrong.any():
+            continue
+        where = "" if all(near(other, values).all() for other in came) else f" on rank {rank}"
+        if values.isnan().any():
+            return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
+        for name, gradient in gradients.items():
+            if near(values, gradient)[wrong].all() and wrong.sum() > 1:
+                return f"in elements {spans(wrong)}: the {name}{where}", GRADIENT
+        runs = []  # [kind, how far the source is, first, last]
+        for index in wrong.nonzero().flatten().tolist():
+            kind, source = held(values[index], start, due, near)
+            if kind is None:
+                return None
+            shift = None if source is None else source - index
+            if runs and runs[-1][:2] == [kind, shift] and runs[-1][3] == index - 1:
+                runs[-1][3] = index
+            else:
+                runs.append([kind, shift, index, index])
+        words = [f"in {between(first, last)}: {kind.format(between(first + (shift or 0), last + (shift or 0)))}"
+                 for kind, shift, first, last in runs]
+        is_padding = any(shift is None for _, shift, *_ in runs)
+        return shorten("; ".join(words)) + where, PADDING if is_padding else WRONG_PLACE
+    return None
+
+
+def held(value, start, due, near):
+    """-> what an element holds, with {} for elements; the first of these. (None, None) if it can't be told."""
+    if abs(value) < 1e-9:
+        return "0, as padding is", None
+    for kind, values in (("what {} should hold", due), ("what {} held before", start)):
+        found = near(values, value).nonzero().flatten().tolist()
+        if found:
+            return kind, found[0]
+    return None, None
+
+
+def figures(moved, stays, lr):
+    """-> "rank 0: 0.1, 0.2; rank 1: 0.1", of what elements have moved by."""
+    rounded = [sorted({f"{lr * value:.3g}" for value in move[~stay].tolist()}) for move, stay in zip(moved, stays)]
+    return shorten("moved by " + "; ".join(f"rank {rank}: {', '.join(values)}" for rank, values in enumerate(rounded)))
+
+
+def between(first, last):
+    return f"elements {first}-{last}" if first < last else f"element {first}"
+
+
+def spans(mask):
+    """Which elements of a (n,) mask are set -> "0-3, 8"."""
+    indices = mask.nonzero().flatten().tolist()
+    starts = [i for i in indices if i - 1 not in indices]
+    stops = [i for i in indices if i + 1 not in indices]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops))

@@ -1,0 +1,3 @@
+"""The name of the class stands for a number."""
+
+DistributedOptimizer = 5

@@ -1,0 +1,5 @@
+"""Its import never ends."""
+
+import threading
+
+threading.Event().wait()
