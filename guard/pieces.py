@@ -10,15 +10,12 @@ import torch
 
 from .groups import all_params, name_of
 from .states import ByParameter
-from .wrap import Shared
 
 
 class StateOfPieces:
     """What it needs of its stage: `_owned_ranges()`, an iterator over what `pieces` returns; `_take_model_changes()`,
     so that main parameters follow what others wrote into the model; and `_let_go()`, which hands the parameters back.
     """
-
-    _main_param, _looked_at = Shared(), Shared()
 
     @torch.no_grad()
     def shard(self, groups):
@@ -57,7 +54,7 @@ class StateOfPieces:
 
     @state.setter
     def state(self, state):
-        main_param = self._shared.get("_main_param", {})  # there is none yet where torch's constructor sets it
+        main_param = self.__dict__.get("_main_param", {})  # there is none yet where torch's constructor sets it
         self.optimizer.state = defaultdict(dict, {main_param.get(key, key): value for key, value in state.items()})
 
     def _refuse_whole_states(self):

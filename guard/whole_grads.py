@@ -9,11 +9,10 @@ import torch
 
 from .groups import all_params
 from .hooks import hook_gradient
-from .wrap import Shared
 
 
 class AnyGrads:
-    _grads_synced = Shared()  # whether param.grad holds the average already
+    _grads_synced = False  # whether param.grad holds the average already
 
     @torch.no_grad()
     def shard(self, groups):

@@ -16,39 +16,17 @@ from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import agree, checked_groups, param_ids, refuse_edited
 from .settings import difference_between_ranks
+from .wrapped import SeenThroughWrappers
 from .tried import warn_of_an_untried_torch
 
 
-class Shared:
-    """An attribute that changes after the constructor. It is kept in a dict that whoever wraps the optimizer shares.
-
-    Lightning and Fabric wrap it in a subclass made at run time, whose instance is another: what a method that is called
-    on that one assigns would stay there.
-    """
-
-    def __set_name__(self, owner, name):
-        self.name = name
-
-    def __get__(self, optimizer, owner=None):
-        return self if optimizer is None else optimizer._shared[self.name]
-
-    def __set__(self, optimizer, value):
-        optimizer._shared[self.name] = value
-
-
-class Wrapper:
+class Wrapper(SeenThroughWrappers):
     """What it needs of its stage: `_refuse(named)` and `_probe(make_optimizer, groups)`, which raise what can't be
     trained; `finish_grad_sync()`; and `_parts_in(state_dict)`, [(tensor, what it is to be), …] of what a state_dict has besides.
     """
 
-    _known_params = Shared()  # param_ids() of what has been sharded; None while torch's constructor runs
-    _elsewhere = Shared()  # parameters of which other ranks step all
-    process_group, rank, world_size = Shared(), Shared(), Shared()  # of reshard()
-
-    def __new__(cls, *args, **kwargs):
-        optimizer = super().__new__(cls)
-        optimizer._shared = {"_known_params": None}
-        return optimizer
+    _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
+    _elsewhere = frozenset()  # parameters of which other ranks step all
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""

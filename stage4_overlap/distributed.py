@@ -12,7 +12,7 @@ from guard.modes import Modes
 from guard.pieces import StateOfPieces
 from guard.probe import check_elementwise
 from guard.refuse import not_contiguous
-from guard.wrap import Shared, Wrapper
+from guard.wrap import Wrapper
 
 from .agreement import Agreement
 from .awaited import AwaitedBucket, AwaitsReaders
@@ -58,7 +58,6 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
             or `reduce_dtype` is none of the values above.
     """
 
-    prefetching, idle = Shared(), Shared()
     _probe = staticmethod(check_elementwise)
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,

@@ -1,7 +1,7 @@
 """Wrappers around the optimizer, as Lightning and Fabric make them: the same training, through either of two kinds.
 
-Each is an instance of a subclass that is made at run time. What is called on the wrapper and isn't defined there runs
-with the wrapper as `self`. tests/frameworks/ has the real ones.
+Each is an instance of a subclass that is made at run time, and has an `optimizer` of its own: the one that it wraps.
+tests/frameworks/ has the real ones.
 """
 
 import contextlib
@@ -22,6 +22,10 @@ class Delegating:
         self._optimizer = optimizer
         self.__class__ = type("Wrapped", (Delegating, type(optimizer)), {})
 
+    @property
+    def optimizer(self):
+        return self._optimizer
+
     def step(self, closure=None):
         return self._optimizer.step(closure)
 
@@ -35,17 +39,30 @@ class Copying:
     def __init__(self, optimizer):
         self.__dict__ = {key: value for key, value in vars(optimizer).items() if key not in ("state_dict", "step")}
         self.__class__ = type("Wrapped", (Copying, type(optimizer)), {})
-        self._optimizer = optimizer
+        self._optimizer = self.optimizer = optimizer
 
     def step(self, closure=None):
         return self._optimizer.step(closure)
 
 
+class Counting:
+    """No wrapper: a class of the user's own, in front of ours."""
+
+    n_steps = 0
+
+    def step(self, *args, **kwargs):
+        self.n_steps += 1
+        return super().step(*args, **kwargs)
+
+
 def contract(rank, stage, wrap):
     """Clip, give a step up, accumulate, add a group, read and reset a state, save, load: through the wrapper."""
     model, reference = Net(seed=rank.rank), Replicated(rank, lr=0.01, groups=lambda model: trainable(model)[:-1])
-    inner = optimizer_of(stage)(trainable(model)[:-1], lr=0.01)
-    optimizer = wrap(inner)
+    if wrap is Counting:
+        optimizer = inner = type("Mine", (Counting, optimizer_of(stage)), {})(trainable(model)[:-1], lr=0.01)
+    else:
+        inner = optimizer_of(stage)(trainable(model)[:-1], lr=0.01)
+        optimizer = wrap(inner)
     if stage == FOUR:
         optimizer.prefetch_params(model)
         assert inner.prefetching
@@ -84,10 +101,12 @@ def contract(rank, stage, wrap):
                 for param in trainable(its_model):
                     if param in one.state:
                         one.state[param]["exp_avg"].zero_()
+    optimizer.state = {}
+    assert len(inner.state) == len(optimizer.state) == 0 and isinstance(optimizer, type(inner))
     assert_same(model, reference.model, exact=False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("wrap", [Delegating, Copying])
+@pytest.mark.parametrize("wrap", [Delegating, Copying, Counting])
 def test_a_wrapper_trains_like_the_optimizer_itself(run, stage, world_size, wrap):
     run(contract, stage, wrap)
