@@ -11,15 +11,26 @@ from typing import NamedTuple
 
 import torch
 
+from guard.schema import Spec, check_state, described
+
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .full_state import Whole
-from .json_values import DTYPES, unpack, unpack_data
+from .json_values import unpack, unpack_data
 from .manifest import MANIFEST, Manifest, manifest_of
 from .model import names_of, state_of, untied, unwrapped
-from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
+from .optimizers import (
+    Piece,
+    all_params,
+    check_hyperparameters,
+    group_of,
+    inner_of,
+    install,
+    packed_groups,
+    pieces_of,
+)
 from .rank_files import read, verify
 from .ranks import all_gather, errors_on_all, rank_in
-from .states import fitting_probes, kind_of
+from .states import check_states, kind_of
 
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
 
@@ -50,10 +61,13 @@ def load(path, model, optimizer):
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
     with errors_on_all(what, group), read_errors_are_damage():
         groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
-        check_states(manifest, optimizer, names, groups)
+        schemas = check_manifest_states(manifest, optimizer, names, groups)
         found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
         states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece)
                   for index, piece in pieces.items()}
+        for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
+            own = {key: value for key, value in described(state).items() if key != "main_param"}
+            check_state(schemas[index], own, pieces[index].main.shape, names[index])
         extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
     for name, tensor in untied(model).items():
         tensor.copy_(found[name])
@@ -99,29 +113,19 @@ def summary(groups):
     return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" if names else "an empty one" for names in groups)
 
 
-def check_states(manifest, optimizer, names, groups):
-    """Raise ForeignCheckpoint if the states are of another optimizer."""
-    keys = {name: list(unpack(state, lambda *_: None)) for name, state in manifest.states.items()}
+def check_manifest_states(manifest, optimizer, names, groups):
+    """Raise ForeignCheckpoint if the states are of another optimizer. -> its schemas."""
+    def spec(name, what):
+        if name == "data":
+            return described(unpack_data(what))
+        return Spec(tuple(manifest.tensors[what].shape), manifest.tensors[what].dtype)
+
     try:
         check_hyperparameters(optimizer, groups)
-        probes = fitting_probes(optimizer, names, keys, groups)
+        states = {name: unpack(state, spec) for name, state in manifest.states.items()}
+        return check_states(optimizer, names, states, groups)
     except ValueError as refusal:
         raise ForeignCheckpoint(str(refusal)) from None
-    for name, probe in zip(names, probes):
-        for key, value in manifest.states.get(name, {"dict": []})["dict"]:
-            if probe and key in probe.shapes and described(manifest, value) != (probe.shapes[key], probe.kinds[key]):
-                raise ForeignCheckpoint(f"{key} in the state of {name} is of another optimizer")
-
-
-def described(manifest, value):
-    """Of a tensor in a state: its shape, None for one that is cut as the parameter is; and the kind_of its dtype."""
-    kind, what = next(iter(value.items())) if isinstance(value, dict) else ("no tensor", None)
-    if kind == "data":
-        return tuple(what[1]), kind_of(DTYPES[what[0]])
-    if kind not in ("piece", "tensor"):
-        return None
-    stored = manifest.tensors[what]
-    return None if kind == "piece" else tuple(stored.shape), kind_of(stored.dtype)
 
 
 class TensorsOf(NamedTuple):

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from .optimizers import all_params, install, packed_groups, pieces_of, refuse_no_group
 from .full_state import filled, gather
+from .optimizers import all_params, install, packed_groups, pieces_of, refuse_no_group
 from .states import local_states
 
 

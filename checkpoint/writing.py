@@ -18,17 +18,26 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from guard.schema import Spec, described
+
 from .asynchronous import Saving, tell_failures, write_behind, writer_of
 from .errors import CheckpointError
 from .folder import claim, refuse_existing
 from .full_state import flat
-from .json_values import SMALL, NotPackable, pack, pack_data, unpack
+from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
 from .manifest import FORMAT, MANIFEST, manifest_of, parsed, sealed
 from .model import names_of, state_of, unwrapped
-from .optimizers import all_params, group_of, inner_of, packed_groups, pieces_of
+from .optimizers import all_params, group_of, inner_of, local, packed_groups, pieces_of
 from .rank_files import Part, name_of, verify_sizes, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
+from .states import (
+    NotKept,
+    agree_on_states,
+    check_states,
+    local_states,
+    path_of,
+    with_data,
+)
 
 
 def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
@@ -86,6 +95,13 @@ def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
     return future
 
 
+def described_layout(layout, shape):
+    """A state as a Schema knows it."""
+    specs = {path: Spec((*lead, *shape), dtype) for path, (lead, dtype) in layout.cut.items()}
+    specs |= {path: Spec(tensor.shape, tensor.dtype) for path, (_, tensor) in layout.common.items()}
+    return unpack(layout.tree, lambda name, what: described(unpack_data(what)) if name == "data" else specs[what])
+
+
 class Packed(NamedTuple):
     """What is saved beside the model and the state."""
 
@@ -130,8 +146,9 @@ def loadable_states(optimizer, names, what, group):
     except NotKept as refusal:
         raise CheckpointError(f"{what}: {refusal}") from None
     with errors_on_all(what, group):
-        keys = {names[index]: list(unpack(layout.tree, lambda *_: None)) for index, layout in layouts.items()}
-        fitting_probes(optimizer, names, keys, optimizer.param_groups)
+        shapes = [local(param).shape for param in all_params(optimizer)]
+        states = {names[index]: described_layout(layout, shapes[index]) for index, layout in layouts.items()}
+        check_states(optimizer, names, states, optimizer.param_groups)
     return layouts, tensors
 
 

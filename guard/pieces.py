@@ -74,6 +74,10 @@ class StateOfPieces:
             raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                              "tensor-parallel rank say: use full_state_dict()")
         for index, main_param in here["main_params"].items():
+            if (saved[index].shape, saved[index].dtype) != (main_param.shape, main_param.dtype):
+                raise ValueError(f"main_params of this state_dict has {saved[index].dtype} of shape "
+                                 f"{tuple(saved[index].shape)} for parameter {index}")
+        for index, main_param in here["main_params"].items():
             main_param.copy_(saved[index])
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import checked_groups, param_ids, refuse_edited
+from .schema import checked_state_dict
 from .settings import difference_between_ranks
 
 
@@ -142,11 +143,14 @@ class Wrapper:
         """Take over what `state_dict` returned on this rank, without communication.
 
         Raises:
-            ValueError: it was made by another rank, on another number of ranks, or with other shards.
+            ValueError: it was made by another rank, on another number of ranks, or with other shards, or its state is
+                none of this optimizer; nothing is changed.
         """
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
+        self.pass_on_hyperparameters()
+        state_dict = checked_state_dict(self.make_optimizer, self.optimizer, state_dict)
         self._take_parts(state_dict)
         self.optimizer.load_state_dict(state_dict)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)

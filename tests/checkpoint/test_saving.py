@@ -307,7 +307,7 @@ def test_leads_that_differ_are_no_stack():
     """Of two ranks that keep stacks of 2 and of 3: one of them would be read as the other."""
     parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, (0, 5, torch.zeros(5)))[0]) for rank in (0, 1)]
     with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
-        states.layout_of(parts, None, "weight")
+        states.layout_of(parts, set(), "weight")
 
 
 def damaged(rank, stage, path):
