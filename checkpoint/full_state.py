@@ -25,7 +25,7 @@ from .optimizers import (
     pieces_of,
     refuse_outsider,
 )
-from .ranks import rank_and_size
+from .ranks import errors_on_all, rank_and_size
 from .states import (
     NotKept,
     agree_on_states,
@@ -61,7 +61,9 @@ def full_state_dict(optimizer, to_all=False) -> dict:
     if rank < 0:
         return {}
     params, state = all_params(optimizer), {}
-    for index, tree, found in gather(optimizer, local_states(optimizer, pieces_of(optimizer)), group, dst):
+    with errors_on_all("the state can't be put together", group):
+        states = local_states(optimizer, pieces_of(optimizer))
+    for index, tree, found in gather(optimizer, states, group, dst):
         state[index] = filled(tree, lambda path: found[path].on_cpu(params[index]))
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
 
@@ -78,7 +80,9 @@ def load_full_state_dict(optimizer, state_dict):
     refuse_outsider(optimizer)
     group = group_of(optimizer)
     groups, plan, tensors = broadcast_plan(optimizer, state_dict)
-    pieces, params, states = pieces_of(optimizer), all_params(optimizer), {}
+    with errors_on_all("the state can't be loaded", group):
+        pieces = pieces_of(optimizer)
+    params, states = all_params(optimizer), {}
     inner_of(optimizer).state.clear()
     for index, (tree, cut, common) in plan.items():
         own, param = {}, local(params[index])
@@ -92,7 +96,8 @@ def load_full_state_dict(optimizer, state_dict):
             own[path] = travel(tensors.get((index, path)), shape, dtype, param.device, 0, group, None)
         if index in pieces:
             states[index] = filled(tree, own.get)
-    install(optimizer, states, groups)
+    with errors_on_all("the state can't be loaded", group):
+        install(optimizer, states, groups)
 
 
 class Whole(NamedTuple):

@@ -16,7 +16,7 @@ from guard.schema import Spec, check_state, described
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .full_state import Whole
 from .json_values import unpack, unpack_data
-from .manifest import MANIFEST, Manifest, manifest_of
+from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
 from .model import names_of, state_of, untied, unwrapped
 from .optimizers import (
     Piece,
@@ -28,7 +28,7 @@ from .optimizers import (
     packed_groups,
     pieces_of,
 )
-from .rank_files import read, verify
+from .rank_files import read, verify, verify_sizes
 from .ranks import all_gather, errors_on_all, rank_in
 from .states import check_states, kind_of
 
@@ -54,26 +54,35 @@ def load(path, model, optimizer):
     with errors_on_all(what, group), read_errors_are_damage():
         path, model = Path(path), unwrapped(model)
         names, pieces = names_of(model, optimizer), pieces_of(optimizer)
-        manifest, checksum_of_text = manifest_of(path)
-        verify(path, manifest, rank, world_size)
+        manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
+        verify_sizes(path, manifest)
         check(manifest, model, optimizer, names)
+        groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
+        schemas = check_manifest_states(manifest, optimizer, names, groups)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
     with errors_on_all(what, group), read_errors_are_damage():
-        groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
-        schemas = check_manifest_states(manifest, optimizer, names, groups)
+        verify(path, manifest, rank, world_size)
         found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
         states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece)
                   for index, piece in pieces.items()}
         for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
-            own = {key: value for key, value in described(state).items() if key != "main_param"}
-            check_state(schemas[index], own, pieces[index].main.shape, names[index])
+            check_piece(schemas[index], state, pieces[index].main, names[index])
         extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
-    for name, tensor in untied(model).items():
-        tensor.copy_(found[name])
-    del found
-    install(optimizer, states, groups)
+    with errors_on_all(what, group):
+        for name, tensor in untied(model).items():
+            tensor.copy_(found.pop(name))
+        install(optimizer, states, groups)
     return extra
+
+
+def check_piece(schema, state, main, name):
+    """Of what was read for the tensor `main`, which is what a kernel will see."""
+    own = described(state)
+    main_param = own.pop("main_param", Spec(main.shape, main.dtype))
+    if main_param.shape != main.shape:
+        raise ForeignCheckpoint(f"main_param in the state of {name} is {main_param}, this rank's part is {main.shape}")
+    check_state(schema, own, main.shape, name)
 
 
 @contextlib.contextmanager
@@ -171,7 +180,8 @@ def read_state(path, manifest, name, param, piece):
 def latest(folder) -> Path | None:
     """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
-    What has no number there, as best, is no checkpoint of the run.
+    What has no number there, as best, is no checkpoint of the run, and what was set aside is none any more.
     """
-    complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if re.search(r"\d$", path.parent.name)]
+    complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if path.is_file()
+                and re.search(r"\d$", path.parent.name) and not re.search(r"\.aside-\d+$", path.parent.name)]
     return max(complete, key=lambda path: (int(re.search(r"\d+$", path.name)[0]), path.name), default=None)

@@ -24,7 +24,7 @@ from guard.schema import (
 
 from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
-from .ranks import all_gather, first_line
+from .ranks import all_gather, at_own_pace, first_line
 
 RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
 
@@ -141,12 +141,13 @@ def agree_on_states(optimizer, states, pieces, names, group):
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
     error, mine, tensors = None, {}, {}
-    try:
-        refuse_unclaimed(optimizer)
-        for index, state in states.items():
-            mine[index], tensors[index] = describe(state, pieces[index])
-    except Exception as refusal:  # too little memory, say
-        error = first_line(refusal)
+    with at_own_pace("the state can't be put together", group):
+        try:
+            refuse_unclaimed(optimizer)
+            for index, state in states.items():
+                mine[index], tensors[index] = describe(state, pieces[index])
+        except Exception as refusal:  # too little memory, say
+            error = first_line(refusal)
     everyone = all_gather((error, mine), group)
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
