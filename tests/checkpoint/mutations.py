@@ -11,6 +11,7 @@ import argparse
 import collections
 import copy
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -114,6 +115,33 @@ def an_entry_of_a_state(chance, manifest, _):
         pair[0] = chance.choice(["step", "exp_avg", "momentum_buffer", "main_param", "mine", ""])
     else:
         pair[1] = copy.deepcopy(chance.choice(STRANGE))
+
+
+@kind
+def a_moment_of_another_shape(chance, manifest, folder):
+    """Everything else is right: who claims its old bytes, and that there are new ones."""
+    name = chance.choice(sorted(manifest["states"]))
+    pairs = [pair for pair in manifest["states"][name]["dict"] if isinstance(pair[1], dict) and "piece" in pair[1]]
+    if not pairs:
+        return another_value(chance, manifest, folder)
+    pair = chance.choice(pairs)
+    key, old = pair[1]["piece"], "extra.0.old"
+    entry = manifest["tensors"][old] = manifest["tensors"].pop(key)
+    manifest["extra"][0]["dict"].append(["old", {"tensor": old}])
+    lead, kind = chance.choice([[0], [1], [2], None, None]), chance.choice(["tensor", "piece"])
+    shape = [*lead, *entry["shape"]] if lead else chance.choice([[1], [3], entry["shape"][::-1], [*entry["shape"], 2]])
+    if lead is None and chance.random() < 0.5:
+        pair[1] = {"data": ["float32", [chance.choice([1, 2])] if chance.random() < 0.5 else [], "AAAAAAAAAAA="[:8]]}
+        return None
+    numel = math.prod(shape)
+    (folder / "own.bin").write_bytes(bytes(4 * numel))
+    if numel:
+        manifest["files"]["own.bin"] = {"bytes": 4 * numel, "crc32": 0}
+    n_elements = numel // math.prod(lead) if lead and numel else numel
+    manifest["tensors"][key] = {"dtype": "float32", "shape": shape, "n_lead": len(lead or []),
+                                "ranges": [[0, n_elements, "own.bin", 0]] if numel else []}
+    pair[1] = {kind: key}
+    return None
 
 
 @kind
@@ -316,6 +344,8 @@ def work(connection, seed, numbers, folder):
     seen = watch(folder)
     for number in numbers:
         name, answer = one_mutation(number, seed, folder)
+        if answer == "loaded" and name == "a bit of the manifest":
+            answer = "loaded, with another value"
         connection.send((number, name, f"{answer}; {seen.pop()}" if seen else answer))
     dist.destroy_process_group()
 
