@@ -1,8 +1,10 @@
-# make bench | test | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show
+# make bench | test | check | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show STAGE=3
 # make faults | cuda | host | plan MODEL=7b | report | docs-check | diff A=2 B=3
-# The first command makes an environment in .venv. `make bench PYTHON=python3` uses one that has torch already.
+# The first command makes an environment in .venv, with torch as TORCH says. `make bench PYTHON=python3` uses one that
+# has torch already, and installs nothing.
 
 PYTHON ?= .venv/bin/python
+TORCH ?= torch==2.13.0
 STAGE ?= 4
 RATE ?= 1gbit
 NPROC ?= 2
@@ -10,18 +12,26 @@ MODEL ?= 7b
 WORLD ?= 1024
 DTYPE ?= bf16
 ARGS ?=
+PUBLISH ?=
 A ?= 1
 B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
-# Several files of tests at once, where pytest-xdist is there.
-PARALLEL = --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+TOOLS = $(if $(filter .venv/%,$(PYTHON)),.venv/.tools)
+has = $(shell $(PYTHON) -c 'import $(1)' 2> /dev/null && echo yes)
+# Several files of tests at once, where pytest-xdist is there: one more than there are cores, since tests wait too.
+N_FILES = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist loadfile --no-loadscope-reorder)
+# What a change breaks first: a minute. `make test` has all.
+FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py layout.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test grade train network timeline show seams take faults cuda host plan report docs-check diff clean
+.PHONY: help bench test check lint grade train network timeline show seams take faults cuda host plan report docs-check
+.PHONY: diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip", on GPUs "--gpu")'
+	@echo 'make check                  lint, types, and the tests that a change breaks first: a minute  (CONTRIBUTING.md)'
 	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
@@ -29,22 +39,30 @@ help:
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make seams STAGE=4          which class adds to which method, in the order in which they run'
 	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
-	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show STAGE=3           one step, line by line, on 4 ranks  (0 to 4, or mine; ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
-	@echo 'make report                 tables and pictures of README.md and results/README.md anew, from results/*.json'
+	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours  (PUBLISH=1)'
 	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
-	exec $(PYTHON) bench.py --json results/bench.json $(ARGS)
+	exec $(PYTHON) bench.py --json measured/bench.json $(ARGS)
 
 test: $(ENV)
-	exec $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(PARALLEL)') $(ARGS)
+	exec $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
+
+check: lint
+	exec $(PYTHON) -m pytest $(PARALLEL) --quiet -m 'not slow' --ranks 2 $(FAST) $(ARGS)
+
+lint: $(TOOLS)
+	$(if $(call has,ruff),$(PYTHON) -m ruff check .,@echo 'lint: $(PYTHON) has no ruff, left out')
+	$(if $(call has,mypy),$(PYTHON) -m mypy,@echo 'lint: $(PYTHON) has no mypy, left out')
 
 grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
@@ -56,7 +74,7 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json results/network.json $(ARGS)
+	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json measured/network.json $(ARGS)
 
 timeline: $(ENV)
 	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
@@ -69,10 +87,10 @@ take: $(ENV)
 	exec $(PYTHON) -m harness.run.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
-	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
+	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults --json results/faults.json $(ARGS)
+	exec $(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
 
 cuda: $(ENV)
 	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
@@ -84,7 +102,8 @@ plan: $(ENV)
 	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.report
+	$(PYTHON) -m harness.report $(if $(PUBLISH),--publish)
+	$(PYTHON) -m show --pages
 
 .PHONY: docs-check
 docs-check: $(ENV)
@@ -98,9 +117,13 @@ diff:
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable .[test]
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[test]'
+	touch $@
+
+.venv/.tools: .venv/.installed
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check '.[check]'
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

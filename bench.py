@@ -1,6 +1,6 @@
 """Trains the same model in every row of harness/rows/catalogue.py, on ranks that it starts: time, traffic, memory.
 
-    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json results/bench.json]
+    python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
 Each row is checked against replicated training first; one that computes something else gets no time.
 Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
@@ -8,7 +8,6 @@ Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 
 import argparse
 import functools
-import json
 import sys
 from pathlib import Path
 
@@ -20,7 +19,8 @@ import rich.progress
 from harness.measure import any_ranks, conditions, default_buckets, every_row, host_time, recorder
 from harness.measure.setup import Settings
 from harness.report import terminal
-from harness.rows import catalogue
+from harness.rows import catalogue, rates, saved
+from harness.rows.choice import Choice
 from harness.run.files import write
 from harness.run.workers import WorkerError, Workers
 from harness.train import corpus
@@ -47,11 +47,11 @@ def parse(rows, models):
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
     check_model(args, args.model or "medium", models)  # which of the defaults it is the ranks will say
-    names = [row.name for row in rows if args.rows in row.name and row.dtype == args.dtype
-             or row.kind in ("reference", "noise")]
-    if args.rows and not any(args.rows in name for name in names):
+    choices = [Choice(row.name) for row in rows if args.rows in row.name and row.dtype == args.dtype
+               or row.kind in ("reference", "noise")]
+    if args.rows and not any(args.rows in choice.name for choice in choices):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
-    return args, names
+    return args, choices
 
 
 def check_model(args, model, models):
@@ -60,7 +60,7 @@ def check_model(args, model, models):
 
 
 def main():
-    args, names = parse(catalogue.ROWS, MODELS)
+    args, choices = parse(catalogue.ROWS, MODELS)
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     try:
         train, _ = corpus.split(corpus.load_bytes(args.data))
@@ -77,26 +77,26 @@ def main():
             model = args.model or conditions.default_model(workers)
             check_model(args, model, MODELS)
             settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
-            more = 0 if args.quick else len(names) + 4
-            task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, names) + more)
+            more = 0 if args.quick else len(choices) + 4
+            task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, choices) + more)
 
             def progress(text):
                 bar.update(task, advance=1, description=text)
-            result = every_row.measure_rows(workers, settings, names, progress)
+            result = every_row.measure_rows(workers, settings, choices, progress)
             if not args.quick:
-                if result["conditions"]["device"] == "cpu":  # of a GPU it would show when kernels are launched
-                    recorder.record_rows(workers, settings, result["rows"], progress)
-                    recorder.keep_exposed_only(result["rows"])
+                if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
+                    recorder.record_rows(workers, settings, result.rows, progress)
+                    rates.keep_exposed_only(result.rows)
                 progress("model state at any number of ranks")
-                result["model_state"] = any_ranks.model_state(settings)
-                result["gathered"] = any_ranks.gathered(settings)
-                result["caps"] = default_buckets.caps()
-                result["host"] = host_time.measure_ranks(result["conditions"]["device"], progress=progress)
+                result.model_state = any_ranks.model_state(settings)
+                result.gathered = any_ranks.gathered(settings)
+                result.caps = default_buckets.caps()
+                result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     try:
         if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
-            write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+            write("--json", args.json, saved.to_json(result), fail)
     finally:  # the disk may be full
         terminal.show(result)
     if args.json:

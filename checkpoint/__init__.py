@@ -25,13 +25,7 @@ and it imports no stage. What it asks of a stage's optimizer is this face:
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
 """
 
-from .errors import (
-           CheckpointError,
-           DamagedCheckpoint,
-           FolderInUse,
-           ForeignCheckpoint,
-           UnfitModel,
-)
+from .errors import CheckpointError, DamagedCheckpoint, FolderInUse, ForeignCheckpoint, UnfitModel
 from .full_state import full_state_dict, load_full_state_dict
 from .reading import latest, load
 from .reshard import reshard

@@ -6,7 +6,7 @@ One parameter travels at a time: beyond its own part and what it asked for, no r
 import copy
 import math
 import pickle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,13 @@ from .optimizers import (
     refuse_outsider,
 )
 from .ranks import errors_on_all, rank_and_size
-from .states import (
-    NotKept,
-    agree_on_states,
-    check_states,
-    fixed_paths,
-    local_states,
-    path_of,
-    with_data,
-)
+from .states import NotKept, agree_on_states, check_states, fixed_paths, local_states, path_of, with_data
 
 TAG = 2**30 - 1  # of messages to rank 0: not one that others might use
 
 
 @torch.no_grad()
-def full_state_dict(optimizer, to_all=False) -> dict:
+def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> dict[str, Any]:
     """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
     Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
@@ -69,7 +61,7 @@ def full_state_dict(optimizer, to_all=False) -> dict:
 
 
 @torch.no_grad()
-def load_full_state_dict(optimizer, state_dict):
+def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any] | None) -> None:
     """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
 
     Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".

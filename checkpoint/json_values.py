@@ -8,7 +8,7 @@ import base64
 import collections
 import math
 import numbers
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

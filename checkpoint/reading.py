@@ -5,9 +5,10 @@ No file is unpickled: what the manifest says is json, and tensors are bytes.
 
 import contextlib
 import errno
+import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,16 +19,7 @@ from .full_state import Whole
 from .json_values import unpack, unpack_data
 from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
 from .model import names_of, state_of, untied, unwrapped
-from .optimizers import (
-    Piece,
-    all_params,
-    check_hyperparameters,
-    group_of,
-    inner_of,
-    install,
-    packed_groups,
-    pieces_of,
-)
+from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
 from .rank_files import read, verify, verify_sizes
 from .ranks import all_gather, errors_on_all, rank_in
 from .states import check_states, kind_of
@@ -36,7 +28,7 @@ DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't re
 
 
 @torch.no_grad()
-def load(path, model, optimizer):
+def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
 
     On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Nothing is
@@ -177,7 +169,7 @@ def read_state(path, manifest, name, param, piece):
     return state
 
 
-def latest(folder) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
     What has no number there, as best, is no checkpoint of the run, and what was set aside is none any more.

@@ -9,7 +9,7 @@ from .states import local_states
 
 
 @torch.no_grad()
-def reshard(optimizer, process_group):
+def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | int | None) -> None:
     """Move to the ranks of `process_group`, with parameters and state. Collective over all ranks there are.
 
     A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it

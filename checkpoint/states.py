@@ -12,15 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from guard.schema import (
-    COMPUTABLE,
-    LISTS,
-    Schema,
-    Spec,
-    check_state,
-    lead_of,
-    schema_of,
-)
+from guard.schema import COMPUTABLE, LISTS, Schema, Spec, check_state, lead_of, schema_of
 
 from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges

@@ -31,17 +31,11 @@ from .model import names_of, state_of, unwrapped
 from .optimizers import all_params, group_of, inner_of, local, packed_groups, pieces_of
 from .rank_files import Part, name_of, verify_sizes, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import (
-    NotKept,
-    agree_on_states,
-    check_states,
-    local_states,
-    path_of,
-    with_data,
-)
+from .states import NotKept, agree_on_states, check_states, local_states, path_of, with_data
 
 
-def save(path, model, optimizer, extra=None, *, asynchronous=False) -> Future:
+def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
+         *, asynchronous: bool = False) -> Future[None]:
     """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
 
     Args:
@@ -105,7 +99,8 @@ def refuse_different_models(model, names, what, group):
         for one, other in itertools.zip_longest(ours, theirs):
             if one != other:
                 name = (one or other)[0]
-                raise UnfitModel(f"{what}: the ranks have different models: {name} isn't the same on ranks 0 and {rank}")
+                raise UnfitModel(f"{what}: the ranks have different models: {name} isn't the same on ranks 0 and "
+                                 f"{rank}")
 
 
 def described_layout(layout, shape):
@@ -263,8 +258,8 @@ def complete_manifest(manifest, everyone) -> dict:
 def finish(path, partial, manifest):
     text, limit = sealed(manifest), most_bytes(len(manifest["model"]))
     if len(text) > limit:
-        raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra`, or of a "
-                         "state, into tensors")
+        raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra`, or of "
+                         "a state, into tensors")
     parsed(text)
     with open(partial / MANIFEST, "wb") as file:
         file.write(text)

@@ -33,7 +33,7 @@ def holds(package, arguments, is_core):
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = [(case.get("name").partition("[")[0], fault) for case in cases
               for fault in [*case.iter("failure"), *case.iter("error")][:1]]
-    if run.returncode == 0:
+    if run.returncode == 0 and cases:
         print(f"  ok        {len(cases)} passed\nok level 3: the whole contract")
         return True
     if not failed:

@@ -15,6 +15,7 @@ from .hooks import without_global_hooks
 from .refuse import checked_groups, param_ids, refuse_edited
 from .schema import checked_state_dict
 from .settings import difference_between_ranks
+from .tried import warn_of_an_untried_torch
 
 
 class Wrapper:
@@ -26,6 +27,7 @@ class Wrapper:
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
+        warn_of_an_untried_torch()
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
         settings = {"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs}

@@ -2,6 +2,8 @@
 
 from .optimizer import ShardedOptimizer as ShardedOptimizer
 
+__version__ = "0.2.0"
+
 
 def __getattr__(name):
     if name != "DistributedOptimizer":

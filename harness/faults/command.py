@@ -19,14 +19,16 @@ undisturbed.
 """
 
 import argparse
+import dataclasses
 import functools
-import json
 import tempfile
 from pathlib import Path
 
 from harness.faults.journey import journey
 from harness.faults.random_kills import random_kills
 from harness.faults.scenarios import scenarios
+from harness.rows import saved
+from harness.rows.fault_results import FaultResult
 from harness.run import command_line, signals
 from harness.run.files import write
 
@@ -48,22 +50,22 @@ def main():
     signals.exit_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         result = random_kills(args.stage, args.ranks, args.kills, args.seed, Path(folder))
-        result["scenarios"] = scenarios(args.stage, args.ranks, Path(folder))
-        result["journey"] = journey(Path(folder))
-    print(f"{result['kills']} kills in {result['steps']} steps, {result['while_saving']} of them while a checkpoint "
-          f"was written: nothing lost, {result['tensors']} tensors equal to the bit to those of an undisturbed run")
-    for done in result["scenarios"]["rows"]:
-        print(f"{done['fault']}, {done['times']} x: {done['seen']}, {done['end']} at the end")
+        result.scenarios = scenarios(args.stage, args.ranks, Path(folder))
+        result.journey = journey(Path(folder))
+    print(f"{result.kills} kills in {result.steps} steps, {result.while_saving} of them while a checkpoint was "
+          f"written: nothing lost, {result.tensors} tensors equal to the bit to those of an undisturbed run")
+    for done in result.scenarios.rows:
+        print(f"{done.fault}, {done.times} x: {done.seen}, {done.end} at the end")
     if args.json:
-        result = with_the_longest_loop(result, args.json)
-        write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+        write("--json", args.json, saved.to_json(with_the_longest_loop(result, args.json)), fail)
 
 
 def with_the_longest_loop(result, path):
     """The result with the loop of random kills that `path` holds, if that had more of them: it takes long."""
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        is_longer = before["kills"] > result["kills"]
-    except (OSError, ValueError, LookupError, TypeError):
+        before = saved.from_json(FaultResult, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return result
-    return {**before, "scenarios": result["scenarios"], "journey": result["journey"]} if is_longer else result
+    if before.kills <= result.kills:
+        return result
+    return dataclasses.replace(before, scenarios=result.scenarios, journey=result.journey)

@@ -82,8 +82,8 @@ def digest(model, state):
     return found.hexdigest()
 
 
-def kills_at_operations(stage, ranks, folder, say=print):
-    """-> how many operations there were, of all ranks: at each of them one rank was killed once.
+def kills_at_operations(stage, ranks, folder, say=print, every=1):
+    """-> how often a rank was killed: of each rank at each operation, or at its first and then at `every`-th one.
 
     Raises AssertionError if the checkpoint before was lost, or what went on from there ended otherwise.
     """
@@ -91,7 +91,7 @@ def kills_at_operations(stage, ranks, folder, say=print):
     with Workers(ranks) as workers:
         (_, expected), *_ = workers.run(trained, stage, folder / "undisturbed", STEPS)
         for killed in range(ranks):
-            for at in itertools.count():
+            for at in itertools.count(step=every):
                 run = folder / f"{killed}.{at}"
                 try:
                     workers.run(ended_at, stage, run, killed, at)
@@ -108,7 +108,7 @@ def kills_at_operations(stage, ranks, folder, say=print):
                                          f"{newest}: it went on from step {begin}, ended {end}, and kept {kept}")
                 shutil.rmtree(run)
                 n_kills += 1
-            say(f"rank {killed} killed before each of its {at} file operations of a save: nothing lost")
+            say(f"rank {killed} killed before {len(range(0, at, every))} file operations of a save: nothing lost")
     return n_kills
 
 

@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from checkpoint import latest
 from harness.faults.final_state import check, check_undisturbed, converted
 from harness.faults.training_run import Run, train_script
+from harness.rows.fault_results import Stop
 from harness.train import corpus
 from harness.train.gpt import GPT, MODELS
 from harness.train.schedule import warmup_then_cosine
 
 
 def journey(folder, say=print, steps=1500, save_every=100):
-    """-> list of dicts, one for each stop: after which step, where it was trained until there, its loss, and DDP's."""
+    """-> list of Stops."""
     stops = []
     for script, ranks, until in ((train_script(3), 3, steps // 3), (train_script(4), 2, steps * 2 // 3)):
         options = {"batch_size": 12 // ranks, "save_every": save_every}
@@ -45,10 +46,10 @@ def journey(folder, say=print, steps=1500, save_every=100):
         ours = converted(checkpoint, folder / "one.pt")["model"] if checkpoint.exists() else model.state_dict()
         losses = [validation_loss(weights) for weights in (
             ours, converted(folder / "ddp" / checkpoint.name, folder / "other.pt")["model"])]
-        rows.append({"step": int(checkpoint.name.removeprefix("step-")), "where": where, "loss": losses[0],
-                     "undisturbed": losses[1]})
-        say(f"after step {rows[-1]['step']}: validation loss {losses[0]:.6f}, undisturbed {losses[1]:.6f} ({where})")
-    check(all(abs(row["loss"] - row["undisturbed"]) < 1e-3 for row in rows), str(rows))
+        stop = Stop(int(checkpoint.name.removeprefix("step-")), where, *losses)
+        rows.append(stop)
+        say(f"after step {stop.step}: validation loss {stop.loss:.6f}, undisturbed {stop.undisturbed:.6f} ({where})")
+    check(all(abs(stop.loss - stop.undisturbed) < 1e-3 for stop in rows), str(rows))
     return rows
 
 

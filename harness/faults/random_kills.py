@@ -13,13 +13,14 @@ import torch
 from checkpoint import latest
 from harness.faults.final_state import check, check_same, check_undisturbed, final_state
 from harness.faults.training_run import SAVE_EVERY, Run, train_script
+from harness.rows.fault_results import FaultResult
 
 STEPS_A_KILL = 200  # more than an attempt gets done on average, so that there is something left to kill
 LONGEST_S = 1.0  # that an attempt is left alone, after it has said where it goes on
 
 
 def random_kills(stage, ranks, kills, seed, folder, say=print):
-    """-> dict: what was killed, and when. Raises AssertionError if anything was lost, queue.Empty if a run hangs."""
+    """-> FaultResult of the loop alone. Raises AssertionError if anything was lost, queue.Empty if a run hangs."""
     chance, steps = random.Random(seed), kills * STEPS_A_KILL
     killed, while_saving, newest = 0, 0, ""
     with Run(train_script(stage), ranks, steps, folder / "killed", seed=seed, max_restarts=kills) as run:
@@ -37,6 +38,6 @@ def random_kills(stage, ranks, kills, seed, folder, say=print):
         check_undisturbed(undisturbed)
     check_same(folder / "killed", folder / "undisturbed", folder / "state.pt")
     n_tensors = len(final_state(folder / "killed", folder / "state.pt"))
-    return {"kills": killed, "while_saving": while_saving, "steps": steps, "tensors": n_tensors, "stage": stage,
-            "ranks": ranks, "save_every": SAVE_EVERY, "seed": seed, "torch": torch.__version__,
-            "date": date.today().isoformat()}
+    return FaultResult(kills=killed, while_saving=while_saving, steps=steps, tensors=n_tensors, stage=stage,
+                       ranks=ranks, save_every=SAVE_EVERY, seed=seed, torch=torch.__version__,
+                       date=date.today().isoformat())

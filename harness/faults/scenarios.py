@@ -18,14 +18,11 @@ from harness.faults import file_operations
 from harness.faults.final_state import check, check_same, check_undisturbed, converted
 from harness.faults.random_kills import LONGEST_S
 from harness.faults.training_run import START_LIMIT_S, Run, train_script
+from harness.rows.fault_results import FaultRow, Scenarios
 from harness.train import run_folder
 
 TIMEOUT_S = 5  # where a rank is stopped
 SIGNALLED_STEPS = 500  # of a run that is signalled: more than it gets done before
-
-
-def row(fault, times, seen, end="equal"):
-    return {"fault": fault, "times": times, "seen": seen, "end": end}
 
 
 def undisturbed_run(stage, ranks, folder, **options):
@@ -54,8 +51,8 @@ def signals(stage, ranks, folder, undisturbed, say=print):
         begin = list(run.starts())
         check(begin == [f"step-{int(second):08}"] and run.end() == 0, f"it went on from {begin}", *run.lines[-20:])
     check_same(folder / "signalled", undisturbed, folder / "state.pt")
-    return [row("SIGUSR1 to one rank", 1, f"saved by all after step {first}"),
-            row("SIGTERM to torchrun", 1, f"saved by all after step {second}")]
+    return [FaultRow("SIGUSR1 to one rank", 1, f"saved by all after step {first}"),
+            FaultRow("SIGTERM to torchrun", 1, f"saved by all after step {second}")]
 
 
 def stopped(stage, ranks, folder, undisturbed, say=print):
@@ -77,7 +74,7 @@ def stopped(stage, ranks, folder, undisturbed, say=print):
         check(not list(starts) and run.end() == 0, *run.lines[-20:])
     say(f"a rank was stopped: named by the others after {waited:.0f} s, and all went on from {begin or 'step 0'}")
     check_same(folder / "stopped", undisturbed, folder / "state.pt")
-    return [row(f"SIGSTOP to one rank, --timeout {TIMEOUT_S}", 1, f"named by the others after {waited:.0f} s")]
+    return [FaultRow(f"SIGSTOP to one rank, --timeout {TIMEOUT_S}", 1, f"named by the others after {waited:.0f} s")]
 
 
 def at_once(*runs):
@@ -133,18 +130,18 @@ def two_runs(stage, ranks, folder, say=print, steps=200):
         n_checkpoints += 1
     end = f"one was refused: {refusals[0].removeprefix('train.py: error: ')}" if refusals else "both finished"
     say(f"two runs in one folder: {end}")
-    return [row("two runs begin at once in one folder", 1, "one refused" if refusals else "both finished",
+    return [FaultRow("two runs begin at once in one folder", 1, "one refused" if refusals else "both finished",
                 f"{n_checkpoints} whole")]
 
 
 def scenarios(stage, ranks, folder, say=print):
-    """-> dict: rows of what was done to runs, how often, and what was seen. AssertionError if anything was lost."""
+    """-> Scenarios. AssertionError if anything was lost."""
     (folder / "operations").mkdir()
     package = Path(train_script(stage)).parent.name
     n_kills = file_operations.kills_at_operations(package, ranks, folder / "operations", say)
-    rows = [row("SIGKILL to a rank, at each operation of a save", n_kills, "that checkpoint or the one before")]
+    rows = [FaultRow("SIGKILL to a rank, at each operation of a save", n_kills, "that checkpoint or the one before")]
     undisturbed_run(stage, ranks, folder / "straight")
     rows += signals(stage, ranks, folder, folder / "straight", say)
     rows += stopped(stage, ranks, folder, folder / "straight", say)
     rows += two_runs(stage, ranks, folder, say)
-    return {"rows": rows, "stage": stage, "ranks": ranks, "torch": torch.__version__, "date": date.today().isoformat()}
+    return Scenarios(rows, stage, ranks, torch.__version__, date.today().isoformat())

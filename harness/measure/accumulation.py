@@ -6,20 +6,21 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from harness.measure.setup import adamw, make_batches, make_model
 from harness.rows import catalogue
+from harness.rows.choice import Choice
+from harness.rows.results import AccumulatedRow
 from harness.run.workers import on_rank_0
 
 MICRO_BATCHES = (1, 2, 4, 8)  # a step
 
 
-def time_accumulation(rank, settings, name, micro_batches, in_no_sync):
+def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
     """Milliseconds a micro-batch: one exchange a step (`in_no_sync`), or one for each micro-batch."""
-    row, batches = catalogue.find(name), make_batches(settings, rank)
+    way, batches = catalogue.find(*choice), make_batches(settings, rank)
     gc.collect()
-    training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
+    training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
 
     def step():
         for micro in range(micro_batches):
@@ -41,20 +42,21 @@ def time_accumulation(rank, settings, name, micro_batches, in_no_sync):
     return slowest.item()
 
 
-def accumulation(workers, settings, ddp=catalogue.REFERENCE, progress=lambda text: None):
+def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     """One exchange a step in several rows, and in stage 4 also one for each micro-batch, interleaved.
 
-    `ddp`: the row that stands for DDP -> list of dicts, one for each number of micro-batches. The more of them a step
-    has, the fewer steps a round has, and 2 at least.
+    `ddp_mb`: the bucket size of DDP's row -> list of AccumulatedRows, one for each number of micro-batches. The more of
+    them a step has, the fewer steps a round has, and 2 at least.
     """
-    ways = {"no_sync_ms": ("stage 4 overlap", True), "each_ms": ("stage 4 overlap", False),
-            "compute_ms": ("compute only", True), "ddp_ms": (ddp, True), "stage3_ms": ("stage 3 grad buffer", True)}
-    found = [{"micro_batches": k, **{key: [] for key in ways}} for k in MICRO_BATCHES]
+    ways = {"no_sync_ms": (Choice("stage 4 overlap"), True), "each_ms": (Choice("stage 4 overlap"), False),
+            "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(catalogue.REFERENCE, ddp_mb), True),
+            "stage3_ms": (Choice("stage 3 grad buffer"), True)}
+    found = [AccumulatedRow(k) for k in MICRO_BATCHES]
     for turn in range(settings.rounds):
-        for one in found:
-            for key, (name, in_no_sync) in ways.items():
-                k = one["micro_batches"]
-                progress(f"round {turn + 1}: {k} micro-batches, {name}{'' if in_no_sync else ', reduced one by one'}")
+        for row in found:
+            for field, (choice, in_no_sync) in ways.items():
+                k, how = row.micro_batches, "" if in_no_sync else ", reduced one by one"
+                progress(f"round {turn + 1}: {k} micro-batches, {choice.name}{how}")
                 fewer = settings._replace(steps=max(2, settings.steps // k))
-                one[key].append(on_rank_0(workers, time_accumulation, fewer, name, k, in_no_sync))
+                getattr(row, field).append(on_rank_0(workers, time_accumulation, fewer, choice, k, in_no_sync))
     return found

@@ -1,7 +1,6 @@
 """What stages hold and gather on any number of ranks: counted by rank 0 of d, which runs the real code."""
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 import stage2_allgather
 import stage3_gradbuffer
@@ -9,31 +8,31 @@ import stage4_overlap
 from harness.measure.memory import Memory
 from harness.measure.played_rank import rank_0_of
 from harness.measure.setup import adamw
+from harness.rows.results import GatheredRow, StateRow
 from harness.train.gpt import GPT, MODELS
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-STATE_ROWS = [  # stage, dtype of parameters and of gradients, formula; that as a function of d and of b, see the notes
-    (stage3_gradbuffer, "bfloat16", "bfloat16", "4 + 16/d", lambda d, b: 4 + 16 / d),
-    (stage3_gradbuffer, "bfloat16", "float32", "6 + 12/d", lambda d, b: 6 + 12 / d),
-    (stage3_gradbuffer, "float32", "float32", "8 + 8/d", lambda d, b: 8 + 8 / d),
-    (stage4_overlap, "bfloat16", "float32", "2 + 16/d + b", lambda d, b: 2 + 16 / d + b),
-    (stage4_overlap, "float32", "float32", "4 + 12/d + b", lambda d, b: 4 + 12 / d + b),
+STATE_ROWS = [  # stage, dtypes of parameters and gradients, formula; that as a function of d and of b, see the notes
+    (3, stage3_gradbuffer, "bfloat16", "bfloat16", "4 + 16/d", lambda d, b: 4 + 16 / d),
+    (3, stage3_gradbuffer, "bfloat16", "float32", "6 + 12/d", lambda d, b: 6 + 12 / d),
+    (3, stage3_gradbuffer, "float32", "float32", "8 + 8/d", lambda d, b: 8 + 8 / d),
+    (4, stage4_overlap, "bfloat16", "float32", "2 + 16/d + b", lambda d, b: 2 + 16 / d + b),
+    (4, stage4_overlap, "float32", "float32", "4 + 12/d + b", lambda d, b: 4 + 12 / d + b),
 ]
 
 
 def model_state(settings):
-    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of dicts, for bench.py.
+    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows.
 
     Counted in this process, as rank 0 of d, which runs the real code. The batch is one byte long, since only what
     outlives a step counts. b: stage 4's two bucket buffers.
     """
     rows = []
-    for package, dtype, grad_dtype, formula, theory in STATE_ROWS:
+    for stage, package, dtype, grad_dtype, formula, theory in STATE_ROWS:
         counts = {d: state_bytes(settings, d, package, dtype, grad_dtype) for d in STATE_RANKS}
-        stage = package.__name__[5]
-        rows.append({"name": f"stage {stage} {dtype}/{grad_dtype}", "formula": formula,
-                     "bytes_per_param": {d: counted for d, (counted, _) in counts.items()},
-                     "bytes_per_param_theory": {d: theory(d, b) for d, (_, b) in counts.items()}})
+        rows.append(StateRow(f"stage {stage} {dtype}/{grad_dtype}", formula,
+                             {d: counted for d, (counted, _) in counts.items()},
+                             {d: theory(d, b) for d, (_, b) in counts.items()}))
     return rows
 
 
@@ -52,24 +51,24 @@ def state_bytes(settings, d, package, dtype, grad_dtype):
         return memory.live / numel, getattr(optimizer, "bucket_buffer_bytes", 0) / numel
 
 
-GATHERED = {  # stage -> how many elements its all-gathers bring together in a step, padding included
-    stage2_allgather: lambda optimizer: optimizer.world_size * max(
-        sum(param.numel() for param in shard) for shard in optimizer.shards),
-    stage3_gradbuffer: lambda optimizer: sum(buffer.flat_params.numel() for buffer in optimizer.buffers),
-    stage4_overlap: lambda optimizer: sum(bucket.flat_params.numel() for bucket in optimizer.buckets),
-}
+GATHERED = [  # stage, and how many elements its all-gathers bring together in a step, padding included
+    (2, stage2_allgather, lambda optimizer: optimizer.world_size * max(
+        sum(param.numel() for param in shard) for shard in optimizer.shards)),
+    (3, stage3_gradbuffer, lambda optimizer: sum(buffer.flat_params.numel() for buffer in optimizer.buffers)),
+    (4, stage4_overlap, lambda optimizer: sum(bucket.flat_params.numel() for bucket in optimizer.buckets)),
+]
 
 
 def gathered(settings):
-    """Elements that a step gathers, over those that the model has, at any number of ranks -> list of dicts.
+    """Elements that a step gathers, over those that the model has, at any number of ranks -> GatheredRows.
 
     As the optimizers have shared them out; this process plays rank 0 of d, and nothing is stepped.
     """
-    rows = [{"name": f"stage {package.__name__[5]}", "over_numel": {}} for package in GATHERED]
+    rows = [GatheredRow(f"stage {stage}", {}) for stage, _, _ in GATHERED]
     for d in STATE_RANKS:
         with rank_0_of(d):
-            for row, (package, n_gathered) in zip(rows, GATHERED.items()):
+            for row, (_, package, n_gathered) in zip(rows, GATHERED):
                 params = list(GPT(MODELS[settings.model]).parameters())
                 optimizer = package.DistributedOptimizer(params)
-                row["over_numel"][d] = n_gathered(optimizer) / sum(param.numel() for param in params)
+                row.over_numel[d] = n_gathered(optimizer) / sum(param.numel() for param in params)
     return rows

@@ -6,25 +6,24 @@ from datetime import date
 from pathlib import Path
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from harness.measure.examine import tolerance
 from harness.measure.setup import WARMUP_STEPS, make_batches, make_model
+from harness.rows.results import Conditions
 from harness.run.workers import on_rank_0
 
 
 def describe(rank, settings):
-    """-> the conditions under which the figures hold."""
+    """-> the Conditions under which the figures hold, of one host."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
     make_batches(settings, rank)
     on_gpu = rank.device.type == "cuda"
     machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
-    return {"machine": machine, "torch": torch.__version__, "python": platform.python_version(),
-            "backend": rank.backend, "device": rank.device.type, "gpus": torch.cuda.device_count() if on_gpu else 0,
-            "ranks": rank.world_size,
-            "threads_per_rank": torch.get_num_threads(), **settings._asdict(), "parameters": numel,
-            "warmup_steps": WARMUP_STEPS, "tolerance": tolerance(rank.world_size), "commit": commit(),
-            "date": date.today().isoformat()}
+    return Conditions(
+        machine=machine, torch=torch.__version__, python=platform.python_version(), backend=rank.backend,
+        device=rank.device.type, gpus=torch.cuda.device_count() if on_gpu else 0, ranks=rank.world_size,
+        threads_per_rank=torch.get_num_threads(), **settings._asdict(), parameters=numel, warmup_steps=WARMUP_STEPS,
+        tolerance=tolerance(rank.world_size), commit=commit(), date=date.today().isoformat())
 
 
 def commit(folder=Path(__file__).parents[2]):

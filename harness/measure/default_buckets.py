@@ -3,16 +3,16 @@
 import statistics
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stage4_overlap
 from harness.measure.played_rank import rank_0_of
+from harness.rows.results import CapRow
 from harness.train.gpt import GPT, MODELS
 
 
 def caps(d=2):
-    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of dicts.
+    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of CapRows.
 
     Tensors are without memory: the largest model has 4.8 GB of parameters.
     """
@@ -26,9 +26,7 @@ def caps(d=2):
             b_native, b_exchanged = (
                 sum(flat.nbytes for buffer in optimizer.idle for flat in {buffer.sent, buffer.received}) / numel
                 for optimizer in (native, exchanged))
-            rows.append({"model": name, "ranks": d, "model_bytes": 4 * numel, "buckets": len(native.buckets),
-                         "median_bytes": statistics.median(bucket.flat_params.nbytes for bucket in native.buckets),
-                         "largest_bytes": max(bucket.flat_params.nbytes for bucket in native.buckets),
-                         "b_native": b_native, "b_exchanged": b_exchanged,
-                         "bytes_per_param": 4 + 12 / d + b_native})
+            sizes = [bucket.flat_params.nbytes for bucket in native.buckets]
+            rows.append(CapRow(name, d, 4 * numel, len(sizes), statistics.median(sizes), max(sizes), b_native,
+                               b_exchanged, 4 + 12 / d + b_native))
     return rows

@@ -4,68 +4,68 @@ Each check and each timing is a run of its own: a row that fails, dies or hangs 
 the others go on.
 """
 
+import dataclasses
 import statistics
 
 from harness.measure.conditions import describe
 from harness.measure.examine import examine, tolerance
 from harness.measure.step_time import time_steps
 from harness.rows import catalogue
+from harness.rows.results import Result, Row
 from harness.run.workers import WorkerError, on_rank_0
 
 
-def measure_rows(workers, settings, names, progress=lambda text: None):
-    """Measures the rows `names` of peers.ROWS -> {"conditions": {…}, "rows": [{…}, …]}; bench.py adds the rest.
+def measure_rows(workers, settings, choices, progress=lambda text: None):
+    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and make network add the rest.
 
-    `progress(text)` is called before each of `n_runs(settings, names)` runs. A row that fails, that differs from ddp by
-    more than the tolerance, or whose weights never moved, has an "error" that says so, and no step time.
+    `progress(text)` is called before each of `n_runs(settings, choices)` runs. A row that fails, that differs from ddp
+    by more than the tolerance, or whose weights never moved, has an `error` that says so, and no times.
     """
     conditions = on_rank_0(workers, describe, settings)
-    conditions["dtype"] = " and ".join(dict.fromkeys(catalogue.find(name).dtype for name in names))
-    rows = [_examine(workers, settings, name, progress) for name in names]
-    times = {name: [] for name in names}  # row -> milliseconds a step, by round
+    conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*choice).dtype for choice in choices))
+    rows = [_examine(workers, settings, choice, progress) for choice in choices]
     for turn in range(settings.rounds):
-        for name in names[turn % len(names):] + names[:turn % len(names)]:  # nobody always comes first
-            row = rows[names.index(name)]
-            progress(f"round {turn + 1}: {name}")
-            if "error" not in row:
-                attempt(row, lambda: times[name].append(on_rank_0(workers, time_steps, settings, name)))
+        for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # nobody always comes first
+            progress(f"round {turn + 1}: {row.name}")
+            if not row.error:
+                attempt(row, lambda: row.rounds_ms.append(on_rank_0(workers, time_steps, settings, *row.choice)))
+    reference = next((row for row in rows if row.choice == (catalogue.REFERENCE, None)), None)
     for row in rows:
-        if "error" not in row:
-            add_times(row, times[row["name"]], times[catalogue.REFERENCE])
-            if row["kind"] == "noise":
-                pairs = zip(times[row["name"]], times[catalogue.REFERENCE])
-                conditions["noise"] = [one / other for one, other in pairs]
-    return {"conditions": conditions, "rows": rows}
+        if reference and row.rounds_ms and len(row.rounds_ms) == len(reference.rounds_ms):
+            row.vs_reference = row.over(reference)
+            if row.kind == "noise":
+                conditions.noise = [one / other for one, other in zip(row.rounds_ms, reference.rounds_ms)]
+    return Result(conditions, rows)
 
 
 def is_wrong(result):
     """Whether a stage has failed, or whatever row computes something else than it should: exit code 1."""
-    return any("error" in row and (row["kind"] != "peer" or row["error"].startswith("wrong")) for row in result["rows"])
+    return any(row.error and (row.kind != "peer" or row.error.startswith("wrong")) for row in result.rows)
 
 
-def n_runs(settings, names):
-    return len(names) * (1 + settings.rounds)
+def n_runs(settings, choices):
+    return len(choices) * (1 + settings.rounds)
 
 
-def _examine(workers, settings, name, progress):
-    """Checks and counts a row -> its part of the result."""
-    row = {"name": name, "kind": catalogue.find(name).kind, "dtype": catalogue.find(name).dtype, "step_ms": None,
-           "vs_reference": None, "max_abs_diff": None}
-    progress(f"check: {name}")
-    if attempt(row, lambda: row.update(over_ranks(workers.run(examine, settings, name)))):
-        movement, allowed = row.pop("movement"), tolerance(workers.world_size)
-        if row["kind"] == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
-            row["max_abs_diff"] = None
-        elif row["max_abs_diff"] > allowed:
-            whose = "ddp" if row["dtype"] == "float32" else "replicated training with fp32 copies"
-            _fail(row, f"wrong: a parameter differs from {whose}'s by {row['max_abs_diff']:.1e}, allowed {allowed:g}")
-        if movement == 0:
-            _fail(row, "wrong: its weights did not move")
+def _examine(workers, settings, choice, progress):
+    """Checks and counts a row -> Row, without times."""
+    way = catalogue.find(*choice)
+    row = Row(*choice, way.kind, way.dtype)
+    progress(f"check: {row.name}")
+    try:
+        found = workers.run(examine, settings, *choice)
+    except WorkerError as error:
+        row.fail(str(error))
+        return row
+    row, (_, movement), allowed = over_ranks([of_rank for of_rank, _ in found]), found[0], tolerance(workers.world_size)
+    if row.kind == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
+        row.max_abs_diff = None
+    elif row.max_abs_diff > allowed:
+        whose = "ddp" if row.dtype == "float32" else "replicated training with fp32 copies"
+        row.fail(f"wrong: a parameter differs from {whose}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}")
+    if movement == 0:
+        row.fail("wrong: its weights did not move")
     return row
-
-
-def _fail(row, reason):
-    row.update(error=reason, step_ms=None)
 
 
 def attempt(row, run):
@@ -74,26 +74,23 @@ def attempt(row, run):
         run()
         return True
     except WorkerError as error:
-        _fail(row, str(error))
+        row.fail(str(error))
         return False
 
 
-def over_ranks(parts):
-    """Bytes in memory: of the rank that holds most, in each phase; by kind: of the one that holds most after a step.
-
-    Bytes on the wire and bytes a parameter: the mean over ranks. Collectives: of rank 0.
+def over_ranks(rows):
+    """A row as each rank sees it -> Row. Bytes in memory: of the rank that holds most, in each phase; by kind: of the
+    one that holds most after a step. Bytes on the wire and bytes a parameter: the mean. Collectives: of rank 0.
     """
-    def most(key):
-        return {phase: max(part[key][phase] for part in parts) for phase in parts[0][key]}
-    return {**parts[0], "memory_bytes": most("memory_bytes"), "peak_bytes": most("peak_bytes"),
-            "held_bytes": max((part["held_bytes"] for part in parts), key=lambda kinds: sum(kinds.values())),
-            "activation_bytes": max(part["activation_bytes"] for part in parts),
-            **{key: round(statistics.mean(part[key] for part in parts))
-               for key in ("wire_bytes", "line_bytes") if key in parts[0]},
-            "bytes_per_param": statistics.mean(part["bytes_per_param"] for part in parts)}
+    def most(of_ranks):
+        return {phase: max(of_rank[phase] for of_rank in of_ranks) for phase in of_ranks[0]}
 
-
-def add_times(row, times, reference):
-    row["step_ms"] = {"median": statistics.median(times), "min": min(times), "max": max(times), "rounds": times}
-    if len(reference) == len(times):  # round by round: both ran within seconds of each other
-        row["vs_reference"] = statistics.median(one / other for one, other in zip(times, reference))
+    def mean(of_ranks):
+        return None if of_ranks[0] is None else round(statistics.mean(of_ranks))
+    return dataclasses.replace(
+        rows[0],
+        memory_bytes=most([row.memory_bytes for row in rows]), peak_bytes=most([row.peak_bytes for row in rows]),
+        held_bytes=max((row.held_bytes for row in rows), key=lambda kinds: sum(kinds.values())),
+        activation_bytes=max(row.activation_bytes for row in rows),
+        wire_bytes=mean([row.wire_bytes for row in rows]), line_bytes=mean([row.line_bytes for row in rows]),
+        bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory, mark_grads, mark_state
 from harness.measure.setup import CHECKED_STEPS, adamw, make_batches, make_model
 from harness.rows import catalogue
 from harness.rows.kinds import KINDS
+from harness.rows.results import Row
 
 
 def tolerance(world_size):
@@ -43,22 +43,23 @@ def _reference_params(settings, rank, build, dtype):
     return before, after
 
 
-def examine(rank, settings, name):
+def examine(rank, settings, base, bucket_mb=None):
     """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
 
-    -> dict, of this rank; but "max_abs_diff" and "movement", the largest difference of any parameter from the
-    reference's and from the start, of all ranks. "memory_bytes", after each phase, is of step 1, which makes the state;
-    "peak_bytes", within each, of step 2, which finds one there; "held_bytes", by kind, is what lives on after that.
+    -> (Row, movement). The Row is as this rank sees it; but `max_abs_diff` and movement, the largest difference of any
+    parameter from the reference's and from the start, are of all ranks. `memory_bytes`, after each phase, is of step 1,
+    which makes the state; `peak_bytes`, within each, of step 2, which finds one there; `held_bytes`, by kind, is what
+    lives on after that.
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
-    row, batches = catalogue.find(name), make_batches(settings, rank)
-    before, reference = _reference_params(settings, rank, row.reference, row.dtype)
+    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
+    before, reference = _reference_params(settings, rank, way.reference, way.dtype)
     gc.collect()
     with Memory(rank.device) as memory:
-        model = make_model(settings, rank, row.dtype, row.starts_apart)
+        model = make_model(settings, rank, way.dtype, way.starts_apart)
         phases = {"model": memory.live}
-        training = row.build(model, adamw(settings))
+        training = way.build(model, adamw(settings))
         phases["optimizer"] = memory.settled()
         build_peak = memory.peak
         first_peaks, after, _ = memory_of_step(memory, training, batches[0])
@@ -77,20 +78,20 @@ def examine(rank, settings, name):
         training.step(batches[2])
         training.finish()
     dist.barrier()
-    line = {} if before_step is None else {"line_bytes": bytes_on_the_line() - before_step}
+    line_bytes = None if before_step is None else bytes_on_the_line() - before_step
     params = training.full_params()
     torch.use_deterministic_algorithms(False)
     largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     difference, movement = largest.tolist()
     numel = sum(param.numel() for param in model.parameters())
-    return {"collectives": ledger.collectives, "wire_bytes": ledger.wire_bytes, **line,
-            "message_bytes": ledger.message_bytes,
-            "wire_bytes_theory": round(row.wire_bytes(numel, rank.world_size)),
-            "memory_bytes": phases, "peak_bytes": peaks, "activation_bytes": activations, "held_bytes": kinds,
-            "bytes_per_param": sum(kinds.values()) / numel,
-            "bytes_per_param_theory": row.bytes_per_param(numel, rank.world_size, training.optimizer),
-            "max_abs_diff": difference, "movement": movement}
+    return Row(
+        base, bucket_mb, way.kind, way.dtype, max_abs_diff=difference, collectives=ledger.collectives,
+        message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes, line_bytes=line_bytes,
+        wire_bytes_theory=round(way.wire_bytes(numel, rank.world_size)),
+        memory_bytes=phases, peak_bytes=peaks, activation_bytes=activations, held_bytes=kinds,
+        bytes_per_param=sum(kinds.values()) / numel,
+        bytes_per_param_theory=way.bytes_per_param(numel, rank.world_size, training.optimizer)), movement
 
 
 def memory_of_step(memory, training, batch):

@@ -1,6 +1,6 @@
 """What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, and how well it uses the memory.
 
-    python -m harness.measure.gpu_step [--json results/cuda.json]        # or: make cuda
+    python -m harness.measure.gpu_step [--json measured/cuda.json]        # or: make cuda
 
 One process plays rank 0 of d with torch's fake process group, and collectives return at once: what is measured is the
 sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
@@ -9,7 +9,6 @@ sharded update itself. The batch is one byte long, and backward() is outside the
 import argparse
 import functools
 import importlib
-import json
 import statistics
 import time
 from datetime import date
@@ -26,7 +25,9 @@ from harness.measure.played_rank import rank_0_of
 from harness.report.gpu_table import gpu_sheet
 from harness.report.sheet import sheet_text
 from harness.report.state_tables import host_sheet
+from harness.rows import saved
 from harness.rows.formulas import UPDATE_BYTES
+from harness.rows.gpu_results import GpuConditions, GpuResult, GpuRow
 from harness.run import command_line
 from harness.run.files import write
 from harness.train.gpt import GPT, MODELS
@@ -76,12 +77,8 @@ def time_steps(model, optimizer, device, n_steps):
 
 
 def facts(stage, model_name, d, device, n_steps=10):
-    """-> dict of one row; `stage`: a package, or None for torch's fused AdamW of the whole model.
-
-    "peak_bytes", "reserved_bytes": what torch's allocator handed out, and what it took for that; None on a CPU, which
-    has none. An out-of-memory is a result as well: "error".
-    """
-    row = {"stage": stage or "fused AdamW", "model": model_name, "d": d, "peak_bytes": None, "reserved_bytes": None}
+    """-> GpuRow; `stage`: a package, or None for torch's fused AdamW of the whole model."""
+    row = GpuRow(stage or "fused AdamW", model_name, d)
     try:
         with rank_0_of(d):
             if device.type == "cuda":
@@ -92,39 +89,40 @@ def facts(stage, model_name, d, device, n_steps=10):
             optimizer_cls = importlib.import_module(stage).DistributedOptimizer if stage else torch.optim.AdamW
             optimizer = optimizer_cls(model.parameters(), lr=1e-4, fused=True)
             seconds, made = time_steps(model, optimizer, device, n_steps)
-            row.update(step_ms=seconds * 1000, bytes_per_s=UPDATE_BYTES * numel / d / seconds, allocations=made)
+            row.step_ms, row.allocations = seconds * 1000, made
+            row.bytes_per_s = UPDATE_BYTES * numel / d / seconds
             if device.type == "cuda":
-                row.update(peak_bytes=torch.cuda.max_memory_allocated(device),
-                           reserved_bytes=torch.cuda.max_memory_reserved(device))
+                row.peak_bytes = torch.cuda.max_memory_allocated(device)
+                row.reserved_bytes = torch.cuda.max_memory_reserved(device)
     except torch.OutOfMemoryError as error:
-        row["error"] = str(error).splitlines()[0]
+        row.error = str(error).splitlines()[0]
     return row
 
 
 def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied_bytes=2**30, host_steps=60):
-    """-> {"conditions": …, "rows": […]}: plain AdamW, then both stages at each d, for each model."""
+    """-> GpuResult: plain AdamW, then both stages at each d, for each model."""
     on_gpu = device.type == "cuda"
-    conditions = {"machine": torch.cuda.get_device_name(device) if on_gpu else "CPU", "torch": torch.__version__,
-                  "dtype": "float32", "steps": n_steps, "copy_bytes_per_s": copy_rate(device, copied_bytes),
-                  "commit": commit(), "date": date.today().isoformat()}
+    conditions = GpuConditions(
+        machine=torch.cuda.get_device_name(device) if on_gpu else "CPU", torch=torch.__version__, dtype="float32",
+        steps=n_steps, copy_bytes_per_s=copy_rate(device, copied_bytes), date=date.today().isoformat(), commit=commit())
     rows = [facts(stage, name, d, device, n_steps) for name in models
             for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
-    return {"conditions": conditions, "rows": rows, "host": host_time.measure_ranks(device, n_steps=host_steps)}
+    return GpuResult(conditions, rows, host_time.measure_ranks(device, n_steps=host_steps))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail = functools.partial(command_line.fail, "cuda")
-    parser.add_argument("--json", type=Path, default=Path("results/cuda.json"), help="where the result is written")
+    parser.add_argument("--json", type=Path, default=Path("measured/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
     command_line.check_writable("--json", args.json, fail)
     result = measure_steps(torch.device("cuda", 0))
     try:
-        write("--json", args.json, json.dumps(result, indent=1) + "\n", fail)
+        write("--json", args.json, saved.to_json(result), fail)
     finally:  # see bench.py
-        for one in [gpu_sheet(result), *map(host_sheet, result["host"])]:
+        for one in [gpu_sheet(result), *map(host_sheet, result.host)]:
             print(sheet_text(one))
     print(f"written to {args.json}")
 

@@ -20,6 +20,7 @@ from harness.measure.played_rank import rank_0_of
 from harness.report.sheet import sheet_text
 from harness.report.state_tables import host_sheet
 from harness.rows import ways
+from harness.rows.results import HostRow
 from harness.rows.training import Training
 from harness.run import command_line
 
@@ -81,7 +82,7 @@ def timed_step(training, x):
 
 
 def measure_host(n_tensors, d, n_steps=60, device="cpu"):
-    """-> list of dicts, a row each: "best_ms" and "median_ms" by phase, and of the "whole" step."""
+    """-> list of HostRows."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     with rank_0_of(d):
         trainings = {name: build(Chain(n_tensors).to(device), ADAMW) for name, build in BUILD.items()}
@@ -95,10 +96,9 @@ def measure_host(n_tensors, d, n_steps=60, device="cpu"):
         for training in trainings.values():
             training.finish()
         trainings.clear()
-    phases = (*PHASES, "whole")
-    return [{"name": name, "tensors": n_tensors, "d": d, "steps": n_steps,
-             "best_ms": {phase: 1e3 * min(column) for phase, column in zip(phases, zip(*found))},
-             "median_ms": {phase: 1e3 * statistics.median(column) for phase, column in zip(phases, zip(*found))}}
+    def of_phases(found, figure):
+        return {phase: 1e3 * figure(column) for phase, column in zip((*PHASES, "whole"), zip(*found))}
+    return [HostRow(name, n_tensors, d, n_steps, of_phases(found, min), of_phases(found, statistics.median))
             for name, found in times.items()]
 
 

@@ -1,6 +1,6 @@
 """What each of the ranks on two hosts does: it measures the rows, in step with the other."""
 
-import json
+import dataclasses
 import os
 import sys
 
@@ -10,7 +10,8 @@ from harness.measure import accumulation, every_row, recorder
 from harness.measure.namespaces import TCP
 from harness.measure.setup import Settings
 from harness.measure.two_host_options import ROWS, bits_per_second
-from harness.rows import bucket_sizes
+from harness.rows import bucket_sizes, saved
+from harness.rows.results import Accumulation, Sweep
 from harness.run import meeting
 from harness.run.workers import WorkerError
 
@@ -47,25 +48,37 @@ def measure_here(args):
     def progress(text):
         if rank.rank == 0:
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
-    together, swept, tuned = Together(rank), {}, args.tuned or []
+    together, sweep, tuned = Together(rank), None, args.tuned or []
     if args.sweep:
         short = settings._replace(rounds=min(args.rounds, SWEEP_ROUNDS), steps=min(args.steps, SWEEP_STEPS))
-        swept = {"sweep": every_row.measure_rows(together, short, bucket_sizes.names(args.rows), progress)}
-        tuned = bucket_sizes.best(swept["sweep"]["rows"])
-    names = bucket_sizes.beside([name for name in ROWS if args.rows in name or name in always],
-                           [name for name in tuned if args.rows in name or name.startswith("ddp,")])
-    result = {**every_row.measure_rows(together, settings, names, progress), **swept}
-    recorder.record_rows(together, settings, result["rows"], progress)
-    accumulating = [row for row in result["rows"] if row["name"] in always]
-    if args.accumulation and not any("error" in row for row in accumulating):  # what is wrong gets no time
-        ddp = next((name for name in tuned if name.startswith("ddp,")), "ddp")
-        short = settings._replace(rounds=min(args.rounds, 2))
-        every_row.attempt(accumulating[-1], lambda: result.update(accumulation={
-            "conditions": {**result["conditions"], "rounds": short.rounds}, "ddp": ddp,
-            "rows": accumulation.accumulation(together, short, ddp, progress)}))
+        found = every_row.measure_rows(together, short, bucket_sizes.choices(args.rows), progress)
+        sweep, tuned = Sweep(found.conditions, found.rows), bucket_sizes.best(found.rows)
+    chosen = [choice for choice in ROWS if args.rows in choice.name or choice.name in always]
+    sized = [choice for choice in tuned if args.rows in choice.name or choice.base == "ddp"]
+    result = every_row.measure_rows(together, settings, bucket_sizes.beside(chosen, sized), progress)
+    result.sweep = sweep
+    recorder.record_rows(together, settings, result.rows, progress)
+    if args.accumulation:
+        time_accumulation(together, settings, result, always, tuned, progress)
     if rank.rank == 0:
         print(f"\r{'':60}\r", end="", file=sys.stderr)
-        result["conditions"].update(rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
-                                    cores_per_host=len(os.sched_getaffinity(0)))
-        args.json.write_text(json.dumps(result))
+        result.conditions = dataclasses.replace(
+            result.conditions, rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
+            cores_per_host=len(os.sched_getaffinity(0)))
+        args.json.write_text(saved.to_json(result), encoding="utf-8")
     meeting.disconnect()
+
+
+def time_accumulation(together, settings, result, bases, tuned, progress):
+    """The result's `accumulation`, if all the rows of `bases` are right: what is wrong gets no time."""
+    rows = [row for row in result.rows if row.name in bases]
+    if any(row.error for row in rows):
+        return
+    ddp_mb = next((choice.bucket_mb for choice in tuned if choice.base == "ddp"), None)
+    short = settings._replace(rounds=min(settings.rounds, 2))
+
+    def time_rows():
+        found = accumulation.time_rows(together, short, ddp_mb, progress)
+        conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
+        result.accumulation = Accumulation(conditions, found, ddp_mb)
+    every_row.attempt(rows[-1], time_rows)

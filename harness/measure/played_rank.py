@@ -4,6 +4,7 @@ import contextlib
 import sys
 
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg as fake_pg  # makes the backend "fake" known
 
 
 @contextlib.contextmanager

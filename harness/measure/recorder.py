@@ -5,6 +5,7 @@ for longer than GAP_S the rank waits. What travels is the ledger's. Memory is wh
 that was made since before the model was built, counted as in the bench (memory.py).
 """
 
+import functools
 import gc
 import time
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
 from harness.measure.setup import WARMUP_STEPS, adamw, make_batches, make_model
 from harness.rows import catalogue
+from harness.rows.results import Message, RecordedStep
 from harness.rows.spans import length, most_alive, overlap, union
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
@@ -61,14 +63,14 @@ class Recorder(Ledger):
         return result
 
 
-def record(rank, settings, name):
+def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
-    row, batches = catalogue.find(name), make_batches(settings, rank)[:WARMUP_STEPS]
+    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
     gc.collect()
     with Memory(rank.device) as memory:
-        training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
+        training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
         for batch in batches:
             training.step(batch)
         training.finish()
@@ -105,21 +107,18 @@ def span_of(recorder, number):
 
 
 def record_rows(workers, settings, rows, progress=lambda text: None):
-    """Records every row of a result of measure.measure that has no error: row["timeline"], see `one_step`, by rank."""
+    """Records every Row that has no error: its `timeline`, see `one_step`, by rank."""
+    def record_row(row):
+        row.timeline = workers.run(record, settings, *row.choice)
     for row in rows:
-        if "error" not in row:
-            progress(f"timeline: {row['name']}")
-            attempt(row, lambda: row.update(timeline=workers.run(record, settings, row["name"])))
-
-
-def keep_exposed_only(rows):
-    """Of the recorded steps, what the tables show."""
-    for row in (row for row in rows if "timeline" in row):
-        row["timeline"] = [{"exposed_seconds": step["exposed_seconds"]} for step in row["timeline"]]
+        if not row.error:
+            progress(f"timeline: {row.name}")
+            attempt(row, functools.partial(record_row, row))
 
 
 def one_step(recorder, number):
-    """One of the recorded steps, not the first, from the start of its forward until the next one's could start.
+    """One of the recorded steps, not the first -> RecordedStep, from the start of its forward until the next
+    one's could start.
 
     What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
     start, that of the step before.
@@ -129,13 +128,11 @@ def one_step(recorder, number):
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
     busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]
     def since(*times):
-        return [round(moment - start, 6) for moment in times]
-    return {
-        "seconds": since(end)[0],
-        "phases": [(name, *since(a, b)) for name, a, b in recorder.phases if start <= a < end],
-        "busy": [since(a, b) for a, b in busy],
-        "communication": [{"kind": entry.kind, "bytes": entry.size, "start": since(entry.launched_at)[0],
-                           "end": since(entry.completed_at)[0]} for entry in inside],
-        "exposed_seconds": round(length(union(spans)) - length(overlap(union(spans), busy)), 6),
-        "memory": most_alive(recorder.live, start, end),
-    }
+        return tuple(round(moment - start, 6) for moment in times)
+    return RecordedStep(
+        exposed_seconds=round(length(union(spans)) - length(overlap(union(spans), busy)), 6), seconds=since(end)[0],
+        phases=[(name, *since(a, b)) for name, a, b in recorder.phases if start <= a < end],
+        busy=[since(a, b) for a, b in busy],
+        communication=[Message(entry.kind, entry.size, *since(entry.launched_at, entry.completed_at))
+                       for entry in inside],
+        memory=most_alive(recorder.live, start, end))

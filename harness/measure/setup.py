@@ -4,7 +4,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from harness.train import corpus
 from harness.train.gpt import GPT, MODELS

@@ -5,21 +5,20 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from harness.measure.setup import WARMUP_STEPS, adamw, make_batches, make_model
 from harness.rows import catalogue
 
 
-def time_steps(rank, settings, name):
+def time_steps(rank, settings, base, bucket_mb=None):
     """Milliseconds a step, from `steps` of them end to end, on the slowest rank.
 
     No barrier between the steps: it would wait for what travels, and overlap would look like speed. For the same reason
     the clock stops only when everything that the last step has started is finished.
     """
-    row, batches = catalogue.find(name), make_batches(settings, rank)
+    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
     gc.collect()
-    training = row.build(make_model(settings, rank, row.dtype), adamw(settings))
+    training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
     for batch in batches[:WARMUP_STEPS]:
         training.step(batch)
     training.finish()

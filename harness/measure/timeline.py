@@ -35,7 +35,7 @@ def parse():
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
-    add("--out", type=Path, default=Path("results/timeline.svg"), help="of the picture; the trace is beside it")
+    add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     command_line.check_workload(args, ("ranks",), MODELS, fail)
     command_line.check_beside("--out", args.out, ".json", fail)

@@ -5,15 +5,17 @@ import functools
 import re
 from pathlib import Path
 
+from harness.rows.choice import Choice
 from harness.run import command_line
 
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = ["compute only", "compute + bytes", "ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
-        "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "owner reduce",
-        "owner reduce, 2 MB buckets", "stage 4 neither", "stage 4 only gradients", "stage 4 only parameters",
-        "stage 4 overlap", "compute only bf16", "stage 4 overlap bf16"]
+ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO",
+                      "fsdp2", "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather",
+                      "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
+        *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
+                      "compute only bf16", "stage 4 overlap bf16"))]
 
 
 def parse(description):
@@ -30,18 +32,27 @@ def parse(description):
     add("--steps", type=int, default=20, help="timed in a round, end to end (default 20)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
     add("--sweep", action="store_true", help="first find the best bucket size of each row that has buckets")
-    add("--tuned", default=None, metavar="NAMES", help="rows with a bucket size of their own, like 'ddp, 2 MB buckets; "
-        "ddp + stage 1, 4 MB buckets' (default: the best of the last --sweep at this rate, kept in --json)")
+    add("--tuned", default=None, metavar="SIZES", help="rows with a bucket size of their own in MiB, like 'ddp=2; "
+        "ddp + stage 1=4' (default: the best of the last --sweep at this rate, kept in --json)")
     add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
     bits_per_second(args.rate)
-    args.tuned = args.tuned if args.tuned is None else [name.strip() for name in args.tuned.split(";") if name.strip()]
-    if not any(args.rows in name for name in ROWS):
-        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(ROWS)}")
+    args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
+    names = [one.name for one in ROWS]
+    if not any(args.rows in name for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
     return args
+
+
+def choice(text):
+    """"ddp=2" -> Choice("ddp", 2.0)."""
+    base, _, size = (part.strip() for part in text.partition("="))
+    if not re.fullmatch(r"\d+(\.\d+)?", size):
+        fail(f"--tuned {text.strip()!r}: write the name of a row, =, and MiB, like ddp=2")
+    return Choice(base, float(size))
 
 
 def bits_per_second(rate):

@@ -9,7 +9,6 @@ ranks are gone, and `ip netns delete` removes dopt-PID-a and dopt-PID-b.) Exit c
 fails; 2 for bad input.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from pathlib import Path
 
 from harness.measure.namespaces import ADDRESSES, INSIDE, Hosts, missing
 from harness.measure.two_host_options import fail, parse
+from harness.rows import rates, saved
+from harness.rows.results import Result
 from harness.run import command_line, signals
 from harness.run.files import write
 
@@ -31,14 +32,15 @@ def measure_on_two_hosts(args):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                     "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
         flags = [name for name in ("accumulation", "sweep") if getattr(args, name)]
-        options = [*(f"--{name}" for name in flags), f"--tuned={';'.join(args.tuned)}",
+        tuned = ";".join(f"{choice.base}={choice.bucket_mb:g}" for choice in args.tuned)
+        options = [*(f"--{name}" for name in flags), f"--tuned={tuned}",
                    *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
                      if name not in ("json", "accumulation", "sweep", "tuned"))]
         processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.measure.two_hosts",
                                  *options, f"--json={path}") for host in (0, 1)]
         while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
             continue  # and no longer than until the first that fails: Hosts ends the other
-        return json.loads(path.read_text()) if codes == [0, 0] else None
+        return saved.from_json(Result, path.read_text()) if codes == [0, 0] else None
 
 
 def wait_a_moment(process):
@@ -50,44 +52,30 @@ def wait_a_moment(process):
 
 
 def earlier(args):
-    """What the file holds, if there is one -> the results at other rates, and of this rate what is kept of it.
-
-    The table of accumulation and the sweep are kept, with the conditions that they were measured under, where they
-    aren't measured again. Fails where tables and picture can't be made of what the file holds.
-    """
-    from harness.report import step_picture, terminal  # here: see main
+    """What the file holds -> list of Results, each of one rate. Fails where it holds something else."""
     if args.json is None or not args.json.exists():
-        return [], {}
+        return []
     if not args.json.is_file():
         fail(f"--json {args.json}: it is no file: results of other rates are kept in it")
     try:
-        before = json.loads(args.json.read_text())
-        others, kept = [], {}
-        for result in [before, *before.pop("other_rates")]:
-            if result["conditions"]["rate"] != args.rate:
-                others.append(result)
-            else:
-                kept = {name: result[name] for name in ("accumulation", "sweep")
-                        if name in result and not getattr(args, name)}
-            terminal.sheets(result)
-        step_picture.two_hosts_picture(others)
-        return others, kept
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
-        fail(f"--json {args.json}: it holds something else than results of make network: name another file")
+        results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
+    except (OSError, ValueError) as error:
+        fail(f"--json {args.json}: it holds something else than results of make network, name another file: {error}")
+    if not all(result.conditions.rate for result in results):
+        fail(f"--json {args.json}: it holds something else than results of make network, name another file")
+    return results
 
 
 def add_to_file(args, result):
-    """Puts the result first in the file, before those of other rates, and draws the picture beside it."""
-    from harness.measure.recorder import keep_exposed_only
+    """Puts the result first in the file, before those of other rates, and draws the picture beside it.
+
+    What was asked for and has failed isn't taken over from the run before.
+    """
     from harness.report import step_picture
-    others, kept = earlier(args)
-    results = [{**result, **kept}, *others]
-    to_draw = step_picture.to_draw(results)
-    for other in results:
-        if other is not to_draw:
-            keep_exposed_only(other["rows"])
-    write("--json", args.json, json.dumps({**results[0], "other_rates": others}, indent=1) + "\n", fail)
-    picture = step_picture.two_hosts_picture(results)
+    kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
+    result = rates.merged(result, earlier(args), kept)
+    write("--json", args.json, saved.to_json(result), fail)
+    picture = step_picture.two_hosts_picture(result.at_all_rates())
     if picture:
         write("--json", args.json.with_suffix(".svg"), picture, fail)
 
@@ -106,12 +94,13 @@ def main():
     command_line.check_workload(args, ("rounds", "steps", "timeout"), MODELS, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
-    _, kept = earlier(args)  # fails now if the file holds something else
+    before = earlier(args)  # fails now if the file holds something else
     if args.tuned is None:
-        args.tuned = bucket_sizes.best(kept["sweep"]["rows"]) if "sweep" in kept else []
-    for name in args.tuned:
+        sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
+        args.tuned = bucket_sizes.best(sweeps[0].rows) if sweeps and not args.sweep else []
+    for choice in args.tuned:
         try:
-            catalogue.find(name)
+            catalogue.find(*choice)
         except LookupError as error:
             fail(f"--tuned: {error.args[0]}")
     reason = missing()

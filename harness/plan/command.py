@@ -11,7 +11,6 @@ after the other, on stated hardware (replay.py). Exit code: 0; 2 for bad input.
 import argparse
 import functools
 import gc
-import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from harness.report import step_picture
 from harness.report.plan_tables import plan_sheets
 from harness.report.sheet import sheet_text
 from harness.report.step_picture import planned_steps
+from harness.rows import saved
 from harness.run import command_line
 from harness.run.files import write
 
@@ -77,13 +77,13 @@ def main():
         planner = Planner(args, workers)
         result = plan(planner)
         if args.advise:
-            result["advice"] = advice(planner, result)
+            result.advice = advice(planner, result)
         if args.check:
-            result["check"] = check.check(workers)
+            result.check = check.check(workers)
     for sheet in plan_sheets(result):
         print(sheet_text(sheet), end="\n\n")
-    print(step_picture.text(planned_steps(result)[0]), *result.get("advice", []), sep="\n\n")
+    print(step_picture.text(planned_steps(result)[0]), *result.advice, sep="\n\n")
     if args.json:
-        write("--json", args.json, json.dumps(result), fail)
+        write("--json", args.json, saved.to_json(result), fail)
         write("--json", args.json.with_suffix(".svg"), step_picture.svg(*planned_steps(result)), fail)
         print(f"\nwritten to {args.json} and {args.json.with_suffix('.svg')}")

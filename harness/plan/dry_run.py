@@ -1,8 +1,8 @@
 """A step of training that computes nothing: the code of a stage on tensors without memory, on rank 0 of d.
 
-    spec = llama.NAMED["7b"]
+    spec = models.NAMED["7b"]
     cost = cost_of(spec, "bfloat16", batch_size=1, sequence_length=2048)
-    recorded = record("stage 4 bf16, 400 MB buckets", spec, 1024, cost)
+    recorded = record(Choice("stage 4 bf16", 400), spec, 1024, cost)
     recorded.held      # {"parameters": bytes, "gradients": bytes, …}: a rank's, after a step
     recorded.events    # what happened, in order: see Event
 
@@ -27,7 +27,7 @@ from harness.measure.ledger import Ledger
 from harness.measure.memory import StorageMemory, mark_grads, mark_state
 from harness.measure.played_rank import rank_0_of
 from harness.plan.models import build_model, forward_flops
-from harness.rows import bucket_sizes, catalogue, ways
+from harness.rows import catalogue, ways
 from stage4_overlap.transport import GlooTransport
 
 
@@ -158,13 +158,13 @@ def bytes_touched(function, arguments, result):
 
 
 @contextmanager
-def fake(d, name="", gloo=False):
+def fake(d, cap_mb=None, gloo=False):
     """This process is rank 0 of d, tensors have no memory, and stages are cores. `gloo`: stage 4 exchanges parts.
 
     DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
     """
     assign, optimizer_class = dist._compute_bucket_assignment_by_size, ways.optimizer_class
-    cap_mb, transport = bucket_sizes.cap_mb_of(name), stage4_overlap.optimizer.transport_for
+    transport = stage4_overlap.optimizer.transport_for
     limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
 
     def in_order_of_gradients(tensors, _, sparse):
@@ -230,13 +230,13 @@ def stand_in(model, cost, dry):
     model.forward = forward
 
 
-def record(name, spec, d, cost, gloo=False):
+def record(choice, spec, d, cost, gloo=False):
     """Two steps of that row on rank 0 of d -> Recorded, of the second."""
-    row = catalogue.find(name)
-    with fake(d, name, gloo), Dry() as dry:
-        model = build_model(spec, row.dtype)
+    way = catalogue.find(*choice)
+    with fake(d, choice.bucket_mb, gloo), Dry() as dry:
+        model = build_model(spec, way.dtype)
         stand_in(model, cost, dry)
-        training = row.build(model, dict(fused=True))
+        training = way.build(model, dict(fused=True))
         for number in (0, 1):
             dry.begin_step(number)
             loss = (training.forward if number else model)()  # DDP would change its buckets after its first step
@@ -250,7 +250,7 @@ def record(name, spec, d, cost, gloo=False):
             held = held_by(dry, training)
             training.zero_grad()
         numel = sum(param.numel() for param in model.parameters())
-        theory = row.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
+        theory = way.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
         return Recorded(numel, held, theory, dry.peak, dry.events)
 
 

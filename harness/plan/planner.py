@@ -7,9 +7,15 @@ from types import SimpleNamespace
 from harness.plan import dry_run, published_runs
 from harness.plan.replay import Hardware, replay
 from harness.rows import catalogue
+from harness.rows.choice import Choice
+from harness.rows.plan_results import PlanConditions, PlanResult, PlanRow
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
+# By dtype: the row that is ours, the one that sends to owners, and DDP.
+COMPARED = {"fp32": ("stage 4 overlap", "owner reduce", "ddp"),
+            "bf16": ("stage 4 bf16", "owner reduce bf16", "ddp bf16")}
+STAGE_4, BUCKETED = ({COMPARED[dtype][i] for dtype in DTYPES for i in places} for places in ((0,), (0, 2)))
 RANKS = (1, 8, 64, 1024)  # that all rows are counted at
 CAPS_MB = (100, 400, 1600, 6400)  # buckets that are tried beside the default
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
@@ -21,7 +27,7 @@ DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": published_ru
 class Planner:
     """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor.
 
-    `recorded`: (name of a row, d) -> dryrun.Recorded, of all that were run.
+    `recorded`: (Choice, d) -> dry_run.Recorded, of all that were run.
     """
 
     def __init__(self, args, workers):
@@ -32,54 +38,57 @@ class Planner:
         self.cost = workers.submit(dry_run.cost_of, self.spec, DTYPES[args.dtype], args.batch_size,
                                    args.sequence_length).result()
 
-    def run(self, names, ranks):
+    def run(self, choices, ranks):
         """Each row on each number of ranks."""
-        found = {(name, d): self.workers.submit(dry_run.record, name, self.spec, d, self.cost)
-                 for name in names for d in ranks if (name, d) not in self.recorded}
+        found = {(choice, d): self.workers.submit(dry_run.record, choice, self.spec, d, self.cost)
+                 for choice in choices for d in ranks if (choice, d) not in self.recorded}
         self.recorded.update((task, one.result()) for task, one in found.items())
 
-    def fits(self, name, d):
-        return self.recorded[name, d].peak <= self.room
+    def fits(self, choice, d):
+        return self.recorded[choice, d].peak <= self.room
 
-    def ms(self, name, d, micro_batches=None, exchange_each=False):
+    def ms(self, choice, d, micro_batches=None, exchange_each=False):
         """Of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
         k = micro_batches or self.args.accumulate
-        return 1e3 * replay(self.recorded[name, d].events, self.hardware, d, k, exchange_each)["seconds"] / k
+        return 1e3 * replay(self.recorded[choice, d].events, self.hardware, d, k, exchange_each).seconds / k
 
     def sizes(self, base):
-        """A row -> {its name with a size of bucket: ms a micro-batch}, the default first; few rows have buckets."""
+        """-> {Choice of a size of bucket: ms a micro-batch}, the default first; few rows have buckets."""
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else [None, *CAPS_MB]
-        names = [catalogue.sized_name(base, cap_mb) if cap_mb else base
-                 for cap_mb in (caps_mb if base.startswith(("stage 4", "ddp")) else [None])]
-        self.run(names, [self.args.world])
-        return {name: self.ms(name, self.args.world) for name in names}
+        choices = [Choice(base, cap_mb) for cap_mb in (caps_mb if base in BUCKETED else [None])]
+        self.run(choices, [self.args.world])
+        return {choice: self.ms(choice, self.args.world) for choice in choices}
 
     def tuned(self, base):
         """-> the smallest size with which it is as fast as with any, of those with which it fits."""
         ms = self.sizes(base)
-        fitting = [name for name in ms if self.fits(name, self.args.world)] or list(ms)
-        return next(name for name in fitting if ms[name] <= AS_FAST * min(ms[one] for one in fitting))
+        fitting = [choice for choice in ms if self.fits(choice, self.args.world)] or list(ms)
+        return next(choice for choice in fitting if ms[choice] <= AS_FAST * min(ms[one] for one in fitting))
 
 
 def plan(planner):
-    """-> {"conditions": {…}, "rows": [{…}, …]}: counts at several d, and the step at --world."""
-    args, rows = planner.args, []
+    """-> PlanResult: counts at several d, and the step at --world."""
+    args = planner.args
     ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    planner.run(ROWS[args.dtype], [args.world])  # all at once
-    names = {planner.tuned(base): base for base in ROWS[args.dtype]}
-    planner.run(names, ranks)
-    for name, base in names.items():
-        counted = {d: planner.recorded[name, d] for d in ranks}
-        last, formula = counted[args.world], functools.partial(catalogue.find(name).bytes_per_param, 1)
-        whole, all_of_it = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (math.inf, 1))
-        shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
-        rows.append({
-            "name": name, "formula": f"{whole:g}{shared}{' + b' if base.startswith('stage 4') else ''}",
-            "held": last.held, "padding": sum(last.held.values()) - last.theory, "peak": last.peak,
-            "fits_from": next((d for d in ranks if all(planner.fits(name, more) for more in ranks if more >= d)), 0),
-            "bytes_per_param": {str(d): sum(one.held.values()) / one.numel for d, one in counted.items()},
-            "bytes_per_param_theory": {str(d): one.theory / one.numel for d, one in counted.items()},
-            "step": replay(last.events, planner.hardware, args.world, args.accumulate)})
-    conditions = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
-    return {"conditions": {**conditions, "parameters": last.numel, "activations": planner.cost.activations,
-                           "efficiency": EFFICIENCY, **planner.hardware._asdict()}, "rows": rows}
+    planner.run([Choice(base) for base in ROWS[args.dtype]], [args.world])  # all at once
+    choices = [planner.tuned(base) for base in ROWS[args.dtype]]
+    planner.run(choices, ranks)
+    rows = [plan_row(planner, choice, ranks) for choice in choices]
+    asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
+    numel = planner.recorded[choices[-1], args.world].numel
+    return PlanResult(PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
+                                     efficiency=EFFICIENCY, **planner.hardware._asdict()), rows)
+
+
+def plan_row(planner, choice, ranks):
+    counted = {d: planner.recorded[choice, d] for d in ranks}
+    last, formula = counted[planner.args.world], functools.partial(catalogue.find(*choice).bytes_per_param, 1)
+    whole, all_of_it = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (math.inf, 1))
+    shared = f" + {all_of_it - whole:g}/d" if all_of_it > whole else ""
+    return PlanRow(
+        *choice, formula=f"{whole:g}{shared}{' + b' * (choice.base in STAGE_4)}", held=last.held,
+        padding=sum(last.held.values()) - last.theory, peak=last.peak,
+        fits_from=next((d for d in ranks if all(planner.fits(choice, more) for more in ranks if more >= d)), 0),
+        bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
+        bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
+        step=replay(last.events, planner.hardware, planner.args.world, planner.args.accumulate))

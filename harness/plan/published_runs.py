@@ -9,6 +9,8 @@ import functools
 from harness.plan import dry_run, models
 from harness.plan.calibration import calibrated
 from harness.plan.replay import Hardware, replay
+from harness.rows.choice import Choice
+from harness.rows.plan_results import PublishedRun
 
 # LLaMA-13B, sequences of 2048 on 8 x A100-80GB a node, tokens/s a GPU: (optimizer, GPUs, sequences a step, sequences a
 # micro-batch, tokens/s). Megatron-LLaMA's README; neither it nor the user's issue 22 there says how many GPUs share
@@ -30,15 +32,15 @@ def step_of(run, hardware, is_hidden=True):
         is_fp32 = kind == "overlapped" and event.kind == "reduce_scatter"
         events.append(event._replace(n_bytes=2 * event.n_bytes) if is_fp32 else event)
         events += [event._replace(what="wait")] if event.what == "launch" and not is_hidden else []
-    return replay(events, hardware, d, sequences // d // batch, kind == "overlapped")["seconds"]
+    return replay(events, hardware, d, sequences // d // batch, kind == "overlapped").seconds
 
 
 @functools.lru_cache
 def recorded_13b(kind, d, batch):
     spec = models.NAMED["13b"]._replace(tensor_parallel=SHARING)
     cost = dry_run.cost_of(spec, "bfloat16", batch, LENGTH)
-    row = {"overlapped": "stage 4 bf16, 400 MB buckets", "distributed": "stage 3 bf16/fp32"}[kind]
-    return dry_run.record(row, spec, d, cost).events
+    choice = {"overlapped": Choice("stage 4 bf16", 400), "distributed": Choice("stage 3 bf16/fp32")}[kind]
+    return dry_run.record(choice, spec, d, cost).events
 
 
 def tokens(run):
@@ -47,16 +49,16 @@ def tokens(run):
 
 
 def published():
-    """-> {"hardware": [(TFLOP/s, GB/s of a node), …] as calibrated, "rows": [(what was done, *run, modelled), …]}."""
+    """-> hardware and published runs of plan_results.Check."""
     def rows(what, runs, hardware, is_hidden=True):
-        return [(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
+        return [PublishedRun(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
     first, (less, more) = PUBLISHED[0], A_USERS[:2]
     theirs = calibrated("flops", lambda one: step_of(first, one), A100, tokens(first) / first[-1])
     # These two differ in micro-batches alone, which send nothing: they tell computing and the line apart.
     users = calibrated("flops", lambda one: step_of(more, one) - step_of(less, one), A100,
                        tokens(more) / more[-1] - tokens(less) / less[-1])
     users = calibrated("between", lambda one: step_of(less, one), users, tokens(less) / less[-1])
-    return {"hardware": [(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
-            "rows": [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
-                     *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
-                     *rows("none hidden", A_USERS[2:], users, False)]}
+    return ([(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
+            [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
+             *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
+             *rows("none hidden", A_USERS[2:], users, False)])

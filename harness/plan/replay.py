@@ -1,6 +1,6 @@
 """How long a recorded step takes on machines that aren't there: its events, one after the other, on stated hardware.
 
-    step = replay(recorded.events, hardware, d)      # as harness/measure/timeline.py draws it
+    step = replay(recorded.events, hardware, d)      # report/step_picture.py draws it
 
 A rank is two things that work at once: a device that computes, and a line on which messages queue in the order in
 which they left. Computing takes its FLOPs over the device's rate, and its bytes over that of the device's memory. A
@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 from harness.measure.ledger import wire_bytes
+from harness.rows.results import Message, RecordedStep
 from harness.rows.spans import length, most_alive, union
 
 REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
@@ -66,8 +67,7 @@ def accumulated(events, micro_batches, exchange_each):
 
 
 def replay(events, hardware, d, micro_batches=1, exchange_each=False):
-    """-> the last of a few steps, as timeline.one_step: its seconds; exposed_seconds, during which the device waits for
-    messages; phases, busy and communication, in seconds from its start; memory."""
+    """-> the last of a few steps, a RecordedStep. Exposed: the device waits for messages."""
     clock, arrived, messages = 0.0, {}, []
     free_at = {"out": 0.0, "in": 0.0}  # when the line has carried what is queued, in each direction
     for step in range(REPLAYED_STEPS):
@@ -86,15 +86,17 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
                 arrives = leaves + message_seconds(event.kind, event.n_bytes, d, hardware)
                 free_at.update(dict.fromkeys(used, arrives))
                 arrived[step, event.index] = arrives
-                if messages and (messages[-1]["kind"], messages[-1]["end"]) == (event.kind, leaves):  # close behind
-                    messages[-1].update(bytes=messages[-1]["bytes"] + event.n_bytes, end=arrives)
+                last = messages[-1] if messages else None
+                if last and (last.kind, last.end) == (event.kind, leaves):  # close behind
+                    last.bytes, last.end = last.bytes + event.n_bytes, arrives
                 else:
-                    messages.append({"kind": event.kind, "bytes": event.n_bytes, "start": leaves, "end": arrives})
+                    messages.append(Message(event.kind, event.n_bytes, leaves, arrives))
             phases.setdefault(event.phase, []).append((start, clock))
     busy = union(busy)
-    return {"seconds": clock - began, "exposed_seconds": clock - began - length(busy),
-            "phases": [(name, a - began, b - began) for name, spans in phases.items() for a, b in union(spans)],
-            "busy": [(a - began, b - began) for a, b in busy],
-            "communication": [{**one, "start": max(one["start"], began) - began, "end": one["end"] - began}
-                              for one in messages if one["end"] > began],
-            "memory": most_alive([one for one in live if one[1]], began, clock)}
+    return RecordedStep(
+        seconds=clock - began, exposed_seconds=clock - began - length(busy),
+        phases=[(name, a - began, b - began) for name, spans in phases.items() for a, b in union(spans)],
+        busy=[(a - began, b - began) for a, b in busy],
+        communication=[Message(one.kind, one.bytes, max(one.start, began) - began, one.end - began)
+                       for one in messages if one.end > began],
+        memory=most_alive([one for one in live if one[1]], began, clock))

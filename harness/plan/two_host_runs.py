@@ -3,15 +3,18 @@
 The rate of computing is calibrated on *compute only* of the same run.
 """
 
-import json
 import math
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.plan import dry_run, models
 from harness.plan.calibration import calibrated
 from harness.plan.replay import Hardware, replay
-from harness.rows import bucket_sizes, catalogue
+from harness.rows import catalogue, saved
+from harness.rows.choice import Choice
+from harness.rows.plan_results import ModelledRun
+from harness.rows.results import Conditions, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
@@ -19,46 +22,55 @@ HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
 
 WAYS = {"no_sync_ms": ("stage 4 overlap", False), "each_ms": ("stage 4 overlap", True),
         "compute_ms": ("compute only", False), "ddp_ms": ("ddp", False), "stage3_ms": ("stage 3 grad buffer", False)}
+ALONE = Choice("compute only")
+
+
+class Part(NamedTuple):
+    """The times of one table. `ms`: (Choice, micro-batches a step or None, whether each is exchanged) -> median."""
+    conditions: Conditions
+    ms: dict
 
 
 def two_hosts():
-    """-> [(run, row, measured, modelled), …], ms of a step, or of a micro-batch where a step has several."""
+    """-> list of ModelledRuns."""
     found = []
     for path in sorted((ROOT / "results").glob("network*.json")):
-        latest = json.loads(path.read_text(encoding="utf-8"))
-        for result in (latest, *latest["other_rates"]):
-            c, only = result["conditions"], times_of(result)["compute only", 1, False]
-            for part in (result, *(result[name] for name in ("sweep", "accumulation") if name in result)):
-                part = {**part, "conditions": {**c, **part["conditions"]}}
-                found += of_a_part(f"{path.stem} {c['rate']}", part, only)
+        for result in saved.from_json(Result, path.read_text(encoding="utf-8")).at_all_rates():
+            c = result.conditions
+            parts = [Part(c, of_rows(result.rows))]
+            parts += [Part(result.sweep.conditions, of_rows(result.sweep.rows))] if result.sweep else []
+            parts += [Part(result.accumulation.conditions, of_accumulation(result.accumulation))
+                      ] if result.accumulation else []
+            for part in parts:
+                found += modelled(f"{path.stem} {c.rate}", part, c.bits_per_second, parts[0].ms[ALONE, None, False])
     return found
 
 
-def times_of(part):
-    """-> {(row, micro-batches a step, whether each is exchanged): ms}."""
-    found = {(row["name"], 1, False): row["step_ms"]["median"] for row in part["rows"] if row.get("step_ms")}
-    for row in part["rows"]:
-        for key in WAYS.keys() & row.keys():
-            name, exchange_each = WAYS[key]
-            name = part.get("ddp", name) if name == "ddp" else name
-            found[name, row["micro_batches"], exchange_each] = statistics.median(row[key])
-    return found
+def of_rows(rows):
+    return {(row.choice, None, False): row.median_ms for row in rows if row.rounds_ms}
 
 
-def of_a_part(where, part, only):
-    """The rows of one table. `only`: ms of *compute only*, for where this table has no such row."""
-    c, times, found = part["conditions"], times_of(part), []
-    spec = models.NAMED[c["model"]]
-    cost = dry_run.cost_of(spec, "float32", c["batch_size"], c["sequence_length"])
-    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * c["bits_per_second"] / 8, per_node=1,
+def of_accumulation(accumulation):
+    """The rows that a step of one micro-batch stands for are named as in WAYS, DDP with its bucket size."""
+    return {(Choice(base, accumulation.ddp_mb if base == "ddp" else None), row.micro_batches, exchange_each):
+            statistics.median(getattr(row, field)) for row in accumulation.rows
+            for field, (base, exchange_each) in WAYS.items() if getattr(row, field)}
+
+
+def modelled(where, part, bits_per_second, alone_ms):
+    """-> ModelledRuns of one table. `alone_ms`: of *compute only*, for where this table has no such row."""
+    c, times = part.conditions, dict(part.ms)
+    spec = models.NAMED[c.model]
+    cost = dry_run.cost_of(spec, "float32", c.batch_size, c.sequence_length)
+    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * bits_per_second / 8, per_node=1,
                      latency_between=HOST_LATENCY, backend="gloo")
-    alone = dry_run.record("compute only", spec, 1, cost).events
-    hosts = calibrated("flops", lambda one: replay(alone, one, 1)["seconds"], hosts,
-                       times.pop(("compute only", 1, False), only) / 1e3)
-    for (name, k, exchange_each), ms in sorted(times.items()):
-        if bucket_sizes.base_of(name) in (*catalogue.LADDER, "owner reduce"):
-            events = dry_run.record(name, spec, c["ranks"], cost, gloo=True).events
-            modelled = replay(events, hosts, c["ranks"], k, exchange_each)["seconds"] / k * 1e3
-            way = f", {k} x {'each' if exchange_each else 'once'}" if "micro_batches" in part["rows"][0] else ""
-            found.append((where, name + way, ms, modelled))
-    return found
+    events = dry_run.record(ALONE, spec, 1, cost).events
+    measured = next((times.pop((ALONE, k, False)) for k in (None, 1) if (ALONE, k, False) in times), alone_ms)
+    hosts = calibrated("flops", lambda one: replay(events, one, 1).seconds, hosts, measured / 1e3)
+    found = []
+    for (choice, k, exchange_each), ms in times.items():
+        if choice.base in (*catalogue.LADDER, "owner reduce"):
+            events = dry_run.record(choice, spec, c.ranks, cost, gloo=True).events
+            seconds = replay(events, hosts, c.ranks, k or 1, exchange_each).seconds / (k or 1)
+            found.append(ModelledRun(where, *choice, ms, seconds * 1e3, k, exchange_each))
+    return sorted(found, key=lambda run: run.label)

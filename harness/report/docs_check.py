@@ -54,7 +54,7 @@ def main():
     signals.exit_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        left_out = shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs")
+        left_out = shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs", "measured")
         shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
         done = set()  # of two commands that are the same in small one is run
         for page in chosen:

@@ -7,6 +7,7 @@ from harness.report import published
 from harness.report.reading_time import core_lines
 from harness.report.sheet import NONE
 from harness.rows import bucket_sizes
+from harness.rows.results import Row
 
 
 class Rung(NamedTuple):
@@ -33,23 +34,22 @@ LADDER = [
 def ladder_block():
     """Formulas, what was counted on two hosts with the slowest line, and one column of measured time."""
     result = published.by_rate()[0]
-    rows, c = {row["name"]: row for row in result["rows"]}, result["conditions"]
-    ddp = bucket_sizes.tuned(result, "ddp") or rows["ddp"]
+    c, ddp = result.conditions, bucket_sizes.tuned(result, "ddp") or result.find("ddp")
     lines = ["stage | collectives | bytes a parameter | MB a rank sends | code lines | time", "---|---|---|---|---|---"]
     for rung in LADDER:
-        row = ddp if rung.row == "ddp" else rows.get(rung.row, {})
-        sent, held = row.get("wire_bytes"), row.get("bytes_per_param")
-        mark = "\\*" if sent and sent > 1.01 * row["wire_bytes_theory"] else ""  # what gloo's reduce-scatter sends
+        row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
+        sent, held = row.wire_bytes, row.bytes_per_param
+        mark = "\\*" if sent and sent > 1.01 * row.wire_bytes_theory else ""  # what gloo's reduce-scatter sends
         lines.append(" | ".join([
             rung.title, rung.collectives,
             rung.bytes_per_param + (f" = {held:.2f}" if held and rung.folder else ""),
             f"{rung.sent}: {sent / 1e6:.1f}{mark}" if sent else rung.sent,
             str(core_lines(published.ROOT / rung.folder)) if rung.folder else NONE,
-            f"{bucket_sizes.ratio(row, ddp):.2f}" if row.get("step_ms") and ddp.get("step_ms") else NONE]))
-    notes = (f"Counted: on {c['ranks']} ranks, {c['parameters']:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
+            f"{row.over(ddp):.2f}" if row.rounds_ms and ddp.rounds_ms else NONE]))
+    notes = (f"Counted: on {c.ranks} ranks, {c.parameters:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
              "bytes (d-1)/d are sent. \\* gloo's reduce-scatter sends twice its bytes. b: two bucket buffers. Code "
              f"lines: of the core. Measured: time of a step over that of {ddp_words(result)}, on two hosts "
-             f"with a line of {c['rate']}, median of {c['rounds']} rounds ({c['machine']}, {c['date']}).")
+             f"with a line of {c.rate}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
     return ["\n".join(lines), textwrap.fill(notes, 118)]
 
 
@@ -58,5 +58,5 @@ def ddp_words(result):
     tuned = bucket_sizes.tuned(result, "ddp")
     if tuned is None:
         return "DDP with its default buckets"
-    size = bucket_sizes.size_of(tuned["name"])
-    return f"DDP with {'its default' if size == 'default' else size} buckets, the best size tried"
+    size = "its default" if tuned.bucket_mb is None else tuned.size
+    return f"DDP with {size} buckets, the best size tried"

@@ -6,58 +6,56 @@ from harness.report.state_tables import state_sheet
 
 def plan_sheets(result):
     """What a rank holds, the same by number of ranks, time, and what the check found."""
-    check = plan_check_sheets(result["check"]) if result.get("check") else []
-    return [plan_memory_sheet(result), state_sheet(result["rows"]), plan_time_sheet(result), *check]
+    check = plan_check_sheets(result.check) if result.check else []
+    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), *check]
 
 
 def plan_memory_sheet(result):
-    c, rows = result["conditions"], []
-    for row in result["rows"]:
-        figures = [*row["held"].values(), row["padding"], c["activations"], row["peak"]]
-        name = row["name"].replace(", ", ",\n")
-        rows.append([name, *(f"{n_bytes / 1e9:.2f}" for n_bytes in figures), str(row["fits_from"] or NONE)])
+    c, rows = result.conditions, []
+    for row in result.rows:
+        figures = [*row.held.values(), row.padding, c.activations, row.peak]
+        name = row.base if row.bucket_mb is None else f"{row.base},\n{row.size} buckets"
+        rows.append([name, *(f"{n_bytes / 1e9:.2f}" for n_bytes in figures), str(row.fits_from or NONE)])
     names = ("params", "grads", "main", "moments", "buffers", "padding", "activ.", "peak", "fits\nfrom d")
     return Sheet(
-        f"What a rank of {c['world']} holds, in GB: {c['model']}, {c['parameters']:,} parameters a rank",
+        f"What a rank of {c.world} holds, in GB: {c.model}, {c.parameters:,} parameters a rank",
         [("", ""), *((name, "counted") for name in names)], rows,
         ["GB: 10⁹ bytes, after a step, on rank 0. main: fp32 copies of 16-bit parameters. buffers: those that buckets "
          "travel in. padding: of all these, what is more than the formula: of padded, or of uneven, shards. "
-         f"activ.: of a micro-batch of {c['batch_size']} x {c['sequence_length']}. peak: the most at one "
+         f"activ.: of a micro-batch of {c.batch_size} x {c.sequence_length}. peak: the most at one "
          f"moment of a step. fits from d: of the d below, the one from which on the peak is at most "
-         f"{c['device_memory']:g} GB; torch's allocator takes more, and stage 4 that accumulates in no_sync() whole "
+         f"{c.device_memory:g} GB; torch's allocator takes more, and stage 4 that accumulates in no_sync() whole "
          "gradients. Buckets are those that are best on most ranks."])
 
 
 def plan_time_sheet(result):
-    c = result["conditions"]
-    tokens = c["batch_size"] * c["sequence_length"] * c["accumulate"] / c["tensor_parallel"]
+    c = result.conditions
+    tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return Sheet(
-        f"A step of {c['model']} on {c['world'] * c['tensor_parallel']} x {c['device']}",
+        f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}",
         [("", ""), ("ms a step", "modelled"), ("exposed ms", "modelled"), ("tokens/s\na device", "modelled")],
-        [[row["name"], *(f"{1e3 * row['step'][key]:,.0f}" for key in ("seconds", "exposed_seconds")),
-          f"{tokens / row['step']['seconds']:,.0f}"] for row in result["rows"]],
-        [f"Assumed: {c['flops'] / 1e12:.0f} TFLOP/s, {c['efficiency']:.0%} of what the maker states, "
-         f"{c['memory_rate'] / 1e12:.2f} TB/s of memory, rings of {c['in_node'] / 1e9:.0f} GB/s in a node and "
-         f"{c['between'] / 1e9:.0f} GB/s between nodes of {c['per_node']}, {c['latency_in_node'] * 1e6:.0f} and "
-         f"{c['latency_between'] * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-         f"nothing. {c['accumulate']} micro-batch(es) a step. exposed: the device waits for messages."])
+        [[row.name, *(f"{1e3 * seconds:,.0f}" for seconds in (row.step.seconds, row.step.exposed_seconds)),
+          f"{tokens / row.step.seconds:,.0f}"] for row in result.rows],
+        [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
+         f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
+         f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
+         f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
+         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages."])
 
 
 def plan_check_sheets(check):
-    def error(measured, modelled):
-        return f"{modelled / measured - 1:+.1%}"
-    steps, runs = {}, check["published"]["rows"]
-    for where, row, measured, modelled in check["two_hosts"]:
-        base = row.split(",")[0] + ", accumulating" * (" x " in row)
-        steps.setdefault((where, base), []).append((modelled / measured - 1, row))
-    beyond = [f"{row} in {where}, {error:+.1%}" for (where, _), found in steps.items() for error, row in found
-              if abs(error) > 0.1]
-    (flops, _), (users_flops, users_line) = check["published"]["hardware"]
+    found = {}  # (run, row without its size) -> ModelledRuns
+    for run in check.two_hosts:
+        base = run.base + ", accumulating" * (run.micro_batches is not None)
+        found.setdefault((run.where, base), []).append(run)
+    beyond = [f"{run.label} in {run.where}, {run.error:+.1%}" for runs in found.values() for run in runs
+              if abs(run.error) > 0.1]
+    (flops, _), (users_flops, users_line) = check.hardware
     return [
         Sheet("Two hosts: modelled beside measured steps, or micro-batches",
               [("", ""), ("", ""), ("rows", ""), ("from\nerror", "modelled"), ("to\nerror", "modelled")],
-              [[where, row, f"{len(found)}", f"{min(found)[0]:+.1%}", f"{max(found)[0]:+.1%}"]
-               for (where, row), found in steps.items()],
+              [[where, row, f"{len(runs)}", *(f"{most(run.error for run in runs):+.1%}" for most in (min, max))]
+               for (where, row), runs in found.items()],
               ["The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 "
                "of 1514 bytes on the line are data, sending takes no time of the one core that computes, and a table "
                "without compute only computed as fast as the one with it.",
@@ -66,8 +64,8 @@ def plan_check_sheets(check):
         Sheet("LLaMA-13B on 8 x A100 a node: tokens/s a GPU",
               [("", ""), ("", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
                ("error", "modelled")],
-              [[what, kind, f"{gpus}", f"{sequences}", f"{found:,.0f}", f"{modelled:,.0f}", error(found, modelled)]
-               for what, kind, gpus, sequences, _, found, modelled in runs],
+              [[run.what, run.optimizer, f"{run.gpus}", f"{run.sequences}", f"{run.published:,.0f}",
+                f"{run.modelled:,.0f}", f"{run.error:+.1%}"] for run in check.published],
               ["256 and 512 GPUs: Megatron-LLaMA's README; 128 GPUs: a user, issue 22 there. Calibrated: computing "
                f"on the first row, {flops:.0f} TFLOP/s; below, on the user's two rows, {users_flops:.0f} TFLOP/s and "
                f"{users_line:.0f} of 100 GB/s between nodes. none hidden: each message is waited for at once.",

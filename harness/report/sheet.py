@@ -55,7 +55,7 @@ def dim(text):
 
 def width(conditions):
     """Columns that the tables of a result are made for: on CUDA memory has one more."""
-    return 110 if conditions["device"] == "cuda" else 100
+    return 110 if conditions.device == "cuda" else 100
 
 
 def sheet_text(sheet, columns=100):

@@ -6,16 +6,8 @@ A lane is (name, spans): spans are (start, end, what), in seconds from the start
 from html import escape
 
 from harness.report.ticks import round_step
-from harness.rows import catalogue
+from harness.rows import catalogue, rates
 from harness.rows.spans import MEMORY_PARTS, length, overlap
-
-
-def to_draw(results):
-    """Of results at several rates, the one to be drawn: at the lowest there is most to see. None: no step was kept."""
-    drawable = [result for result in results
-                if any("busy" in step for row in result["rows"] for step in row.get("timeline", []))]
-    return min(drawable, key=lambda result: result["conditions"]["bits_per_second"], default=None)
-
 
 GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
 PARAMETERS = ("all_gather", "broadcast")
@@ -23,7 +15,7 @@ PARAMETERS = ("all_gather", "broadcast")
 
 def lanes(step):
     """A recorded step -> [("computes", spans), ("gradients", spans), ("parameters", spans)]."""
-    computes = [(start, end, name) for name, *phase in step["phases"] for start, end in overlap([phase], step["busy"])]
+    computes = [(start, end, name) for name, *phase in step.phases for start, end in overlap([phase], step.busy)]
     return [("computes", computes), *((name, arrivals(step, kinds))
                                       for name, kinds in (("gradients", GRADIENTS), ("parameters", PARAMETERS)))]
 
@@ -31,21 +23,21 @@ def lanes(step):
 def arrivals(step, kinds):
     """One span for each message that arrives: from its launch, or from when the one before it had arrived."""
     spans, before = [], 0.0
-    for message in sorted(step["communication"], key=lambda message: message["end"]):
-        if message["kind"] in kinds:
-            start = max(message["start"], before)
-            spans.append((start, max(message["end"], start), "gradients" if kinds is GRADIENTS else "parameters"))
-            before = max(message["end"], start)
-    return [span for span in spans if span[0] < step["seconds"]]
+    for message in sorted(step.communication, key=lambda message: message.end):
+        if message.kind in kinds:
+            start = max(message.start, before)
+            spans.append((start, max(message.end, start), "gradients" if kinds is GRADIENTS else "parameters"))
+            before = max(message.end, start)
+    return [span for span in spans if span[0] < step.seconds]
 
 
 def peak(rows):
     """The most bytes that any row held: where the memory lanes end."""
-    return max(max(step.get("memory", [0])) for _, step in rows)
+    return max(max(step.memory, default=0) for _, step in rows)
 
 
 def megabytes(step):
-    return f"{max(step['memory']) / 1e6:.0f} MB"
+    return f"{max(step.memory) / 1e6:.0f} MB"
 
 
 LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
@@ -54,10 +46,10 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 def text(rows, width=80):
     """`rows`: [(name, recorded step), …], on one axis -> text for the terminal; a letter: most of its moment."""
-    longest, most_bytes = max(step["seconds"] for _, step in rows), peak(rows)
+    longest, most_bytes = max(step.seconds for _, step in rows), peak(rows)
     out = []
     for name, step in rows:
-        out.append(f"{name}: {step['seconds'] * 1000:.0f} ms, {step['exposed_seconds'] * 1000:.0f} ms of communication "
+        out.append(f"{name}: {step.seconds * 1000:.0f} ms, {step.exposed_seconds * 1000:.0f} ms of communication "
                    "during which nothing computes")
         for lane, spans in lanes(step):
             cells = []
@@ -69,9 +61,9 @@ def text(rows, width=80):
                 most = max(shares, key=shares.get, default=None)
                 cells.append(LETTERS[most] if most and shares[most] > longest / width / 3 else "·")
             out.append(f"{lane:>10} {''.join(cells)}".replace("·" * width, "·"))
-        if "memory" in step:
-            cells = round(width * step["seconds"] / longest)
-            parts = [step["memory"][i * MEMORY_PARTS // cells:(i + 1) * MEMORY_PARTS // cells] for i in range(cells)]
+        if step.memory:
+            cells = round(width * step.seconds / longest)
+            parts = [step.memory[i * MEMORY_PARTS // cells:(i + 1) * MEMORY_PARTS // cells] for i in range(cells)]
             heights = "".join(HEIGHTS[round(max(part) / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
             out.append(f"{'memory':>10} {heights} ≤ {megabytes(step)}")
     return "\n".join([*out, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
@@ -83,26 +75,26 @@ def svg(rows, title):
     Readable on light and dark.
     """
     left, width, lane_height, curve_height, band = 96, 880, 14, 26, 110  # pixels
-    longest, most_bytes = max(step["seconds"] for _, step in rows), peak(rows)
+    longest, most_bytes = max(step.seconds for _, step in rows), peak(rows)
     out, y = [f'<text y="16" class="title">{escape(title)}</text>'], 28
     for name, step in rows:
-        waits = f"{step['seconds'] * 1000:.0f} ms, {step['exposed_seconds'] * 1000:.0f} ms of it communication during "
+        waits = f"{step.seconds * 1000:.0f} ms, {step.exposed_seconds * 1000:.0f} ms of it communication during "
         out.append(f'<text y="{y + 14}"><tspan class="title">{escape(name)}</tspan>: {waits}which nothing computes'
                    "</text>")
         for i, (lane, spans) in enumerate(lanes(step)):
             top = y + 20 + i * (lane_height + 2)
             out.append(f'<text x="{left - 8}" y="{top + 11}" text-anchor="end">{lane}</text>')
-            out.append(f'<rect x="{left}" y="{top}" width="{width * step["seconds"] / longest:.1f}" '
+            out.append(f'<rect x="{left}" y="{top}" width="{width * step.seconds / longest:.1f}" '
                        f'height="{lane_height}" class="nothing"/>')
             for start, end, what in spans:
-                start, end = max(start, 0), min(end, step["seconds"])
+                start, end = max(start, 0), min(end, step.seconds)
                 x, wide = left + width * start / longest, width * (end - start) / longest
                 out.append(f'<rect x="{x:.1f}" y="{top}" width="{max(wide - 0.4, 0.3):.1f}" height="{lane_height}" '
                            f'class="{what}"/>')
-        if "memory" in step:
-            bottom, wide = y + 20 + 3 * (lane_height + 2) + curve_height, width * step["seconds"] / longest
+        if step.memory:
+            bottom, wide = y + 20 + 3 * (lane_height + 2) + curve_height, width * step.seconds / longest
             heights = [f"{left + wide * (i + side) / MEMORY_PARTS:.1f},{bottom - curve_height * part / most_bytes:.1f}"
-                       for i, part in enumerate(step["memory"]) for side in (0, 1)]
+                       for i, part in enumerate(step.memory) for side in (0, 1)]
             points = " ".join([f"{left},{bottom}", *heights, f"{left + wide:.1f},{bottom}"])
             out.append(f'<text x="{left - 8}" y="{bottom - 14}" text-anchor="end">memory</text>'
                        f'<text x="{left - 8}" y="{bottom - 1}" text-anchor="end">≤ {megabytes(step)}</text>'
@@ -128,22 +120,21 @@ def svg(rows, title):
 
 def on_two_hosts(result):
     """The result of make network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
-    c = result["conditions"]
-    rows = [(row["name"], row["timeline"][0]) for row in result["rows"] if row["name"] in catalogue.LADDER
-            and "timeline" in row]
-    return rows, (f"One step on rank 0 of {c['hosts']} hosts, {c['rate']}: {c['model']}, {c['batch_size']} x "
-                  f"{c['sequence_length']}")
+    c = result.conditions
+    rows = [(row.name, row.timeline[0]) for row in result.rows if row.name in catalogue.LADDER and row.timeline]
+    return rows, (f"One step on rank 0 of {c.hosts} hosts, {c.rate}: {c.model}, {c.batch_size} x "
+                  f"{c.sequence_length}")
 
 
 def two_hosts_picture(results):
     """Of results of make network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
-    rows, title = on_two_hosts(drawn) if (drawn := to_draw(results)) else ([], "")
+    rows, title = on_two_hosts(drawn) if (drawn := rates.to_draw(results)) else ([], "")
     return svg(rows, title) if rows else ""
 
 
 def planned_steps(result):
     """-> rows and title for timeline.svg and timeline.text: those that don't take four times as long as the fastest."""
-    c, steps = result["conditions"], {row["name"]: row["step"] for row in result["rows"]}
-    longest = 4 * min(step["seconds"] for step in steps.values())
-    return [(name, step) for name, step in steps.items() if step["seconds"] <= longest], (
-        f"One step on rank 0 of {c['world']}, modelled: {c['model']}, {c['batch_size']} x {c['sequence_length']}")
+    c, steps = result.conditions, {row.name: row.step for row in result.rows}
+    longest = 4 * min(step.seconds for step in steps.values())
+    return [(name, step) for name, step in steps.items() if step.seconds <= longest], (
+        f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")

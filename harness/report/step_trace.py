@@ -8,12 +8,12 @@ def trace(rows):
     events = []
     for process, (name, step) in enumerate(rows):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        messages = [(message["start"], message["end"], f"{message['kind']} {message['bytes']} bytes", message["kind"])
-                    for message in step["communication"]]
-        phases = [(start, end, phase, "phases") for phase, start, end in step["phases"]]
-        computes = [(start, end, "computes", "computes") for start, end in step["busy"]]
-        events += [{"ph": "C", "name": "memory", "pid": process, "ts": i / MEMORY_PARTS * step["seconds"] * 1e6,
-                    "args": {"bytes": n_bytes}} for i, n_bytes in enumerate(step.get("memory", []))]
+        messages = [(message.start, message.end, f"{message.kind} {message.bytes} bytes", message.kind)
+                    for message in step.communication]
+        phases = [(start, end, phase, "phases") for phase, start, end in step.phases]
+        computes = [(start, end, "computes", "computes") for start, end in step.busy]
+        events += [{"ph": "C", "name": "memory", "pid": process, "ts": i / MEMORY_PARTS * step.seconds * 1e6,
+                    "args": {"bytes": n_bytes}} for i, n_bytes in enumerate(step.memory)]
         threads = {}
         for start, end, what, lane in phases + computes + messages:
             thread = threads.setdefault(lane, len(threads))

@@ -3,40 +3,39 @@
 from html import escape
 
 from harness.report.ticks import round_step
-from harness.rows import catalogue
-from harness.rows.bucket_sizes import PEERS, SIZES, STAGE_4, base_of, median, size_of
+from harness.rows.bucket_sizes import DEFAULT_MB, PEERS, SIZES, STAGE_4
+from harness.rows.choice import ONE_PARAMETER
 
 COLOURS = {STAGE_4: "#3a9d5d", **dict(zip(PEERS, ("#4a90d9", "#d9822b", "#9b59b6", "#999999")))}
 
 
 def curves(rows):
     """Rows of a sweep -> {base: [(place of the size on the axis, ms), …]}; the axis has the places of SIZES."""
-    places = {size_of(catalogue.sized_name(STAGE_4, size)): place for place, size in enumerate(SIZES)}
-    places["default"] = places["25 MB"]  # of DDP
     found = {}
     for row in rows:
-        if row.get("step_ms"):
-            found.setdefault(base_of(row["name"]), []).append((places[size_of(row["name"])], median(row)))
+        if row.rounds_ms:
+            place = SIZES.index(DEFAULT_MB if row.bucket_mb is None else row.bucket_mb)
+            found.setdefault(row.base, []).append((place, row.median_ms))
     return {base: sorted(points) for base, points in found.items()}
 
 
 def picture(results):
     """Results of make network at several rates -> SVG of their sweeps, "" where there is none."""
-    swept = sorted((result for result in results if "sweep" in result),
-                   key=lambda result: result["conditions"]["bits_per_second"])
+    swept = sorted((result for result in results if result.sweep),
+                   key=lambda result: result.conditions.bits_per_second)
     out, left, wide, high, panel = [], 60, 380, 220, 500
     for number, result in enumerate(swept):
-        found = curves(result["sweep"]["rows"])
+        found = curves(result.sweep.rows)
         most = 1.05 * max(ms for points in found.values() for _, ms in points)
         x0, step = left + number * panel, round_step(most)
-        out.append(f'<text x="{x0}" y="16" class="title">{escape(result["conditions"]["rate"])}: ms a step, by size of '
+        out.append(f'<text x="{x0}" y="16" class="title">{escape(result.conditions.rate)}: ms a step, by size of '
                    "bucket</text>")
         for tick in range(int(most / step) + 1):
             y = 30 + high - high * tick * step / most
             out.append(f'<path d="M{x0} {y:.1f}h{wide}" class="grid"/><text x="{x0 - 6}" y="{y + 4:.1f}" '
                        f'text-anchor="end">{tick * step:g}</text>')
         for place, size in enumerate(SIZES):
-            label = "1 par." if size == catalogue.ONE_PARAMETER else f"{size:g}"
+            label = "1 par." if size == ONE_PARAMETER else f"{size:g}"
             out.append(f'<text x="{x0 + wide * place / (len(SIZES) - 1):.0f}" y="{48 + high}" text-anchor="middle">'
                        f"{label}</text>")
         out.append(f'<text x="{x0 + wide}" y="{64 + high}" text-anchor="end">MiB</text>')

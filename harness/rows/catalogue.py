@@ -1,11 +1,12 @@
 """The rows: each way to train by its name, with what it must agree with, send and hold."""
 
 import functools
-import re
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from harness.rows.choice import Choice
 from harness.rows.formulas import (
     replicated,
     replicated_and_two_pieces,
@@ -37,8 +38,6 @@ from harness.rows.ways import (
     stage_with_prefetch,
 )
 
-ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
-
 
 class Way(NamedTuple):
     """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
@@ -47,7 +46,7 @@ class Way(NamedTuple):
     `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
     hold for a parameter after a step, its gradient included. `starts_apart`: the constructor broadcasts the weights
     from rank 0, which is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds
-    what a row of this dtype must agree with.
+    what a row of this dtype must agree with. `sized(bucket_cap_mb)` -> build, where a row has buckets.
     """
     name: str
     kind: str
@@ -92,7 +91,7 @@ ROWS = [
 ]
 REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
 # The reference and the four stages by themselves: what one picture shows.
-LADDER = [REFERENCE, *(row.name for row in ROWS if row.name.startswith("stage") and row.dtype == "float32")]
+LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"]
 # What each half of stage 4's overlap buys: rows of make network.
 APART = [
     row_of_stage_4("stage 4 neither", functools.partial(leaves_late, False)),
@@ -120,19 +119,12 @@ PLANNED = [
 ]
 
 
-def find(name):
-    """The row of that name. "ddp, 2 MB buckets", and "ddp, one-parameter buckets", are row "ddp" with such buckets."""
-    for row in [*ROWS, *APART, *PLANNED]:
-        if name == row.name:
-            return row
-        size = re.fullmatch(rf"{re.escape(row.name)}, (?:(one-parameter)|([\d.]+) MB) buckets", name)
-        if size and row.sized:
-            cap_mb = ONE_PARAMETER if size[1] else float(size[2])
-            kind = "peer" if row.kind == "reference" else row.kind
-            return row._replace(name=name, kind=kind, build=row.sized(cap_mb))
-    raise LookupError(f"there is no row {name!r}")
-
-
-def sized_name(name, cap_mb):
-    """How the row `name` is called with buckets of `cap_mb` MiB: see `find`."""
-    return f"{name}, {'one-parameter' if cap_mb == ONE_PARAMETER else f'{cap_mb:g} MB'} buckets"
+def find(base, bucket_mb=None):
+    """The row of that name -> Way, with buckets of `bucket_mb` MiB; None: of its default size."""
+    way = next((way for way in [*ROWS, *APART, *PLANNED] if way.name == base), None)
+    if way is None or bucket_mb is not None and way.sized is None:
+        raise LookupError(f"there is no row {Choice(base, bucket_mb).name!r}")
+    if bucket_mb is None:
+        return way
+    kind = "peer" if way.kind == "reference" else way.kind
+    return way._replace(kind=kind, build=way.sized(bucket_mb))

@@ -29,8 +29,7 @@ from checkpoint.convert import convert
 from checkpoint.folder import LOCK
 from checkpoint.rank_files import whole
 from harness.measure.memory import Memory
-from tests.common import OPTIMIZERS, STAGES, Net, Replicated
-from tests.common import assert_same, batch, loss_of, optimizer_of, trainable
+from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
 
 SHARDED = STAGES[2:]
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, in any phase of a save or a load, ends all of them, with one line, within seconds."""
+"""Whatever goes wrong on one rank, in any phase of a save or a load, ends all of them, with one line, in seconds."""
 
 import errno
 import os

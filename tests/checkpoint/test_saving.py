@@ -121,7 +121,8 @@ def test_what_lies_in_the_place_of_the_lock_is_not_waited_for_and_not_followed(w
     model = torch.nn.Linear(3, 3)
     with pytest.raises(checkpoint.CheckpointError, match=f"{LOCK} is no regular file: remove it"):
         checkpoint.save(tmp_path / "run" / "step-9", model, torch.optim.AdamW(model.parameters()))
-    assert elsewhere.exists() == (what == "a link to a file") and [path.name for path in lock.parent.iterdir()] == [LOCK]
+    assert elsewhere.exists() == (what == "a link to a file")
+    assert [path.name for path in lock.parent.iterdir()] == [LOCK]
 
 
 def test_the_lock_stays_when_its_holder_copies_the_folder(tmp_path):
@@ -314,7 +315,7 @@ def missing(rank, stage, folder, where):
             stop()
         else:
             patch.setattr(writing, "write_rank_file" if where == "writes" else "collect", stop)
-            with pytest.raises(Exception):
+            with pytest.raises((RuntimeError, checkpoint.CheckpointError)):  # rank 0 has gone on
                 checkpoint.save(folder / "one", model, optimizer)
         dist.barrier()
 

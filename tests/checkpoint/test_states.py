@@ -15,9 +15,9 @@ import checkpoint
 from checkpoint import convert as converts
 from checkpoint import full_state_dict, load_full_state_dict, reshard
 from checkpoint.convert import FORMATS
+from tests.checkpoint.test_checkpoint import SHARDED
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
-from tests.checkpoint.test_checkpoint import SHARDED
 
 
 class Keeps(torch.optim.Optimizer):
@@ -157,7 +157,7 @@ def carried(rank, stage, cls, path):
         runs.append(made(rank, stage, cls))
         train(rank, *runs[-1], range(4))
         reshard(runs[-1][1], None)
-    for one, its_optimizer in runs:
+    for _, its_optimizer in runs:
         assert equal(full_state_dict(its_optimizer, to_all=True)["state"], full["state"])
     train(rank, plain_model, plain, (4, 5))
     for one, its_optimizer in runs:

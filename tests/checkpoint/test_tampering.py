@@ -19,8 +19,8 @@ import checkpoint
 from checkpoint import full_state_dict, reading, writing
 from checkpoint import manifest as manifests
 from checkpoint.folder import LOCK
-from tests.common import STAGES
 from tests.checkpoint.test_checkpoint import Exploit, a_run, equal, step_alike
+from tests.common import STAGES
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 WEIGHT, MOMENT = "model.embed.weight", "optimizer.state.embed.weight.exp_avg"

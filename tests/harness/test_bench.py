@@ -1,7 +1,7 @@
 """bench.py: the json that it promises, counts that equal the formulas, and no time for what is wrong."""
 
 import contextlib
-import json
+import functools
 import os
 import resource
 import shutil
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness.measure import accumulation, any_ranks, conditions, every_row, examine, step_time
+from harness.measure import accumulation, any_ranks, conditions, every_row, examine, host_time, step_time
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
 from harness.measure.played_rank import rank_0_of
@@ -25,43 +26,47 @@ from harness.measure.setup import Settings, adamw, make_batches, make_model
 from harness.report import terminal
 from harness.report.conditions_line import conditions_line
 from harness.report.step_picture import PARAMETERS
-from harness.rows import catalogue
+from harness.rows import catalogue, saved
+from harness.rows.choice import Choice
+from harness.rows.results import Result, Row
 from harness.run import files
 from harness.train.gpt import GPT, MODELS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
+pytestmark = pytest.mark.slow
+
+NOTHING = Result(None, [])
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """Of bench.py in this process, whose ranks then start at once."""
+    """Of bench.py in this process, whose ranks then start at once. Host time: of few tensors."""
     path = tmp_path_factory.mktemp("results") / "bench.json"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", ["bench.py", *NANO, "--json", str(path)])
+        short = functools.partial(host_time.measure_ranks, n_tensors=40, n_steps=1)
+        patch.setattr(host_time, "measure_ranks", short)
         bench.main()
     assert not end.value.code
-    return json.loads(path.read_text())
+    return saved.from_json(Result, path.read_text())
 
 
-def test_schema(result):
-    keys = {"name", "kind", "step_ms", "vs_reference", "collectives", "wire_bytes", "wire_bytes_theory", "memory_bytes"}
-    keys |= {"bytes_per_param", "bytes_per_param_theory", "max_abs_diff", "peak_bytes", "held_bytes"}
-    keys |= {"activation_bytes"}
-    assert set(result) == {"conditions", "rows", "model_state", "gathered", "host", "caps"}
-    for row in result["rows"]:
-        assert keys <= set(row), row["name"]
-        assert set(row["step_ms"]) == {"median", "min", "max", "rounds"}
-        assert {"model", "optimizer", "backward", "step", "peak"} <= set(row["memory_bytes"])
-        assert list(row["peak_bytes"]) == ["build", "forward", "backward", "step"]
-        assert list(row["held_bytes"]) == ["parameters", "gradients", "state", "buffers"]
-        assert row["kind"] in ("floor", "reference", "stage", "peer", "noise")
-        assert [set(step) for step in row["timeline"]] == [{"exposed_seconds"}] * 2
-    kinds = [row["kind"] for row in result["rows"]]
+def test_every_row_has_every_figure(result):
+    for row in result.rows:
+        assert row.rounds_ms and row.vs_reference and row.error is None, row.name
+        assert None not in (row.wire_bytes, row.wire_bytes_theory, row.bytes_per_param, row.bytes_per_param_theory)
+        assert {"model", "optimizer", "backward", "step", "peak"} <= set(row.memory_bytes) and row.activation_bytes
+        assert list(row.peak_bytes) == ["build", "forward", "backward", "step"]
+        assert list(row.held_bytes) == ["parameters", "gradients", "state", "buffers"]
+        assert row.kind in ("floor", "reference", "stage", "peer", "noise")
+        assert [step.seconds for step in row.timeline] == [None] * 2  # of the recorded step the exposed time is kept
+    kinds = [row.kind for row in result.rows]
     assert kinds.count("reference") == kinds.count("noise") == 1
     assert kinds.count("floor") == 2 and kinds.count("stage") == 7
-    assert {"torch", "backend", "ranks", "model", "batch_size", "dtype", "rounds"} <= set(result["conditions"])
+    assert result.model_state and result.gathered and result.host and result.caps
+    assert (result.conditions.ranks, result.conditions.model, result.conditions.dtype) == (2, "nano", "float32")
 
 
 @pytest.mark.parametrize("device, given, model", [("cuda", None, "medium"), ("cpu", None, "tiny"),
@@ -74,7 +79,7 @@ def test_the_model_is_one_that_shows_something_on_the_device(device, given, mode
             return [device] * 2
     asked = []
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(Ranks()))
-    monkeypatch.setattr(every_row, "measure_rows", lambda workers, settings, *_: asked.append(settings) or {"rows": []})
+    monkeypatch.setattr(every_row, "measure_rows", lambda _, settings, *__: asked.append(settings) or NOTHING)
     monkeypatch.setattr(terminal, "show", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "64",
                                       *(["--model", given] if given else [])])
@@ -99,7 +104,7 @@ def test_a_result_says_of_which_code_it_is(result, tmp_path):
         run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
                              capture_output=True, text=True, check=True, timeout=60)
         return run.stdout.strip()
-    assert result["conditions"]["commit"] == conditions.commit()
+    assert result.conditions.commit == conditions.commit()
     for name in ("code.py", "table.json"):
         (tmp_path / name).write_text("1")
     git("init", "--quiet")
@@ -112,32 +117,31 @@ def test_a_result_says_of_which_code_it_is(result, tmp_path):
     (tmp_path / "code.py").write_text("2")
     assert conditions.commit(tmp_path) == f"{head}+"
     assert conditions.commit(tmp_path / "nowhere") == "unknown"
-    assert f"commit {conditions.commit()}" in conditions_line(result["conditions"])
+    assert f"commit {conditions.commit()}" in conditions_line(result.conditions)
 
 
 def test_the_noise_is_ddp_beside_itself(result):
-    rounds = {row["kind"]: row["step_ms"]["rounds"] for row in result["rows"]}
-    assert result["conditions"]["noise"] == [one / other for one, other in zip(rounds["noise"], rounds["reference"])]
+    rounds = {row.kind: row.rounds_ms for row in result.rows}
+    assert result.conditions.noise == [one / other for one, other in zip(rounds["noise"], rounds["reference"])]
 
 
 def test_whoever_sends_nothing_has_nothing_exposed(result):
-    exposed = {row["name"]: [step["exposed_seconds"] for step in row["timeline"]] for row in result["rows"]}
-    assert exposed["compute only"] == [0, 0]
+    assert [step.exposed_seconds for step in result.find("compute only").timeline] == [0, 0]
 
 
 def test_no_stage_differs_from_ddp(result):
-    assert [row["max_abs_diff"] for row in result["rows"] if row["kind"] == "stage"] == [0.0] * 7
+    assert [row.max_abs_diff for row in result.rows if row.kind == "stage"] == [0.0] * 7
 
 
 def test_what_is_counted_is_what_the_formula_says(result):
     """Up to what the formulas leave out: scalars (step counts, flags of used parameters) and padding."""
-    for row in result["rows"]:
-        theory, slack = row["wire_bytes_theory"], 8 * 32  # 30 parameters
-        if "reduce_scatter" in row["collectives"]:  # gloo's is an all-reduce underneath
-            theory += row["wire_bytes_theory"] / {"fsdp2 reshard": 3}.get(row["name"], 2)  # one trip more
-        assert row["wire_bytes"] == pytest.approx(theory, rel=0.01, abs=slack), row["name"]
-        assert row["bytes_per_param"] == pytest.approx(row["bytes_per_param_theory"], rel=0.005), row["name"]
-        assert row["message_bytes"].keys() == row["collectives"].keys()
+    for row in result.rows:
+        theory, slack = row.wire_bytes_theory, 8 * 32  # 30 parameters
+        if "reduce_scatter" in row.collectives:  # gloo's is an all-reduce underneath
+            theory += row.wire_bytes_theory / {"fsdp2 reshard": 3}.get(row.name, 2)  # one trip more
+        assert row.wire_bytes == pytest.approx(theory, rel=0.01, abs=slack), row.name
+        assert row.bytes_per_param == pytest.approx(row.bytes_per_param_theory, rel=0.005), row.name
+        assert row.message_bytes.keys() == row.collectives.keys()
 
 
 HELD = {  # times the bytes of all parameters, in fp32, on 2 ranks: parameters, gradients, state
@@ -149,30 +153,30 @@ HELD = {  # times the bytes of all parameters, in fp32, on 2 ranks: parameters, 
 
 def test_what_is_held_is_of_the_kinds_that_the_formulas_have(result):
     """The kinds add up to what was counted before they were told apart; activations are those of the same model."""
-    numel, rows = result["conditions"]["parameters"], {row["name"]: row for row in result["rows"]}
+    numel, rows = result.conditions.parameters, {row.name: row for row in result.rows}
     for name, shares in HELD.items():
-        *held, buffers = rows[name]["held_bytes"].values()
+        *held, buffers = rows[name].held_bytes.values()
         assert [n_bytes / (4 * numel) for n_bytes in held] == pytest.approx(shares, rel=0.03), name  # padding, shares
-        assert sum(held) + buffers == pytest.approx(rows[name]["bytes_per_param"] * numel, rel=0.01), name
-        assert rows[name]["activation_bytes"] == pytest.approx(rows["compute only"]["activation_bytes"], rel=0.1), name
-    assert {name for name in HELD if rows[name]["held_bytes"]["buffers"] > 0.05 * 4 * numel} == {
+        assert sum(held) + buffers == pytest.approx(rows[name].bytes_per_param * numel, rel=0.01), name
+        assert rows[name].activation_bytes == pytest.approx(rows["compute only"].activation_bytes, rel=0.1), name
+    assert {name for name in HELD if rows[name].held_bytes["buffers"] > 0.05 * 4 * numel} == {
         "compute + bytes", "stage 4 overlap"}
 
 
 def test_a_peak_is_within_its_phase(result):
     """No less than what is held meanwhile, and the largest is that of the whole: only the first step may have more."""
-    for row in result["rows"]:
-        peaks, held = row["peak_bytes"], sum(row["held_bytes"].values())
-        assert peaks["step"] >= 0.99 * held and max(peaks.values()) <= row["memory_bytes"]["peak"], row["name"]
-        assert peaks["forward"] >= row["held_bytes"]["state"] + row["activation_bytes"], row["name"]
-        assert peaks["build"] >= 0.99 * row["held_bytes"]["parameters"], row["name"]
-        if row["name"].startswith("fsdp2"):  # whole parameters are there in the passes only
+    for row in result.rows:
+        peaks, held = row.peak_bytes, sum(row.held_bytes.values())
+        assert peaks["step"] >= 0.99 * held and max(peaks.values()) <= row.memory_bytes["peak"], row.name
+        assert peaks["forward"] >= row.held_bytes["state"] + row.activation_bytes, row.name
+        assert peaks["build"] >= 0.99 * row.held_bytes["parameters"], row.name
+        if row.base in ("fsdp2", "fsdp2 reshard"):  # whole parameters are there in the passes only
             assert peaks["step"] < peaks["forward"] and peaks["step"] < peaks["backward"]
 
 
 def examined_and_counted(rank, settings, name):
     """-> what `examine` says of a row, and what a counter without kinds says of the same steps."""
-    found, batches = examine.examine(rank, settings, name), make_batches(settings, rank)
+    (found, _), batches = examine.examine(rank, settings, name), make_batches(settings, rank)
     with Memory(rank.device) as memory:
         training = catalogue.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in batches[:2]:
@@ -181,7 +185,7 @@ def examined_and_counted(rank, settings, name):
             training.update()
             training.finish()
         held = memory.settled()
-    return sum(found["held_bytes"].values()), held
+    return sum(found.held_bytes.values()), held
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -192,7 +196,7 @@ def test_the_kinds_are_all_that_is_held(run, name):
 
 
 def test_collectives(result):
-    counted = {row["name"]: row["collectives"] for row in result["rows"]}
+    counted = {row.name: row.collectives for row in result.rows}
     assert counted["stage 1 naive broadcast"] == {"all_reduce": 1, "broadcast": 2}
     assert counted["stage 2 all-gather"] == {"all_reduce": 1, "all_gather": 1}
     assert counted["stage 3 grad buffer"] == {"reduce_scatter": 1, "all_gather": 1}
@@ -207,13 +211,13 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     right = stage.read_text()
     stage.write_text(right.replace("/= self.world_size", "/= self.world_size + 1"))
     assert stage.read_text() != right
-    command = [sys.executable, "bench.py", *NANO, "--rows", "stage 2 all-gather", "--json", "wrong.json"]
+    command = [sys.executable, "bench.py", *NANO, "--quick", "--rows", "stage 2 all-gather", "--json", "wrong.json"]
     run = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=120)
     assert run.returncode == 1, run.stderr
-    rows = {row["name"]: row for row in json.loads((tmp_path / "copy" / "wrong.json").read_text())["rows"]}
-    wrong = rows["stage 2 all-gather"]
-    assert not wrong.get("step_ms") and "error" in wrong
-    assert rows["ddp"]["step_ms"]["median"] > 0
+    result = saved.from_json(Result, (tmp_path / "copy" / "wrong.json").read_text())
+    wrong = result.find("stage 2 all-gather")
+    assert not wrong.rounds_ms and wrong.error
+    assert result.find("ddp").median_ms > 0
 
 
 @pytest.mark.parametrize(
@@ -236,28 +240,25 @@ def test_bad_input_is_one_line(args, message):
 
 
 def test_a_row_is_that_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent():
-    def part(n):
-        return {"memory_bytes": {"model": n, "peak": 10 - n}, "peak_bytes": {"build": 9 - n, "step": n},
-                "held_bytes": {"state": n, "buffers": 5 - 2 * n}, "activation_bytes": n,
-                "wire_bytes": n, "bytes_per_param": n / 2, "other": n}
-    assert every_row.over_ranks([part(1), part(4)]) == {
-        "memory_bytes": {"model": 4, "peak": 9}, "peak_bytes": {"build": 8, "step": 4},
-        "held_bytes": {"state": 1, "buffers": 3}, "activation_bytes": 4,
-        "wire_bytes": 2, "bytes_per_param": 1.25, "other": 1}
+    def of_rank(n):
+        return Row("ddp", memory_bytes={"model": n, "peak": 10 - n}, peak_bytes={"build": 9 - n, "step": n},
+                   held_bytes={"state": n, "buffers": 5 - 2 * n}, activation_bytes=n, wire_bytes=n,
+                   bytes_per_param=n / 2, max_abs_diff=n)
+    assert every_row.over_ranks([of_rank(1), of_rank(4)]) == Row(
+        "ddp", memory_bytes={"model": 4, "peak": 9}, peak_bytes={"build": 8, "step": 4},
+        held_bytes={"state": 1, "buffers": 3}, activation_bytes=4, wire_bytes=2, bytes_per_param=1.25, max_abs_diff=1)
 
 
 def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
-    row = {}
-    every_row.add_times(row, [100, 400, 900], [100, 200, 100])
-    assert row["step_ms"] == {"median": 400, "min": 100, "max": 900, "rounds": [100, 400, 900]}
-    assert row["vs_reference"] == 2
+    row = Row("fsdp2", rounds_ms=[100, 400, 900])
+    assert row.over(Row("ddp", rounds_ms=[100, 200, 100])) == 2 and row.median_ms == 400
 
 
 @pytest.mark.parametrize("kind, error, is_wrong", [
     ("stage", None, False), ("stage", "it failed", True), ("peer", "it failed", False), ("peer", "wrong: by 1", True)])
 def test_what_ends_with_1(kind, error, is_wrong):
-    row = {"kind": kind, **({"error": error} if error else {})}
-    assert every_row.is_wrong({"rows": [{"kind": "floor"}, row]}) == is_wrong
+    rows = [Row("compute only", kind="floor"), Row("fsdp2", kind=kind, error=error)]
+    assert every_row.is_wrong(Result(None, rows)) == is_wrong
 
 
 class Recorded:
@@ -265,31 +266,31 @@ class Recorded:
     world_size = 2
 
     def __init__(self, movement=1.0, difference=0.0):
-        self.examined = {"movement": movement, "max_abs_diff": difference}
-        self.timed = []
+        self.movement, self.difference, self.timed = movement, difference, []
 
-    def run(self, function, settings, *args):
+    def run(self, function, settings, *choice):
         if function is conditions.describe:
-            return [{}] * 2
+            return [SimpleNamespace()] * 2
         if function is examine.examine:
-            return [{**self.examined, "memory_bytes": {}, "peak_bytes": {}, "held_bytes": {}, "activation_bytes": 0,
-                     "wire_bytes": 0, "bytes_per_param": 0}] * 2
-        self.timed.append(*args)
+            row = Row(*choice, kind="peer", max_abs_diff=self.difference, activation_bytes=0, wire_bytes=0,
+                      bytes_per_param=0)
+            return [(row, self.movement)] * 2
+        self.timed.append(Choice(*choice))
         return [len(self.timed)] * 2
 
 
 def test_no_row_always_comes_first():
-    names, ranks = ["ddp", "stage 1 naive broadcast", "fsdp2"], Recorded()
-    every_row.measure_rows(ranks, Settings("nano", 1, 1, 3, 1), names)
-    assert ranks.timed == [*names, *names[1:], names[0], *names[2:], *names[:2]]
+    choices, ranks = [Choice("ddp"), Choice("stage 1 naive broadcast"), Choice("ddp", 2)], Recorded()
+    every_row.measure_rows(ranks, Settings("nano", 1, 1, 3, 1), choices)
+    assert ranks.timed == [*choices, *choices[1:], choices[0], *choices[2:], *choices[:2]]
 
 
 @pytest.mark.parametrize("found, reason", [({"movement": 0.0}, "wrong: its weights did not move"),
                                            ({"difference": 1.0}, "wrong: a parameter differs from ddp's by 1.0e+00")])
 def test_what_is_wrong_is_not_timed(found, reason):
     ranks = Recorded(**found)
-    result = every_row.measure_rows(ranks, Settings("nano", 1, 1, 3, 1), ["ddp", "fsdp2"])
-    assert ranks.timed == [] and all(row["error"].startswith(reason) for row in result["rows"])
+    result = every_row.measure_rows(ranks, Settings("nano", 1, 1, 3, 1), [Choice("ddp"), Choice("fsdp2")])
+    assert ranks.timed == [] and all(row.error.startswith(reason) for row in result.rows)
 
 
 def slow_rank(rank, settings):
@@ -318,13 +319,13 @@ def test_a_time_is_that_of_the_slowest_rank_until_all_has_arrived(run, world_siz
 @pytest.mark.parametrize("world_size", [3])
 def test_a_right_row_in_16_bits_is_right_on_three_ranks(run, world_size):
     """A third is rounded: the reference must divide as stage 4 does."""
-    for found in run(examine.examine, Settings("nano", 2, 16, 1, 1), "stage 4 overlap bf16"):
-        assert found["max_abs_diff"] == 0 and found["movement"] > 0
+    for found, movement in run(examine.examine, Settings("nano", 2, 16, 1, 1), "stage 4 overlap bf16"):
+        assert found.max_abs_diff == 0 and movement > 0
 
 
 def without_broadcast(rank, settings, name):
     with mock.patch.object(dist, "broadcast"):
-        return examine.examine(rank, settings, name)["max_abs_diff"]
+        return examine.examine(rank, settings, name)[0].max_abs_diff
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -335,7 +336,7 @@ def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
 
 def gradients_sent(rank, settings, in_no_sync):
     with Ledger() as ledger:
-        accumulation.time_accumulation(rank, settings, "stage 4 overlap", 4, in_no_sync)
+        accumulation.time_accumulation(rank, settings, Choice("stage 4 overlap"), 4, in_no_sync)
     return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
 
 
@@ -359,16 +360,16 @@ def gathered_elements(rank, stage):
 @pytest.mark.parametrize("world_size", [4])
 def test_what_is_gathered_is_what_was_shared_out(run, world_size):
     """On 4 ranks stage 2 gathers 3 % of padding."""
-    for row, package in zip(any_ranks.gathered(Settings("nano", 2, 16, 1, 1)), any_ranks.GATHERED):
-        assert run(gathered_elements, package.__name__) == [row["over_numel"][world_size]] * world_size, row["name"]
-        assert row["over_numel"][world_size] > 1.03 or package is not stage2_allgather
-        assert row["over_numel"][1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
+    for row, (_, package, _) in zip(any_ranks.gathered(Settings("nano", 2, 16, 1, 1)), any_ranks.GATHERED):
+        assert run(gathered_elements, package.__name__) == [row.over_numel[world_size]] * world_size, row.name
+        assert row.over_numel[world_size] > 1.03 or package is not stage2_allgather
+        assert row.over_numel[1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
 
 
 def test_the_model_state_is_that_of_the_formula(result):
     """Up to padding, which is much in a tiny model: at one rank there is little of it."""
-    for row in result["model_state"]:
-        assert row["bytes_per_param"]["1"] == pytest.approx(row["bytes_per_param_theory"]["1"], rel=0.02), row["name"]
+    for row in result.model_state:
+        assert row.bytes_per_param[1] == pytest.approx(row.bytes_per_param_theory[1], rel=0.02), row.name
 
 
 def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, capsys):
@@ -377,12 +378,12 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, 
         raise BrokenPipeError
     path = tmp_path / "[a]" / "bench.json"
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(every_row, "measure_rows", lambda *_: {"rows": []})
+    monkeypatch.setattr(every_row, "measure_rows", lambda *_: NOTHING)
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
     monkeypatch.setattr(terminal, "show", broken_pipe)
     with pytest.raises(BrokenPipeError):
         bench.main()
-    assert json.loads(path.read_text()) == {"rows": []}
+    assert path.read_text() == saved.to_json(NOTHING)
     monkeypatch.setattr(terminal, "show", lambda _: None)
     with pytest.raises(SystemExit):
         bench.main()
@@ -404,7 +405,7 @@ def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_pat
     path, shown = tmp_path / "bench.json", []
     path.write_text("before")
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(every_row, "measure_rows", lambda *_: {"rows": [], "long": "x" * 1000})
+    monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(None, [Row("x" * 1000)]))
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
     monkeypatch.setattr(terminal, "show", shown.append)
     with pytest.raises(SystemExit) as end, full_disk():

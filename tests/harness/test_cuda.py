@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 
 def test_rows_and_bytes():
     result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024, host_steps=1)
-    assert [(row["stage"], row["d"]) for row in result["rows"]] == [
+    assert [(row.stage, row.d) for row in result.rows] == [
         ("fused AdamW", 1), *((stage, d) for stage in gpu_step.STAGES for d in (1, 8))]
     numel = sum(param.numel() for param in GPT(MODELS["nano"]).parameters())
-    for row in result["rows"]:
-        assert row["bytes_per_s"] * row["step_ms"] / 1000 * row["d"] == pytest.approx(28 * numel)
-        assert row["allocations"] == 0 and row["peak_bytes"] is None
+    for row in result.rows:
+        assert row.bytes_per_s * row.step_ms / 1000 * row.d == pytest.approx(28 * numel)
+        assert row.allocations == 0 and row.peak_bytes is None
     text = sheet_text(gpu_sheet(result))
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 
@@ -38,7 +38,7 @@ def test_an_out_of_memory_is_a_result(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     monkeypatch.setattr(gpu_step, "time_steps", fails)
     result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1,), copied_bytes=1024, host_steps=1)
-    assert all("out of memory" in row["error"] for row in result["rows"])
+    assert all("out of memory" in row.error for row in result.rows)
     assert "out of memory" in sheet_text(gpu_sheet(result))
 
 

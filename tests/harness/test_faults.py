@@ -22,12 +22,16 @@ from harness.faults.file_operations import kills_at_operations
 from harness.faults.final_state import final_state
 from harness.faults.random_kills import random_kills
 from harness.faults.training_run import Run
+from harness.rows import saved
+from harness.rows.fault_results import FaultResult, Stop
 from harness.run.workers import WorkerError
 from harness.train import run_folder, stop_signal
 from harness.train.checkpoints import Checkpoints
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
+
+pytestmark = pytest.mark.slow
 
 NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
 SEQUENCES = 12  # a step, whatever the number of ranks
@@ -154,8 +158,8 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
 
 
 def test_random_kills_lose_nothing(tmp_path):
-    """The short version of make faults."""
-    assert random_kills(stage=4, ranks=2, kills=2, seed=1, folder=tmp_path)["kills"] == 2
+    """The short version of make faults, which kills ten times."""
+    assert random_kills(stage=4, ranks=2, kills=1, seed=1, folder=tmp_path).kills == 1
 
 
 STATE = {"weight": torch.zeros(2), "weight exp_avg": torch.ones(2)}
@@ -193,7 +197,7 @@ def test_what_is_lost_is_found(resumed, killed, message, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "final_state", lambda folder, _: killed if folder.name == "killed" else STATE)
     monkeypatch.setattr(kills, "LONGEST_S", 0)
     with pytest.raises(AssertionError, match=f"{message}$") if message else nullcontext():
-        assert random_kills(stage=4, ranks=2, kills=1, seed=0, folder=tmp_path)["tensors"] == 2
+        assert random_kills(stage=4, ranks=2, kills=1, seed=0, folder=tmp_path).tensors == 2
 
 
 def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
@@ -206,9 +210,9 @@ def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
     assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
 
 
-def test_a_rank_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
-    """Files are written, synced and renamed, and an old checkpoint is removed."""
-    assert kills_at_operations(STAGES[2], 2, tmp_path) >= 15
+def test_a_rank_killed_at_some_file_operations_of_a_save_loses_nothing(tmp_path):
+    """Files are written, synced and renamed, and an old checkpoint is removed. At all of them: make faults."""
+    assert kills_at_operations(STAGES[2], 2, tmp_path, every=5) >= 4
 
 
 @pytest.mark.parametrize("newest, begin, found, kept, message", [
@@ -273,18 +277,22 @@ def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path
     monkeypatch.setattr(run_folder, "complete", lambda folder: [40, 20])
     with pytest.raises(AssertionError, match=message) if message else nullcontext():
         (row,) = scenarios.two_runs(4, 2, tmp_path)
-        assert row["end"] == "2 whole" and row["seen"] == ("one refused" if any(codes) else "both finished")
+        assert row.end == "2 whole" and row.seen == ("one refused" if any(codes) else "both finished")
 
 
 def test_a_shorter_loop_of_kills_does_not_replace_a_longer_one(tmp_path):
     path = tmp_path / "faults.json"
-    new = {"kills": 2, "seed": 1, "scenarios": "new", "journey": "new"}
+
+    def loop(kills, **more):
+        return FaultResult(kills=kills, while_saving=0, steps=1, tensors=1, stage=4, ranks=2, save_every=20, torch="",
+                           date="", seed=kills, **more)
+    new = loop(2, journey=[Stop(1, "new", 1.0, 1.0)])
     assert command.with_the_longest_loop(new, path) == new
-    for text in ("", "[]", '{"kills": 2}', '{"kills": null}'):
+    for text in ("", "[]", '{"kills": 2}', '{"schema": 1, "kills": null}', saved.to_json(loop(2))):
         path.write_text(text)
         assert command.with_the_longest_loop(new, path) == new
-    path.write_text('{"kills": 3, "seed": 0, "journey": "old"}')
-    assert command.with_the_longest_loop(new, path) == {**new, "kills": 3, "seed": 0}
+    path.write_text(saved.to_json(loop(3, journey=[Stop(1, "old", 1.0, 1.0)])))
+    assert command.with_the_longest_loop(new, path) == loop(3, journey=new.journey)
 
 
 @pytest.mark.parametrize("args", [["--kills", "0"], ["--stage", "5"]], ids=str)

@@ -15,6 +15,8 @@ from harness.run import devices, lost_ranks
 from harness.run.workers import WorkerError, Workers, event
 from tests.ranks import hears_ctrl_c
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

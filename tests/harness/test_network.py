@@ -1,5 +1,6 @@
 """make network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,9 +14,13 @@ import pytest
 
 from harness.measure import accumulation, every_row, namespaces, on_each_host, recorder, two_host_options, two_hosts
 from harness.measure.namespaces import Hosts, missing
-from harness.rows import catalogue
+from harness.rows import catalogue, rates, saved
+from harness.rows.choice import Choice
+from harness.rows.results import AccumulatedRow, Result, Row, Sweep
 from harness.run import meeting, signals
 from tests.ranks import hears_ctrl_c
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
@@ -57,39 +62,37 @@ def result(tmp_path_factory):
     assert run.returncode == 0, run.stdout + run.stderr
     assert not set(hosts()) - set(before)
     assert "What the line of 100mbit allows" in run.stdout and "computes" in run.stdout
-    return json.loads(path.read_text())
+    return saved.from_json(Result, path.read_text())
 
 
 @needs_hosts
 def test_network_json_is_like_bench_json(result):
-    assert set(result) == {"conditions", "rows", "other_rates"}
-    assert result["conditions"]["rate"] == "100mbit" and result["conditions"]["bits_per_second"] == 1e8
-    committed = json.loads((ROOT / "results" / "network.json").read_text())
-    others = [committed, *committed.pop("other_rates")]
+    assert result.conditions.rate == "100mbit" and result.conditions.bits_per_second == 1e8
+    others = committed()
     for other in others:
-        recorder.keep_exposed_only(other["rows"])  # the picture is of the lowest rate, and that is this run's
-    assert result["other_rates"] == others
-    names = [row["name"] for row in result["rows"]]
+        rates.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
+    others[0].other_rates = []
+    assert result.other_rates == others
+    names = [row.name for row in result.rows]
     assert names == ["compute only", "ddp", *(row.name for row in catalogue.APART), "stage 4 overlap",
                      "stage 4 overlap bf16"]
-    assert not any("error" in row for row in result["rows"])
-    assert [row["max_abs_diff"] for row in result["rows"][2:]] == [0] * 5  # of ddp, of replicated fp32 copies
-    for row in result["rows"][1:]:  # the interface counts headers too: much around small messages
-        assert row["wire_bytes_theory"] < row["line_bytes"] < 2 * row["wire_bytes_theory"] + 50_000, row["name"]
-    assert result["rows"][0]["line_bytes"] < 50_000
-    wire = {row["name"]: row["wire_bytes"] for row in result["rows"]}
-    assert wire["stage 4 overlap bf16"] < 0.6 * wire["stage 4 overlap"]
+    assert not any(row.error for row in result.rows)
+    assert [row.max_abs_diff for row in result.rows[2:]] == [0] * 5  # of ddp, of replicated fp32 copies
+    for row in result.rows[1:]:  # the interface counts headers too: much around small messages
+        assert row.wire_bytes_theory < row.line_bytes < 2 * row.wire_bytes_theory + 50_000, row.name
+    assert result.rows[0].line_bytes < 50_000
+    assert result.find("stage 4 overlap bf16").wire_bytes < 0.6 * result.find("stage 4 overlap").wire_bytes
 
 
 @needs_hosts
 def test_the_timeline_has_both_ranks_and_what_travelled(result):
-    row = next(row for row in result["rows"] if row["name"] == "stage 4 overlap")
-    assert len(row["timeline"]) == 2
-    for step in row["timeline"]:
-        assert [name for name, _, _ in step["phases"]] == ["forward", "backward", "step"]
-        kinds = {message["kind"] for message in step["communication"]}
+    row = result.find("stage 4 overlap")
+    assert len(row.timeline) == 2
+    for step in row.timeline:
+        assert [name for name, _, _ in step.phases] == ["forward", "backward", "step"]
+        kinds = {message.kind for message in step.communication}
         assert kinds == {"send", "recv", "all_reduce", "broadcast"}
-        assert 0 <= step["exposed_seconds"] <= step["seconds"]
+        assert 0 <= step.exposed_seconds <= step.seconds
 
 
 @needs_hosts
@@ -101,7 +104,7 @@ def test_hosts_share_no_core(result, tmp_path):
             assert made.start(host, sys.executable, "-c", tells, tmp_path / path).wait(timeout=30) == 0
     cores = [set((tmp_path / path).read_text().split()) for path in paths]
     assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
-    assert result["conditions"]["cores_per_host"] == len(cores[0])
+    assert result.conditions.cores_per_host == len(cores[0])
 
 
 @needs_hosts
@@ -116,7 +119,7 @@ def test_the_line_is_held_to_its_rate():
 @needs_hosts
 def test_the_hosts_send_as_the_conditions_say(result):
     """By cubic, and not by what this machine has set."""
-    assert result["conditions"]["tcp"] == "cubic"
+    assert result.conditions.tcp == "cubic"
     with Hosts("12mbit") as made:
         for name, address in zip(made.names, reversed(namespaces.ADDRESSES)):
             shown = subprocess.run(["ip", "-n", name, "route", "get", address], capture_output=True, text=True)
@@ -172,7 +175,8 @@ def test_without_root_it_says_so(monkeypatch):
                                           (["--timeout", "99999999999"], "at most a million"),
                                           (["--rate", "9999999gbit"], "--rate 9999999gbit"),
                                           (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
-                                          (["--tuned", "ddp, two buckets"], "--tuned: there is no row 'ddp, two"),
+                                          (["--tuned", "ddp=two"], "--tuned 'ddp=two': write the name of a row"),
+                                          (["--tuned", "fsdp2=2"], "--tuned: there is no row 'fsdp2, 2 MB"),
                                           (["--json", "/dev/null"], "--json /dev/null: it is no file"),
                                           (["--json", "results/bench.json"], "something else than results of make")])
 def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
@@ -188,7 +192,7 @@ def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
 
 def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tmp_path, monkeypatch):
     path = tmp_path / "network.json"
-    odd = {"conditions": {"rate": "1gbit", "bits_per_second": 1e9}, "rows": [{}], "other_rates": []}
+    odd = {"schema": 1, "conditions": {"rate": "1gbit", "bits_per_second": 1e9}, "rows": [{}], "other_rates": []}
     path.write_text(json.dumps(odd))
     monkeypatch.setattr(sys, "argv", ["network", "--json", str(path)])
     monkeypatch.setattr(two_hosts, "missing", lambda: pytest.fail("it went on"))
@@ -197,9 +201,14 @@ def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tm
     assert end.value.code == 2 and json.loads(path.read_text()) == odd
 
 
+def committed():
+    return saved.from_json(Result, (ROOT / "results" / "network.json").read_text(encoding="utf-8")).at_all_rates()
+
+
 def committed_of_rate(rate):
-    whole = json.loads((ROOT / "results" / "network.json").read_text())
-    return next(r for r in [whole, *whole.pop("other_rates")] if r["conditions"]["rate"] == rate)
+    found = next(result for result in committed() if result.conditions.rate == rate)
+    found.other_rates = []
+    return found
 
 
 def written_after(measured, path, monkeypatch, *options):
@@ -210,8 +219,8 @@ def written_after(measured, path, monkeypatch, *options):
     monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
     with pytest.raises(SystemExit) as end:
         two_hosts.main()
-    found = json.loads(path.read_text())
-    assert not end.value.code and found["conditions"]["rate"] == "300mbit"
+    found = saved.from_json(Result, path.read_text())
+    assert not end.value.code and found.conditions.rate == "300mbit"
     return found
 
 
@@ -220,63 +229,62 @@ def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
     path = tmp_path / "network.json"
 
     def measured(args):
-        path.write_text(json.dumps({**committed_of_rate("1gbit"), "other_rates": []}))
+        path.write_text(saved.to_json(committed_of_rate("1gbit")))
         return committed_of_rate("300mbit")
     found = written_after(measured, path, monkeypatch)
-    assert [other["conditions"]["rate"] for other in found["other_rates"]] == ["1gbit"]
+    assert [other.conditions.rate for other in found.other_rates] == ["1gbit"]
 
 
 @pytest.mark.parametrize("options", [[], ["--accumulation"]], ids=["not asked for", "asked for and failed"])
 def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(options, tmp_path, monkeypatch):
     path, before = tmp_path / "network.json", committed_of_rate("300mbit")
-    path.write_text(json.dumps({**before, "other_rates": [committed_of_rate("1gbit")]}))
+    path.write_text(saved.to_json(dataclasses.replace(before, other_rates=[committed_of_rate("1gbit")])))
 
     def measured(args):
         now = committed_of_rate("300mbit")
-        now["conditions"]["date"] = "3000-01-01"
-        del now["accumulation"]
+        now.conditions.date, now.accumulation = "3000-01-01", None
         return now
     found = written_after(measured, path, monkeypatch, *options)
-    assert found["conditions"]["date"] == "3000-01-01" and found["other_rates"][0]["accumulation"]
-    assert found.get("accumulation") == (None if options else before["accumulation"])
-    assert before["accumulation"]["conditions"]["date"] < "3000"
+    assert found.conditions.date == "3000-01-01" and found.other_rates[0].accumulation
+    assert found.accumulation == (None if options else before.accumulation)
+    assert before.accumulation.conditions.date < "3000"
 
 
 def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
     """And without a sweep at this rate there are none; what the user names comes first."""
     path, asked = tmp_path / "network.json", []
     before = committed_of_rate("300mbit")
-    before.pop("sweep", None)
+    before.sweep = None
 
     def measured(args):
         asked.append(args.tuned)
         now = committed_of_rate("300mbit")
-        now.pop("sweep", None)
+        now.sweep = None
         return now
-    times = {"ddp": 3.0, "ddp, 2 MB buckets": 1.0, "ddp, 4 MB buckets": 2.0, "ddp + stage 1": 1.0,
-             "ddp + stage 1, 1 MB buckets": 2.0}
-    rows = [{"name": name, "step_ms": {"median": ms}, "kind": "peer"} for name, ms in times.items()]
-    for sweep in ({}, {"sweep": {"conditions": before["conditions"], "rows": rows}}):
-        path.write_text(json.dumps({**before, **sweep, "other_rates": []}))
+    times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("ddp + stage 1", None, 1.0),
+             ("ddp + stage 1", 1, 2.0)]
+    rows = [Row(base, bucket_mb, "peer", rounds_ms=[ms]) for base, bucket_mb, ms in times]
+    for sweep in (None, Sweep(before.conditions, rows)):
+        path.write_text(saved.to_json(dataclasses.replace(before, sweep=sweep)))
         found = written_after(measured, path, monkeypatch)
-        assert found.get("sweep") == sweep.get("sweep")
-    written_after(measured, path, monkeypatch, "--tuned", "ddp, 8 MB buckets; ddp + stage 2, 1 MB buckets")
-    assert asked == [[], ["ddp, 2 MB buckets"],  # ddp + stage 1 is fastest with its default, and nobody tried others
-                     ["ddp, 8 MB buckets", "ddp + stage 2, 1 MB buckets"]]
+        assert found.sweep == sweep
+    written_after(measured, path, monkeypatch, "--tuned", "ddp=8; ddp + stage 2=1")
+    assert asked == [[], [Choice("ddp", 2)],  # ddp + stage 1 is fastest with its default, and nobody tried others
+                     [Choice("ddp", 8), Choice("ddp + stage 2", 1)]]
 
 
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])
 def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, tmp_path, monkeypatch):
-    row = {"name": "stage 4 overlap", "kind": "stage", **({"error": error} if error else {})}
+    row, conditions = Row("stage 4 overlap", kind="stage", error=error), committed()[0].conditions
     monkeypatch.setattr(meeting, "connect", lambda timeout: meeting.Rank(0, 1, None, "gloo"))
     monkeypatch.setattr(meeting, "disconnect", lambda: None)
     monkeypatch.setattr(recorder, "record_rows", lambda *_: None)
-    monkeypatch.setattr(every_row, "measure_rows", lambda *_: {"conditions": {}, "rows": [row]})
-    monkeypatch.setattr(accumulation, "accumulation", lambda *_: ["times"])
+    monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(conditions, [row]))
+    monkeypatch.setattr(accumulation, "time_rows", lambda *_: [AccumulatedRow(1)])
     path = tmp_path / "network.json"
     monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--json", str(path)])
     on_each_host.measure_here(two_host_options.parse(''))
-    assert ("accumulation" in json.loads(path.read_text())) == (error is None)
+    assert (saved.from_json(Result, path.read_text()).accumulation is not None) == (error is None)
 
 
 def test_a_cleanup_that_fails_leaves_ctrl_c_as_it_was(monkeypatch):

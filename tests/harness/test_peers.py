@@ -10,6 +10,7 @@ from harness.measure.ledger import Ledger
 from harness.measure.played_rank import rank_0_of
 from harness.measure.setup import Settings, adamw, make_batches, make_model
 from harness.rows import catalogue
+from harness.rows.choice import ONE_PARAMETER, Choice
 from harness.rows.owner_reduce import owner_buckets
 from harness.rows.replicated import DistributedOptimizer
 from stage4_overlap import optimizer
@@ -18,34 +19,38 @@ from tests.house.test_house import code_lines
 from tests.ranks import ROOT
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
-SIZED = [catalogue.sized_name(name, size) for name, size in [
-    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", catalogue.ONE_PARAMETER), ("ddp + stage 2", 0.01),
-    ("stage 4 overlap", catalogue.ONE_PARAMETER), ("owner reduce", 0.01)]]
+SIZED = [Choice(base, size) for base, size in [
+    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", ONE_PARAMETER), ("ddp + stage 2", 0.01),
+    ("stage 4 overlap", ONE_PARAMETER), ("owner reduce", 0.01)]]
+OTHERS = [Choice(base) for base in (*(row.name for row in catalogue.APART), "owner reduce", "rung 0 replicated")]
+
+
+def name_of(choice):
+    return choice.name
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", [*SIZED, *(row.name for row in catalogue.APART), "owner reduce", "rung 0 replicated"])
-def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, name):
-    for found in run(examine.examine, SETTINGS, name):
-        assert found["max_abs_diff"] == 0 and found["movement"] > 0
-        assert found["wire_bytes"] == pytest.approx(found["wire_bytes_theory"], rel=0.01, abs=8 * 32)
-        if name.startswith(("owner", "stage 4")):  # shares that differ, buckets that are padded: much in a tiny model
-            assert found["bytes_per_param"] == pytest.approx(found["bytes_per_param_theory"], rel=0.05)
-        else:
-            assert found["bytes_per_param"] == pytest.approx(found["bytes_per_param_theory"], rel=0.005)
+@pytest.mark.parametrize("choice", [*SIZED, *OTHERS], ids=name_of)
+def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, choice):
+    for found, movement in run(examine.examine, SETTINGS, *choice):
+        assert found.choice == choice and found.max_abs_diff == 0 and movement > 0
+        assert found.wire_bytes == pytest.approx(found.wire_bytes_theory, rel=0.01, abs=8 * 32)
+        # Shares that differ, buckets that are padded: much in a tiny model.
+        rel = 0.05 if choice.base.startswith(("owner", "stage 4")) else 0.005
+        assert found.bytes_per_param == pytest.approx(found.bytes_per_param_theory, rel=rel)
 
 
 @pytest.mark.parametrize("world_size", [3])
-@pytest.mark.parametrize("name", ["owner reduce", SIZED[-1]])
-def test_an_owner_is_right_on_three_ranks(run, name):
-    for found in run(examine.examine, SETTINGS, name):
-        assert found["max_abs_diff"] <= examine.tolerance(3)
+@pytest.mark.parametrize("choice", [Choice("owner reduce"), SIZED[-1]], ids=name_of)
+def test_an_owner_is_right_on_three_ranks(run, choice):
+    for found, _ in run(examine.examine, SETTINGS, *choice):
+        assert found.max_abs_diff <= examine.tolerance(3)
 
 
-def messages(rank, name):
-    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
-    for batch in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
-        training.step(batch)
+def messages(rank, choice):
+    training = catalogue.find(*choice).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    for data in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
+        training.step(data)
     with Ledger() as ledger:
         training.forward_backward(make_batches(SETTINGS, rank)[2])
     n_params = sum(1 for _ in training.model.parameters())
@@ -56,8 +61,8 @@ def messages(rank, name):
 
 @pytest.mark.parametrize("world_size", [2])
 def test_smaller_buckets_are_more_messages(run, world_size):
-    names = ["ddp", SIZED[0], "owner reduce", SIZED[-1]]
-    (default, _), (small, _), (each, n_params), (gathered, _) = [run(messages, name)[0] for name in names]
+    choices = [Choice("ddp"), SIZED[0], Choice("owner reduce"), SIZED[-1]]
+    (default, _), (small, _), (each, n_params), (gathered, _) = [run(messages, choice)[0] for choice in choices]
     assert default["all_reduce"] < small["all_reduce"]
     assert each == {"reduce": n_params} and 2 < gathered["reduce"] < n_params
 
@@ -76,13 +81,13 @@ def test_a_bucket_has_one_owner_and_leaves_when_it_is_full():
                                         ("stage 4 only parameters", True), ("stage 4 overlap", False)])
 def test_gradients_leave_late_where_the_row_says_so(run, name, late):
     """By the order in which it happens: the first bucket leaves behind the last gradient, or before it."""
-    for order in run(order_of, catalogue.sized_name(name, 0.01)):
+    for order in run(order_of, name, 0.01):
         first_leaves, last_gradient = order.index("leaves"), len(order) - 1 - order[::-1].index("gradient")
         assert (first_leaves > last_gradient) == late
 
 
-def order_of(rank, name):
-    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+def order_of(rank, name, bucket_mb):
+    training = catalogue.find(name, bucket_mb).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     optimizer, order = training.optimizer, []
     send_grads = optimizer.send_grads
     for param in training.model.parameters():
@@ -155,7 +160,7 @@ def test_rung_0_is_short():
 
 def gradients_sent(rank, name, in_no_sync):
     with Ledger() as ledger:
-        accumulation.time_accumulation(rank, SETTINGS, name, 4, in_no_sync)
+        accumulation.time_accumulation(rank, SETTINGS, Choice(name), 4, in_no_sync)
     return sum(entry.wire_bytes for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
 
 
@@ -182,7 +187,7 @@ def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_m
 
 def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
     nano, *others = default_buckets.caps()
-    assert nano["buckets"] == 1 and [row["model"] for row in others] == ["tiny", "small", "medium", "large"]
+    assert nano.buckets == 1 and [row.model for row in others] == ["tiny", "small", "medium", "large"]
     for row in others:
-        assert row["buckets"] >= 15 and row["bytes_per_param"] < 11  # of stages 1 to 3: 12
-        assert row["b_exchanged"] == pytest.approx(2 * row["b_native"])
+        assert row.buckets >= 15 and row.bytes_per_param < 11  # of stages 1 to 3: 12
+        assert row.b_exchanged == pytest.approx(2 * row.b_native)

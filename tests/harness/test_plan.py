@@ -16,6 +16,7 @@ from harness.plan.dry_run import Event
 from harness.plan.replay import Hardware, replay
 from harness.report.reading_time import code_lines
 from harness.rows import catalogue
+from harness.rows.choice import Choice
 from tests.ranks import ROOT
 
 TINY = models.NAMED["tiny"]
@@ -30,8 +31,8 @@ ROWS = [*(catalogue.find(name) for name in planner.ROWS["fp32"]), *catalogue.PLA
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
-    is_sized = row.name.startswith("stage 4")
-    recorded = dry_run.record(f"{row.name}, 2 MB buckets" if is_sized else row.name, TINY, 4, COST)
+    is_sized = row.name in planner.STAGE_4
+    recorded = dry_run.record(Choice(row.name, 2 if is_sized else None), TINY, 4, COST)
     assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)
     largest = max([event.n_bytes for event in recorded.events if event.kind == "reduce_scatter"], default=0)
     assert not is_sized or recorded.held["buffers"] == pytest.approx(2 * largest, rel=0.02)
@@ -40,7 +41,7 @@ def test_counted_bytes_are_those_of_the_formula(row):
 @pytest.mark.parametrize("name, dtypes", [("stage 3 grad buffer", ("float32", "float32")),
                                           ("stage 3 bf16/fp32", ("bfloat16", "float32"))])
 def test_a_dry_run_holds_what_the_guarded_optimizer_holds_on_real_tensors(name, dtypes):
-    recorded = dry_run.record(name, TINY, 8, COST)
+    recorded = dry_run.record(Choice(name), TINY, 8, COST)
     counted, _ = state_bytes(Settings(), 8, stage3_gradbuffer, *dtypes)
     assert sum(recorded.held.values()) == pytest.approx(counted * recorded.numel, rel=1e-4)
 
@@ -61,7 +62,7 @@ def test_ranks_that_share_layers_hold_parts_of_them():
 
 
 def test_a_step_of_stage_4_sends_gradients_during_backward_and_waits_for_parameters_in_forward():
-    events = dry_run.record("stage 4 overlap, 2 MB buckets", TINY, 4, COST).events
+    events = dry_run.record(Choice("stage 4 overlap", 2), TINY, 4, COST).events
     sent = [event for event in events if event.what == "launch"]
     assert {event.phase for event in sent if event.kind == "reduce_scatter"} == {"backward"}
     assert {event.phase for event in sent if event.kind == "all_gather"} == {"step"}
@@ -70,7 +71,7 @@ def test_a_step_of_stage_4_sends_gradients_during_backward_and_waits_for_paramet
 
 
 def test_ddp_reduces_in_buckets_during_backward_and_waits_before_it_steps():
-    events = dry_run.record("ddp", TINY, 4, COST).events
+    events = dry_run.record(Choice("ddp"), TINY, 4, COST).events
     sent = [event for event in events if event.what == "launch"]
     assert {event.kind for event in sent} == {"all_reduce"} and len(sent) > 1
     assert sum(event.n_bytes for event in sent) == 4 * 10_844_160
@@ -86,40 +87,40 @@ SLOW = Hardware(1000.0, math.inf, math.inf, 100.0, per_node=1, latency_in_node=0
 def test_a_message_that_is_waited_for_at_once_is_exposed_whole():
     step = replay([Event("compute", "backward", 1000), Event("launch", "step", n_bytes=200, kind="all_reduce"),
                    Event("wait", "step")], SLOW, 2)
-    assert step["seconds"] == pytest.approx(1 + 2)  # 2 n (d-1)/d = 200 bytes
-    assert step["exposed_seconds"] == pytest.approx(2)
+    assert step.seconds == pytest.approx(1 + 2)  # 2 n (d-1)/d = 200 bytes
+    assert step.exposed_seconds == pytest.approx(2)
 
 
 def test_a_message_travels_while_the_device_computes():
     step = replay([Event("launch", "backward", n_bytes=200, kind="reduce_scatter"), Event("compute", "backward", 3000),
                    Event("wait", "step")], SLOW, 2)
-    assert (step["seconds"], step["exposed_seconds"]) == (pytest.approx(3), pytest.approx(0))
+    assert (step.seconds, step.exposed_seconds) == (pytest.approx(3), pytest.approx(0))
 
 
 def test_messages_queue_on_the_line():
     two = [Event("launch", "backward", n_bytes=200, kind="reduce_scatter", index=index) for index in (0, 1)]
-    assert replay([*two, Event("wait", "step", index=1)], SLOW, 2)["seconds"] == pytest.approx(2)
+    assert replay([*two, Event("wait", "step", index=1)], SLOW, 2).seconds == pytest.approx(2)
 
 
 def test_parameters_of_the_step_before_are_waited_for_in_this_one():
     events = [Event("compute", "forward", 500), Event("wait", "forward", lag=1), Event("compute", "forward", 500),
               Event("launch", "step", n_bytes=400, kind="all_gather")]
     step = replay(events, SLOW, 2)  # 2 s to travel, of which the first half of the next forward hides 0.5
-    assert (step["seconds"], step["exposed_seconds"]) == (pytest.approx(2.5), pytest.approx(1.5))
+    assert (step.seconds, step.exposed_seconds) == (pytest.approx(2.5), pytest.approx(1.5))
 
 
 def test_accumulation_exchanges_once_or_each_time():
     events = [Event("compute", "backward", 1000), Event("launch", "backward", n_bytes=400, kind="reduce_scatter"),
               Event("wait", "backward"), Event("compute", "step", 500)]
-    assert replay(events, SLOW, 2, micro_batches=3)["seconds"] == pytest.approx(3 * 1 + 2 + 0.5)
-    assert replay(events, SLOW, 2, micro_batches=3, exchange_each=True)["seconds"] == pytest.approx(3 * (1 + 2) + 0.5)
+    assert replay(events, SLOW, 2, micro_batches=3).seconds == pytest.approx(3 * 1 + 2 + 0.5)
+    assert replay(events, SLOW, 2, micro_batches=3, exchange_each=True).seconds == pytest.approx(3 * (1 + 2) + 0.5)
 
 
 def test_a_ring_passes_every_rank_and_pays_for_every_hop():
     events = [Event("launch", "step", n_bytes=800, kind="all_gather"), Event("wait", "step")]
     nodes = Hardware(1.0, 1.0, in_node=1000.0, between=100.0, per_node=2, latency_in_node=1.0, latency_between=10.0)
     step = replay(events, nodes, 4)  # 0 1 | 2 3: two hops inside nodes, one between; 3/4 of 800 bytes
-    assert step["seconds"] == pytest.approx(2 * 1 + 10 + 6)
+    assert step.seconds == pytest.approx(2 * 1 + 10 + 6)
 
 
 # --------------------------------------------------------------------------------------------------------- the program
@@ -176,7 +177,7 @@ def test_a_copy_reads_one_tensor_and_writes_another():
 
 
 def test_who_polls_a_message_does_not_wait_for_it():
-    waits = [event for event in dry_run.record("owner reduce", TINY, 4, COST).events if event.what == "wait"]
+    waits = [event for event in dry_run.record(Choice("owner reduce"), TINY, 4, COST).events if event.what == "wait"]
     in_backward = [event for event in waits if event.phase == "backward"]
     assert waits and not in_backward
 

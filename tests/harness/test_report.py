@@ -1,5 +1,6 @@
 """The tables and pictures in README.md and the chapters are those of results/*.json."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,18 +10,23 @@ import sys
 
 import pytest
 
-from harness.measure import every_row
-from harness.report import blocks, ladder, pages, published, sentences, sweep_picture, terminal
+from harness.report import blocks, ladder, pages, published, sentences, sweep_picture, terminal, yours
 from harness.report.accumulation_tables import accumulation_sheet, share_sheet
 from harness.report.bucket_tables import buckets_sheet
 from harness.report.cells import label_of
 from harness.report.line_tables import line_sheet, machines_sheet
 from harness.report.row_tables import memory_sheets
 from harness.report.sheet import NONE, sheet_text
-from harness.rows import bucket_sizes, catalogue
+from harness.rows import bucket_sizes, catalogue, rates, saved
+from harness.rows.choice import ONE_PARAMETER, Choice
+from harness.rows.fault_results import FaultResult
+from harness.rows.gpu_results import GpuResult
+from harness.rows.plan_results import PlanResult
+from harness.rows.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 
 HERE = published.ROOT
-IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests")
+IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests", "measured", "runs")
+IGNORED_IN_A_CLONE = shutil.ignore_patterns(".venv", ".git", "__pycache__", "measured", "runs")
 
 
 @pytest.fixture(scope="session")
@@ -47,12 +53,13 @@ def test_every_block_agrees_with_its_json(path, monkeypatch):
         assert pages.rewritten(text) == text, "run make report"
 
 
-@pytest.mark.parametrize("path", blocks.PICTURES, ids=lambda path: path.name)
-def test_every_picture_agrees_with_its_json(path, monkeypatch):
+@pytest.mark.parametrize("name", blocks.PICTURES)
+def test_every_picture_agrees_with_its_json(name, monkeypatch):
+    path = HERE / "results" / name
     text = path.read_text() if path.exists() else ""  # of what was not measured there is none
-    if blocks.PICTURES[path]() != text:
+    if blocks.PICTURES[name]() != text:
         monkeypatch.setattr(published, "ROOT", HERE)
-        assert blocks.PICTURES[path]() == text, "run make report"
+        assert blocks.PICTURES[name]() == text, "run make report"
 
 
 def test_every_block_is_in_the_readme_or_among_the_results_once():
@@ -76,19 +83,24 @@ def test_a_figure_that_somebody_typed_is_found():
     assert pages.rewritten(text[:at] + text[at:].replace("3 all-reduce", "2 all-reduce", 1)) == text
 
 
+def read(name, kind=Result):
+    return saved.from_json(kind, (published.ROOT / "results" / name).read_text(encoding="utf-8"))
+
+
 @pytest.fixture
 def result():
     """That of bench.py, without any times but those of ddp, of ddp again and of stage 1: two rounds each."""
-    result = json.loads((published.ROOT / "results" / "bench.json").read_text())
-    times = {"ddp": [100, 200], "ddp again": [104, 190], "stage 1 naive broadcast": [105, 210]}
-    rows = {row["name"]: row for row in result["rows"]}
-    for row in rows.values():
-        row.update(step_ms=None, vs_reference=None)
-    rows["ddp again"] = {**rows["ddp"], "name": "ddp again", "kind": "noise"}
-    result["rows"] = list(rows.values())
-    for name, found in times.items():
-        every_row.add_times(rows[name], found, times["ddp"])
-    result["conditions"]["noise"] = [1.04, 0.95]
+    result = read("bench.json")
+    result.rows = [row for row in result.rows if row.name != "ddp again"]
+    for row in result.rows:
+        row.rounds_ms, row.vs_reference = [], None
+    ddp, stage1 = result.find("ddp"), result.find("stage 1 naive broadcast")
+    ddp.rounds_ms, stage1.rounds_ms = [100, 200], [105, 210]
+    again = dataclasses.replace(ddp, base="ddp again", kind="noise", rounds_ms=[104, 190])
+    result.rows.append(again)
+    for row in (ddp, stage1, again):
+        row.vs_reference = row.over(ddp)
+    result.conditions.noise = [1.04, 0.95]
     return result
 
 
@@ -103,17 +115,13 @@ def test_what_lies_within_the_noise_is_marked(result, capsys):
     assert "1.05~" in cells(out, "stage 1 naive broadcast") and "1.00" in cells(out, "ddp  ")
     assert "took 0.95 to 1.04 times as long, 5% off at most" in " ".join(out.split())
     assert out.count("ddp again") == 1  # beside the times, and not beside the memory
-    find(result, "stage 1 naive broadcast")["vs_reference"] = 1.06
+    result.find("stage 1 naive broadcast").vs_reference = 1.06
     terminal.show(result)
     assert "1.06" in cells(capsys.readouterr().out, "stage 1 naive broadcast")
 
 
-def find(result, name):
-    return next(row for row in result["rows"] if row["name"] == name)
-
-
 def test_exposed_communication_is_that_of_the_rank_with_more_of_it(result, capsys):
-    find(result, "ddp")["timeline"] = [{"exposed_seconds": 0.012}, {"exposed_seconds": 0.034}]
+    result.find("ddp").timeline = [RecordedStep(0.012), RecordedStep(0.034)]
     terminal.show(result)
     assert "34" in cells(capsys.readouterr().out, "ddp  ")
 
@@ -121,7 +129,7 @@ def test_exposed_communication_is_that_of_the_rank_with_more_of_it(result, capsy
 def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
     """One micro-batch, both ways the same: 4 % apart. So 1.03 is noise, and what is dear must stay so."""
     def accumulation(*each):
-        return [{"micro_batches": k, "no_sync_ms": [100, 100, 100], "each_ms": times}
+        return [AccumulatedRow(k, [100, 100, 100], times)
                 for k, times in zip((1, 2, 4), ([96, 100, 101], *each))]
 
     def found(*each):
@@ -137,27 +145,29 @@ def test_the_break_even_lies_where_an_exchange_each_costs_more_than_the_noise():
 def test_communications_share_of_a_step_is_said():
     """Computing takes 100 ms a micro-batch; what is above is communication's."""
     def row(k, ddp, stage3, stage4):
-        return {"micro_batches": k, "compute_ms": [100, 100], "ddp_ms": ddp, "stage3_ms": stage3, "no_sync_ms": stage4,
-                "each_ms": stage4}
-    measured = {"ddp": "ddp, 2 MB buckets", "rows": [row(1, [400, 400], [500, 500], [125, 125]),
-                                                     row(2, [160, 160], [250, 250], [110, 110])]}
+        return AccumulatedRow(k, stage4, stage4, [100, 100], ddp, stage3)
+    measured = Accumulation(None, [row(1, [400, 400], [500, 500], [125, 125]),
+                                   row(2, [160, 160], [250, 250], [110, 110])], ddp_mb=2)
     assert share_sheet(measured).rows == [["1", "100", "75%", "80%", "20%"], ["2", "100", "38%", "60%", "9%"]]
     assert "the row ddp, 2 MB buckets" in share_sheet(measured).notes[0]
-    said = sentences.share_sentence({"conditions": {"rate": "9gbit"}, "accumulation": measured})
+    said = sentences.share_sentence(Result(of_9gbit(), [], accumulation=measured))
     assert said == ("9gbit: without accumulation communication takes, of a step, of DDP 75%, below half from 2 "
                     "micro-batches on; of stage 3 80%, never below half; of stage 4 20%, less than half.")
-    assert "not measured" in sentences.share_sentence({"conditions": {"rate": "9gbit"}})
+    assert "not measured" in sentences.share_sentence(Result(of_9gbit(), []))
+
+
+def of_9gbit():
+    return dataclasses.replace(read("network.json").conditions, machine="another", rate="9gbit", bits_per_second=9e9)
 
 
 def test_machines_have_the_figures_of_their_own_tables():
     """A row a machine and rate; what it hasn't measured has a dash."""
-    one = json.loads((published.ROOT / "results" / "network.json").read_text())
-    part = {**one, "conditions": {**one["conditions"], "machine": "another", "rate": "9gbit", "bits_per_second": 9e9},
-            "rows": [row for row in one["rows"] if row["name"] in ("compute only", "ddp", "stage 4 overlap")]}
+    one = read("network.json")
+    part = Result(of_9gbit(), [one.find(base) for base in ("compute only", "ddp", "stage 4 overlap")])
     first, second = machines_sheet([one, part]).rows
     cells = {row[0]: row for row in line_sheet(one).rows}
     tuned = bucket_sizes.tuned(one, "ddp")
-    assert first == [one["conditions"]["rate"], one["conditions"]["machine"], cells["compute only"][1].split()[0],
+    assert first == [one.conditions.rate, one.conditions.machine, cells["compute only"][1].split()[0],
                      cells["stage 4 overlap"][3], cells[label_of(tuned)][7] if tuned else NONE,
                      cells["ddp"][7], cells["ddp + torch ZeRO"][7], cells["fsdp2"][7], cells["stage 4 overlap"][5]]
     assert second[:2] == ["9gbit", "another"] and second[6:8] == [NONE] * 2
@@ -170,50 +180,47 @@ def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkey
     def figures():
         lines = "\n".join(blocks.MARKDOWN["ladder"]()).splitlines()
         return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines) if len(cells) == 6}
-    slowest = min(latest(), key=lambda one: one["conditions"]["bits_per_second"])
-    ddp = bucket_sizes.tuned(slowest, "ddp") or find(slowest, "ddp")
+    slowest = min(latest(), key=lambda one: one.conditions.bits_per_second)
+    ddp = bucket_sizes.tuned(slowest, "ddp") or slowest.find("ddp")
     found = figures()
     assert len(found) == 6 and found["DDP, replicated AdamW"][1:] == ["16", "2·4Ψ: 43.4", "–", "1.00"]
     for rung in ladder.LADDER:
-        row = ddp if rung.row == "ddp" else find(slowest, rung.row)
-        assert found[rung.title][4] == f"{bucket_sizes.ratio(row, ddp):.2f}"
-        assert f"{row['wire_bytes'] / 1e6:.1f}" in found[rung.title][2]
-        assert found[rung.title][2].endswith("\\*") == ("reduce_scatter" in row["collectives"])
-    for name in ("wire_bytes", "bytes_per_param", "step_ms"):
-        find(slowest, "stage 3 grad buffer")[name] = None
+        row = ddp if rung.row == "ddp" else slowest.find(rung.row)
+        assert found[rung.title][4] == f"{row.over(ddp):.2f}"
+        assert f"{row.wire_bytes / 1e6:.1f}" in found[rung.title][2]
+        assert found[rung.title][2].endswith("\\*") == ("reduce_scatter" in row.collectives)
+    slowest.rows[slowest.rows.index(slowest.find("stage 3 grad buffer"))] = Row("stage 3 grad buffer")
     monkeypatch.setattr(published, "by_rate", lambda: [slowest])
     assert figures()["3 grad buffer"][1:3] == ["8 + 8/d", "2·4Ψ"] and figures()["3 grad buffer"][4] == NONE
 
 
 def swept(result):
     """`result` as it would be after a sweep: ddp with 2 MB buckets takes 0.8 of the time, the other sizes twice."""
-    def row(name, share):
-        base = find(result, bucket_sizes.base_of(name))
-        times = [share * one for one in base["step_ms"]["rounds"]]
-        step_ms = {"median": sorted(times)[len(times) // 2], "min": min(times), "max": max(times), "rounds": times}
-        return {**base, "name": name, "kind": "peer", "step_ms": step_ms}
-    names = [name for name in bucket_sizes.names() if bucket_sizes.base_of(name) in ("ddp", bucket_sizes.STAGE_4)]
-    share = {"ddp": 1, "ddp, 2 MB buckets": 0.8}
-    sweep = {"conditions": result["conditions"], "rows": [row(name, share.get(name, 2)) for name in names]}
-    at_ddp = next(i for i, one in enumerate(result["rows"]) if one["name"] == "ddp")
-    rows = [*result["rows"][: at_ddp + 1], row("ddp, 2 MB buckets", 0.8), *result["rows"][at_ddp + 1 :]]
-    return {**result, "sweep": sweep, "rows": rows}
+    def row(choice, share):
+        base = result.find(choice.base)
+        return dataclasses.replace(base, bucket_mb=choice.bucket_mb, kind="peer",
+                                   rounds_ms=[share * one for one in base.rounds_ms])
+    choices = [choice for choice in bucket_sizes.choices() if choice.base in ("ddp", bucket_sizes.STAGE_4)]
+    share = {Choice("ddp"): 1, Choice("ddp", 2): 0.8}
+    sweep = Sweep(result.conditions, [row(choice, share.get(choice, 2)) for choice in choices])
+    at = result.rows.index(result.find("ddp")) + 1
+    rows = [*result.rows[:at], row(Choice("ddp", 2), 0.8), *result.rows[at:]]
+    return dataclasses.replace(result, sweep=sweep, rows=rows)
 
 
 def without_sweep(result):
     """As it was before a sweep."""
-    left = {key: value for key, value in result.items() if key != "sweep"}
-    return {**left, "rows": [row for row in result["rows"] if ", " not in row["name"]]}
+    return dataclasses.replace(result, sweep=None, rows=[row for row in result.rows if row.bucket_mb is None])
 
 
 def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
     """Of one that takes 0.8 of what the default takes, stage 4's lead is that much smaller, in each text."""
-    plain = without_sweep(min(latest(), key=lambda one: one["conditions"]["bits_per_second"]))
-    stage4, ddp = find(plain, "stage 4 overlap"), find(plain, "ddp")
-    of_default, of_tuned = f"{bucket_sizes.ratio(stage4, ddp):.2f}", f"{bucket_sizes.ratio(stage4, ddp) / 0.8:.2f}"
+    plain = without_sweep(min(latest(), key=lambda one: one.conditions.bits_per_second))
+    stage4, ddp = plain.find("stage 4 overlap"), plain.find("ddp")
+    of_default, of_tuned = f"{stage4.over(ddp):.2f}", f"{stage4.over(ddp) / 0.8:.2f}"
     for result in (plain, swept(plain)):
         monkeypatch.setattr(published, "by_rate", lambda *_: [result])
-        is_tuned = "sweep" in result
+        is_tuned = result.sweep is not None
         rungs, lead, ahead = "\n".join(ladder.ladder_block()), sentences.lead(result), sentences.ahead()[0]
         expected = of_tuned if is_tuned else of_default
         assert next(line for line in rungs.splitlines() if line.startswith("4 overlap")).endswith(f"| {expected}")
@@ -229,22 +236,22 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
 def test_where_the_default_is_the_best_size_it_is_the_tuned_one():
     plain = without_sweep(latest()[0])
     best = swept(plain)
-    for row in best["sweep"]["rows"]:
-        if row["name"] == "ddp, 2 MB buckets":
-            row["step_ms"]["median"] *= 10
-    assert bucket_sizes.best(best["sweep"]["rows"]) == [] and bucket_sizes.tuned(plain, "ddp") is None
-    best["rows"] = plain["rows"]
-    assert bucket_sizes.tuned(best, "ddp") is find(plain, "ddp")
+    for row in best.sweep.rows:
+        if row.choice == ("ddp", 2):
+            row.rounds_ms = [10 * one for one in row.rounds_ms]
+    assert bucket_sizes.best(best.sweep.rows) == [] and bucket_sizes.tuned(plain, "ddp") is None
+    best.rows = plain.rows
+    assert bucket_sizes.tuned(best, "ddp") is plain.find("ddp")
 
 
 def test_a_sweep_is_a_table_and_a_picture_with_round_ticks(monkeypatch):
     result = swept(without_sweep(latest()[0]))
-    sheet = buckets_sheet(result["sweep"])
+    sheet = buckets_sheet(result.sweep)
     text = sheet_text(sheet)
     assert [row[0] for row in sheet.rows] == ["one-parameter", "0.25 MB", "1 MB", "2 MB", "4 MB", "8 MB", "25 MB",
                                               "100 MB", "default"]
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
-    assert sheet.rows[3][1] == f"{bucket_sizes.median(find(result['sweep'], 'ddp, 2 MB buckets')):.0f}"
+    assert sheet.rows[3][1] == f"{result.find('ddp', 2).median_ms:.0f}"
     svg = sweep_picture.picture([result])
     assert svg.count("<polyline") == 2 and sweep_picture.picture([without_sweep(result)]) == ""
     ticks = [int(tick) for tick in re.findall(r'text-anchor="end">(\d+)</text>', svg)]
@@ -254,31 +261,33 @@ def test_a_sweep_is_a_table_and_a_picture_with_round_ticks(monkeypatch):
 
 
 def test_the_rows_of_a_tuned_size_stand_behind_the_default():
-    assert bucket_sizes.beside(["ddp", "fsdp2"], ["ddp, 2 MB buckets", "ddp + stage 1, 4 MB buckets"]) == [
-        "ddp", "ddp, 2 MB buckets", "fsdp2", "ddp + stage 1, 4 MB buckets"]
-    assert all(catalogue.find(name).name == name for name in bucket_sizes.names())
-    names = bucket_sizes.names("stage 4")
-    assert names[0] == "ddp" and len(names) == 1 + len(bucket_sizes.SIZES)
+    tuned = [Choice("ddp", 2), Choice("ddp + stage 1", 4)]
+    assert bucket_sizes.beside([Choice("ddp"), Choice("fsdp2")], tuned) == [
+        Choice("ddp"), tuned[0], Choice("fsdp2"), tuned[1]]
+    assert all(catalogue.find(*choice).name == choice.base for choice in bucket_sizes.choices())
+    choices = bucket_sizes.choices("stage 4")
+    assert choices[0] == ("ddp", None) and len(choices) == 1 + len(bucket_sizes.SIZES)
+    assert [Choice("ddp", size).name for size in (None, 2.0, 0.25, ONE_PARAMETER)] == [
+        "ddp", "ddp, 2 MB buckets", "ddp, 0.25 MB buckets", "ddp, one-parameter buckets"]
 
 
-def network_with(rows):
+def network_with(**rows):
     """A result of make network in which these rows have times, messages and nothing else."""
-    def row(name, ms, **more):
-        return {"name": name, "step_ms": {"median": ms, "min": ms, "max": ms, "rounds": [ms, ms]}, **more}
-    return {"conditions": {"rate": "9gbit", "bits_per_second": 9e9}, "rows": [row(*one[:2], **one[2]) for one in rows]}
+    return Result(of_9gbit(), [Row(base.replace("_", " "), rounds_ms=[ms, ms], **more)
+                               for base, (ms, more) in rows.items()])
 
 
 def test_what_each_half_of_the_overlap_buys_and_what_owners_send_is_said():
     sends = {"collectives": {"send": 4}, "message_bytes": {"send": 8000}}
     reduces = {"collectives": {"reduce": 10}, "message_bytes": {"reduce": 5000}}
-    result = network_with([("stage 4 neither", 200, {}), ("stage 4 only gradients", 160, {}),
-                           ("owner reduce", 300, reduces), ("stage 4 only parameters", 150, {}),
-                           ("stage 4 overlap", 100, sends)])
+    result = network_with(stage_4_neither=(200, {}), stage_4_only_gradients=(160, {}), owner_reduce=(300, reduces),
+                          stage_4_only_parameters=(150, {}), stage_4_overlap=(100, sends))
     assert sentences.apart(result) == ("9gbit: of the time of stage 4 without overlap, gradients alone 0.80, "
-                                     "parameters alone 0.75, both 0.50.")
-    assert sentences.owner(result) == ("9gbit: owner reduce 10 messages of 0 kB on average, and 3.00 of stage 4's "
-                                     "time; stage 4 overlap 4 messages of 2 kB on average, and 1.00 of stage 4's time.")
-    left = {**result, "rows": result["rows"][-1:]}
+                                       "parameters alone 0.75, both 0.50.")
+    assert sentences.owner(result) == (
+        "9gbit: owner reduce 10 messages of 0 kB on average, and 3.00 of stage 4's time; stage 4 overlap 4 messages of "
+        "2 kB on average, and 1.00 of stage 4's time.")
+    left = network_with(stage_4_overlap=(100, sends))
     assert "not measured" in sentences.apart(left) and "not measured" in sentences.owner(left)
 
 
@@ -289,8 +298,7 @@ def test_the_table_of_a_line_is_no_wider_than_100_columns():
 
 
 def latest():
-    found = json.loads((published.ROOT / "results" / "network.json").read_text())
-    return [found, *found["other_rates"]]
+    return read("network.json").at_all_rates()
 
 
 def test_how_long_an_evening_is():
@@ -307,9 +315,9 @@ def test_a_table_of_times_is_no_wider_than_100_columns(result):
 
 
 def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
-    result["conditions"]["device"] = "cuda"
-    for row in result["rows"]:
-        row["memory_bytes"]["reserved"] = 314.2e6
+    result.conditions.device = "cuda"
+    for row in result.rows:
+        row.memory_bytes["reserved"] = 314.2e6
     terminal.show(result)
     out = capsys.readouterr().out
     memory = out[out.index("Memory of a rank"):]
@@ -320,26 +328,24 @@ def test_on_cuda_what_the_allocator_took_has_a_column(result, capsys):
 
 def with_kinds(result):
     """`result` with the kinds of memory, which older ones lack."""
-    for number, row in enumerate(result["rows"], 1):
-        row["peak_bytes"] = {phase: 1e6 * number for phase in ("build", "forward", "backward", "step")}
-        row["held_bytes"] = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
-        row["activation_bytes"] = 5.55e7
+    for number, row in enumerate(result.rows, 1):
+        row.peak_bytes = dict.fromkeys(("build", "forward", "backward", "step"), 1e6 * number)
+        row.held_bytes = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
+        row.activation_bytes = 5.55e7
     return result
 
 
 def test_kinds_of_memory_are_a_sheet_of_their_own_where_they_were_counted(result):
     """A row that failed has dashes, and so has one that was counted before there were kinds."""
-    for row in result["rows"]:
-        for key in ("peak_bytes", "held_bytes", "activation_bytes"):
-            row.pop(key, None)
+    for row in result.rows:
+        row.peak_bytes, row.held_bytes, row.activation_bytes = {}, {}, None
     assert len(memory_sheets(result)) == 1
-    ddp = find(with_kinds(result), "ddp")
-    for key in ("peak_bytes", "held_bytes", "activation_bytes"):
-        del ddp[key]
+    ddp = with_kinds(result).find("ddp")
+    ddp.peak_bytes, ddp.held_bytes, ddp.activation_bytes = {}, {}, None
     _, kinds = memory_sheets(result)
     found = {row[0]: row[1:] for row in kinds.rows}
     assert found["ddp"] == [NONE] * 9 and "ddp again" not in found
-    number = 1 + [row["name"] for row in result["rows"]].index("stage 4 overlap")
+    number = 1 + [row.name for row in result.rows].index("stage 4 overlap")
     assert found["stage 4 overlap"] == [f"{number}.0"] * 4 + ["15000", "20.0", "30.0", "40.0", "55.5"]
     text = sheet_text(kinds)
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
@@ -363,21 +369,18 @@ def test_an_unknown_block_is_an_error():
 @pytest.mark.parametrize("part", ["model_state", "gathered", "host", "rows"])
 def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
     """What --quick and --rows leave out."""
-    whole = json.loads((published.ROOT / "results" / "bench.json").read_text())
+    whole = read("bench.json")
     monkeypatch.setattr(published, "ROOT", tmp_path)
     (tmp_path / "results").mkdir()
-    left = {**whole, "rows": whole["rows"][:2]} if part == "rows" else {k: v for k, v in whole.items() if k != part}
-    (tmp_path / "results" / "bench.json").write_text(json.dumps(left))
+    left = dataclasses.replace(whole, **{part: whole.rows[:2] if part == "rows" else []})
+    (tmp_path / "results" / "bench.json").write_text(saved.to_json(left))
     with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
         pages.rewritten("<!-- report: gathered -->\n<!-- end -->")
 
 
 def test_a_row_that_failed_has_no_line_and_says_why():
-    result = json.loads((published.ROOT / "results" / "network.json").read_text())
-    row = find(result, "fsdp2")
-    left = {key: row[key] for key in ("name", "kind", "dtype")}
-    row.clear()
-    row.update(left, step_ms=None, vs_reference=None, max_abs_diff=None, error="rank 1: it broke")
+    result = read("network.json")
+    result.rows[result.rows.index(result.find("fsdp2"))] = Row("fsdp2", kind="peer", error="rank 1: it broke")
     text = sheet_text(line_sheet(result))
     assert cells(text, "fsdp2") == ["fsdp2", *[NONE] * 7] and "fsdp2: rank 1: it broke" in text
 
@@ -397,7 +400,7 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
 
 
 def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
-    show = "import json; from harness.report import terminal; terminal.show(json.load(open('results/bench.json')))"
+    show = "from harness.report import published, terminal; terminal.show(published.load('bench.json'))"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run([sys.executable, "-c", show], cwd=published.ROOT, env=ascii_only, capture_output=True,
                          text=True, timeout=120)
@@ -405,12 +408,13 @@ def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
     assert "stage 4 overlap" in run.stdout and "largest" in run.stdout and "|?|" in run.stdout
 
 
-NO_NUMBER = {"step": 1, "where": "here", "loss": "low", "undisturbed": "low"}
+WITHOUT_NUMBERS = json.dumps({"schema": saved.SCHEMA, "kills": "many"})
+OF_ANOTHER_SCHEMA = json.dumps({"schema": 0, "conditions": {}, "rows": []})
 
 
 @pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]"),
                                            ("cuda.json", ""), ("bench_cuda.json", "{}"), ("cuda.json", None),
-                                           ("faults.json", json.dumps({"journey": [NO_NUMBER]}))])
+                                           ("faults.json", WITHOUT_NUMBERS), ("bench.json", OF_ANOTHER_SCHEMA)])
 def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_path, monkeypatch):
     copy = copied(tmp_path)
     monkeypatch.setattr(published, "ROOT", copy)
@@ -447,21 +451,142 @@ def test_what_is_missing_is_named_with_its_command(tmp_path, monkeypatch):
 
 
 def test_a_bench_with_a_row_that_failed_is_a_part_of_it(tmp_path, monkeypatch):
-    whole = json.loads((published.ROOT / "results" / "bench.json").read_text())
-    find(whole, "stage 1 naive broadcast")["error"] = "rank 0: it broke"
+    whole = read("bench.json")
+    whole.find("stage 1 naive broadcast").fail("rank 0: it broke")
     monkeypatch.setattr(published, "ROOT", tmp_path)
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "bench.json").write_text(json.dumps(whole))
+    (tmp_path / "results" / "bench.json").write_text(saved.to_json(whole))
     with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
         pages.rewritten("<!-- report: bench -->\n<!-- end -->")
 
 
 def test_accumulation_that_was_not_measured_is_said_to_be_so(monkeypatch):
-    def without(name):
-        found = load(name)
-        for result in [found, *found.get("other_rates", [])] if name == "network.json" else []:
-            result.pop("accumulation", None)
+    def without(name, *more):
+        found = load(name, *more)
+        for result in found.at_all_rates():
+            result.accumulation = None
         return found
     load = published.load
     monkeypatch.setattr(published, "load", without)
     assert "Not measured: make network" in pages.rewritten("<!-- report: accumulation -->\n<!-- end -->")
+
+
+def test_a_file_of_another_schema_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    for text, says in (('{"schema": 0}', "its schema is 0, this program's is 1"), ("{}", "it has no schema"),
+                       ('{"schema": 1, "rows": []}', "Result lacks conditions"),
+                       ('{"schema": 1, "conditions": {}, "rows": 3}', "Result.conditions lacks backend")):
+        (tmp_path / "results" / "bench.json").write_text(text)
+        with pytest.raises(SystemExit, match=f"^report: .*bench.json can't be shown: run make bench again .*{says}"):
+            published.load("bench.json")
+
+
+@pytest.mark.parametrize("name, kind", [("bench.json", Result), ("network.json", Result), ("plan.json", PlanResult),
+                                        ("cuda.json", GpuResult), ("faults.json", FaultResult)])
+def test_what_is_read_is_written_as_it_was(name, kind):
+    text = (published.ROOT / "results" / name).read_text(encoding="utf-8")
+    assert saved.to_json(saved.from_json(kind, text)) == text
+
+
+def test_a_field_of_another_type_or_name_is_named():
+    whole = json.loads((published.ROOT / "results" / "bench.json").read_text(encoding="utf-8"))
+    for change, says in (({"wire_bytes": "many"}, r"Result.rows.wire_bytes is str, and should be int"),
+                         ({"step_ms": 3.0}, r"Result.rows has step_ms"),
+                         ({"timeline": [{"seconds": 1.0}]}, r"Result.rows.timeline lacks exposed_seconds"),
+                         ({"collectives": {"send": None}}, r"collectives\[send\] is NoneType, and should be int")):
+        text = json.dumps({**whole, "rows": [{**whole["rows"][0], **change}]})
+        with pytest.raises(saved.UnreadableResult, match=says):
+            saved.from_json(Result, text)
+
+
+# ------------------------------------------------------------------------------------------------ yours, and publishing
+
+
+@pytest.fixture
+def copy_with_yours(tmp_path, monkeypatch):
+    """-> a copy of the project, in whose measured/ lie a bench and a network run: 1 gbit again, and 9 gbit."""
+    copy = copied(tmp_path)
+    (copy / "measured").mkdir()
+    bench, (network, *_) = read("bench.json"), read("network.json").at_all_rates()
+    bench.find("stage 4 overlap").vs_reference = 0.42
+    bench.conditions.date = network.conditions.date = "3000-01-01"
+    network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
+    for name, result in (("bench.json", bench), ("network.json", network)):
+        (copy / "measured" / name).write_text(saved.to_json(result), encoding="utf-8")
+    monkeypatch.setattr(published, "ROOT", copy)
+    return copy
+
+
+def test_yours_stand_beside_the_published_ones(copy_with_yours):
+    bench, network = map(sheet_text, yours.sheets())
+    theirs = read("bench.json").find("stage 4 overlap")
+    assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.vs_reference:.2f}", "0.42"]
+    assert "3000-01-01" in bench and "Yours beside the published ones: network.json, 9gbit" in network
+    assert "published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
+    assert max(map(len, [*bench.splitlines(), *network.splitlines()])) <= pages.COLUMNS
+
+
+def test_nothing_is_published_unless_it_is_said(copy_with_yours, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report"])
+    before = {path: path.read_bytes() for path in (copy_with_yours / "results").iterdir()}
+    pages.main()
+    assert "Yours beside the published ones: bench.json" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in (copy_with_yours / "results").iterdir()}
+    assert len(list((copy_with_yours / "measured").iterdir())) == 2
+
+
+def test_what_is_published_is_in_the_place_of_ours_and_other_rates_stay(copy_with_yours):
+    rates_before = {result.conditions.rate for result in read("network.json").at_all_rates()}
+    assert yours.publish() == ["measured/bench.json is results/bench.json now",
+                               "measured/network.json is results/network.json now"]
+    assert read("bench.json").find("stage 4 overlap").vs_reference == 0.42
+    network = read("network.json")
+    assert {result.conditions.rate for result in network.at_all_rates()} == rates_before | {"9gbit"}
+    assert not list((copy_with_yours / "measured").iterdir())
+    assert yours.sheets() == [] and yours.publish() == ["measured/ holds nothing to publish"]
+
+
+@pytest.mark.parametrize("device, target", [("cpu", "bench.json"), ("cuda", "bench_cuda.json")])
+def test_a_bench_is_published_beside_those_of_its_device(device, target, copy_with_yours):
+    mine = saved.from_json(Result, (copy_with_yours / "measured" / "bench.json").read_text())
+    mine.conditions.device = device
+    (copy_with_yours / "measured" / "bench.json").write_text(saved.to_json(mine))
+    assert yours.publish()[0] == f"measured/bench.json is results/{target} now"
+
+
+def test_a_part_of_a_bench_is_not_published(copy_with_yours):
+    path = copy_with_yours / "measured" / "bench.json"
+    path.write_text(saved.to_json(dataclasses.replace(read("bench.json"), host=[])))
+    before = (copy_with_yours / "results" / "network.json").read_bytes()
+    with pytest.raises(SystemExit, match="^report: measured/bench.json is a part of the bench"):
+        yours.publish()
+    assert path.exists() and (copy_with_yours / "results" / "network.json").read_bytes() == before
+
+
+def test_a_rate_that_is_measured_again_keeps_the_sweep_of_before():
+    first, *others = read("network.json").at_all_rates()
+    again = dataclasses.replace(read("network.json"), other_rates=[], sweep=None, accumulation=None)
+    found = rates.merged(again, [first, *others])
+    assert found.sweep == first.sweep and found.accumulation == first.accumulation
+    assert [one.conditions.rate for one in found.at_all_rates()] == [
+        one.conditions.rate for one in (first, *others)]
+
+
+def test_a_run_leaves_the_checkout_clean(tmp_path):
+    """As in a fresh clone: `make bench`, then `git status` has nothing to say."""
+    copy = shutil.copytree(HERE, tmp_path / "clone", ignore=IGNORED_IN_A_CLONE)
+
+    def git(*command):
+        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=copy,
+                              capture_output=True, text=True, check=True, timeout=60).stdout
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "all")
+    small = "--quick --model nano --sequence-length 16 --batch-size 2 --rows compute --ranks 1"
+    for command in (["make", "bench", f"ARGS={small}"], ["make", "report"]):
+        run = subprocess.run([*command, f"PYTHON={sys.executable}"], cwd=copy, capture_output=True, text=True,
+                             timeout=120)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert (copy / "measured" / "bench.json").exists() and "Yours beside the published ones" in run.stdout
+    assert git("status", "--porcelain") == ""

@@ -17,7 +17,8 @@ from harness.measure.memory import Memory
 from harness.measure.setup import Settings, adamw, make_batches, make_model
 from harness.report import step_picture
 from harness.report.step_trace import trace
-from harness.rows import catalogue
+from harness.rows import catalogue, rates
+from harness.rows.results import RecordedStep, Result, Row
 from harness.rows.spans import length, overlap, union
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +47,13 @@ def test_spans_by_hand():
 def test_one_step_by_hand():
     """Exposed: from 13 to 14 something is received, from 18 to 18.5 flags are reduced, while nothing computes."""
     step = recorder.one_step(recorded(), 1)
-    assert step["seconds"] == 10
-    assert step["phases"] == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
-    assert step["busy"] == [[0, 3], [4, 8], [9, 10]]
-    assert [(one["kind"], one["start"], one["end"]) for one in step["communication"]] == [
+    assert step.seconds == 10
+    assert step.phases == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
+    assert step.busy == [(0, 3), (4, 8), (9, 10)]
+    assert [(one.kind, one.start, one.end) for one in step.communication] == [
         ("all_gather", -1, 1), ("recv", 2, 5), ("all_reduce", 7.5, 8.5), ("all_gather", 9.5, 11)]
-    assert step["exposed_seconds"] == 1.5
-    assert step["memory"] == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
+    assert step.exposed_seconds == 1.5
+    assert step.memory == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
 
 def lengths_on(rank, lengths):
@@ -118,7 +119,7 @@ def peaks(rank, name):
         memory.settled()
         memory.reset_peak()
         training.step(batches[1])
-    return max(recorded["memory"]), memory.peak, sum(param.nbytes for param in training.model.parameters())
+    return max(recorded.memory), memory.peak, sum(param.nbytes for param in training.model.parameters())
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -140,7 +141,7 @@ def run_timeline(args):
 @pytest.mark.parametrize("seconds, ticks", [(0.8347, [0, 200, 400, 600, 800]), (1, [0, 200, 400, 600, 800, 1000]),
                                             (0.0132, [0, 5, 10]), (2.5, [0, 500, 1000, 1500, 2000, 2500])])
 def test_ticks_are_round_numbers_at_their_place(seconds, ticks):
-    step = {"seconds": seconds, "exposed_seconds": 0, "phases": [], "busy": [], "communication": [], "memory": [1]}
+    step = RecordedStep(exposed_seconds=0, seconds=seconds, memory=[1])
     root = ElementTree.fromstring(step_picture.svg([("a row", step)], "title"))
     found = [one for one in root.iter("{http://www.w3.org/2000/svg}text") if one.get("class") == "tick"]
     assert [one.text for one in found] == [f"{tick} ms" for tick in ticks]
@@ -173,14 +174,14 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
 
 
 def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
-    recorded, counted = [{"busy": [], "exposed_seconds": 0}], [{"exposed_seconds": 0}]
-    results = [{"conditions": {"bits_per_second": rate}, "rows": [{}, {"timeline": steps}]}
+    recorded, counted = [RecordedStep(0, seconds=1.0)], [RecordedStep(0)]
+    results = [Result(SimpleNamespace(bits_per_second=rate), [Row("compute only"), Row("ddp", timeline=steps)])
                for rate, steps in ((1e9, recorded), (1e7, counted), (1e8, recorded))]
-    assert step_picture.to_draw(results) is results[2]
-    recorder.keep_exposed_only(results[2]["rows"])
-    assert step_picture.to_draw(results) is results[0]
-    recorder.keep_exposed_only(results[0]["rows"])
-    assert step_picture.to_draw(results) is None and step_picture.two_hosts_picture(results) == ""
+    assert rates.to_draw(results) is results[2]
+    rates.keep_exposed_only(results[2].rows)
+    assert rates.to_draw(results) is results[0]
+    rates.keep_exposed_only(results[0].rows)
+    assert rates.to_draw(results) is None and step_picture.two_hosts_picture(results) == ""
 
 
 @pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),

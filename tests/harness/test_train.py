@@ -14,6 +14,8 @@ from harness.train import corpus, progress
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
+pytestmark = pytest.mark.slow
+
 NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 
 

@@ -43,17 +43,22 @@ def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage):
     assert all(f"optimizer.{name}" in face for name in OF_CHECKPOINT)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_contract_holds_of_a_package_that_was_taken(stage, tmp_path):
-    """Nothing of this repository is beside the package, and the tests are given the folder that it is in."""
-    take(stage.removeprefix("stage")[0], tmp_path / "mine")
-    (tmp_path / "program.py").write_text("import mine\nprint(mine.DistributedOptimizer.__module__, mine.__version__)\n")
-    alone = run_alone(tmp_path / "program.py", cwd=tmp_path)
-    assert alone.stdout.split() == ["mine.distributed", VERSION], alone.stderr
-    command = [sys.executable, "-m", "pytest", "-q", "--stage", "mine", "--ranks", "2", "tests/stages/test_contract.py"]
-    run = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True, timeout=300,
+@pytest.mark.slow
+def test_the_contract_holds_of_packages_that_were_taken(tmp_path):
+    """Nothing of this repository is beside a package, and the tests are given the folder that all four are in."""
+    names = {stage: f"mine_{stage.removeprefix('stage')[0]}" for stage in STAGES}
+    for stage, name in names.items():
+        take(stage.removeprefix("stage")[0], tmp_path / name)
+        (tmp_path / "program.py").write_text(
+            f"import {name}\nprint({name}.DistributedOptimizer.__module__, {name}.__version__)\n")
+        alone = run_alone(tmp_path / "program.py", cwd=tmp_path)
+        assert alone.stdout.split() == [f"{name}.distributed", VERSION], alone.stderr
+    command = [sys.executable, "-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2",
+               *(f"--stage={name}" for name in names.values()), "tests/stages/test_contract.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300,
                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert {run.stdout.count(f"[{name}-2]") for name in names.values()} == {run.stdout.count("[mine_1-2]")} != {0}
 
 
 SAVES = """

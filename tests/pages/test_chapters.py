@@ -15,9 +15,10 @@ import pytest
 from tests.common import STAGES
 from tests.ranks import ROOT
 
-WORDS = dict(zip(STAGES, (700, 600, 1000, 1400)))  # at the most, as `wc -w` counts
+WORDS = dict(zip(STAGES, (600, 520, 950, 1300)))  # at the most, outside of code and tables
+OWN = "# not in the core"  # opens code that another test runs, see test_story.py
 HEADINGS = [
-    "What the rung before left unsolved",
+    "What is still wrong with {before}",
     "New words",
     "The idea",
     "The picture",
@@ -70,13 +71,15 @@ def is_in(code, source):
 
 @each_chapter
 def test_a_chapter_is_short(chapter):
-    n_words = len(text_of(chapter).split())
+    lines = FENCE.sub("", text_of(chapter)).splitlines()
+    n_words = sum(len(line.split()) for line in lines if not line.startswith("    ") and " | " not in line)
     assert n_words <= WORDS[chapter], f"{chapter}/README.md has {n_words} words"
 
 
 @each_chapter
 def test_all_chapters_have_the_same_parts_in_the_same_order(chapter):
-    assert list(parts_of(chapter)) == HEADINGS
+    before = ["DDP", "stage 1", "stage 2", "stage 3"][STAGES.index(chapter)]
+    assert list(parts_of(chapter)) == [heading.format(before=before) for heading in HEADINGS]
     assert re.match(rf"# Stage {STAGES.index(chapter) + 1}: ", text_of(chapter))
 
 
@@ -97,7 +100,7 @@ def test_new_words_are_a_list_with_a_term_a_line(chapter):
 def test_code_in_a_chapter_is_code_of_its_core(chapter):
     blocks = [code for language, code in FENCE.findall(text_of(chapter)) if language == "python"]
     assert blocks
-    for code in blocks:
+    for code in [code for code in blocks if not code.startswith(OWN)]:
         assert any(is_in(code, source) for source in core_of(chapter).values()), f"not in the core:\n{code}"
 
 
@@ -120,7 +123,7 @@ def in_order(path):
 
 
 def test_the_picture_of_the_five_states_is_that_of_the_code():
-    picture = next(code for language, code in FENCE.findall(text_of(STAGES[2])) if language == "text")
+    picture = next(code for language, code in FENCE.findall(parts_of(STAGES[2])["The picture"]) if language == "text")
     assert is_in(textwrap.dedent(picture), core_of(STAGES[2])["buffer.py"])
 
 
@@ -153,6 +156,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tests, chapter", BUGS, ids=lambda part: part)
 def test_the_bug_of_a_chapter_is_seen_by_the_command_beside_it(tests, chapter, tmp_path):
     """In a copy of the repository. Without the edit the same tests are green: tests/stages/test_cores.py has them."""

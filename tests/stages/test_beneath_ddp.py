@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.ledger import Ledger
 from tests.common import STAGES, Net, Replicated, batch, loss_of, on_its_device, optimizer_of, trainable
-from tests.ranks import ROOT, run_ranks
 from tests.pages.test_guide import FILES, PROGRAMS
+from tests.ranks import ROOT, run_ranks
 
 RUNGS = {"rung 0": "harness.rows.replicated", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
 SITUATIONS = {  # column of the table -> (whether DDP is around the model, what the optimizer is told)

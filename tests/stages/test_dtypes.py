@@ -3,7 +3,6 @@ in the same places. And what a step allocates, and what the state weighs, at any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from harness.measure.ledger import Ledger

@@ -35,9 +35,10 @@ def pair(rank, stage, groups=trainable, **kwargs):
 
 def error_of(function, *exceptions):
     """-> the message of the error that `function` must raise: one line."""
+    exceptions = exceptions or (RuntimeError,)
     try:
         function()
-    except exceptions or (RuntimeError,) as error:
+    except exceptions as error:
         assert str(error) and "\n" not in str(error)
         return str(error)
     raise AssertionError("no error")

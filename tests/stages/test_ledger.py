@@ -24,7 +24,7 @@ def counted(rank, stage, dtype="float32", **kwargs):
     """-> {kind: (how many, bytes of their full tensors)} of one step, of which the first one has seen nothing."""
     params = [torch.nn.Parameter(torch.ones(size, dtype=getattr(torch, dtype), device=rank.device)) for size in SIZES]
     optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1, **kwargs)
-    for step in range(2):
+    for _ in range(2):
         with Ledger() as ledger:
             sum((param * (rank.rank + 1)).sum() for param in params).backward()
             optimizer.step()

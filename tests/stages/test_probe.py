@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.common import STAGES, Replicated, assert_same, batch, loss_of, one_rank_of, optimizer_of, trainable, Net
+from guard.probe import PASSED
+from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of, optimizer_of, trainable
 
 ONE, TWO, THREE, FOUR = STAGES
 
@@ -314,13 +315,16 @@ def test_the_trial_is_short_and_leaves_no_trace(stage):
     build(stage, torch.optim.AdamW, params)
     try:
         torch.set_rng_state(state)
-        before = time.process_time()
-        build(stage, torch.optim.AdamW, groups)
-        took = time.process_time() - before
+        took = []
+        for _ in range(5):  # others use the processor too
+            PASSED.clear()
+            before = time.process_time()
+            build(stage, torch.optim.AdamW, groups)
+            took.append(time.process_time() - before)
     finally:
         hook.remove()
     assert not calls and torch.equal(torch.get_rng_state(), state)
-    assert took < 0.1
+    assert min(took) < 0.1
 
 
 def test_each_kind_of_group_is_tried(stage):
@@ -334,6 +338,28 @@ def test_each_kind_of_group_is_tried(stage):
     params = model_of_all()
     with pytest.raises(ValueError, match="ClipsIfTold"):
         build(stage, ClipsIfTold, [{"params": params[:2]}, {"params": params[2:], "clip": True}])
+
+
+def test_who_builds_many_alike_waits_for_one_trial(stage):
+    """Other arguments, other groups and another device are tried anew; and what was refused is refused again."""
+    class Counting(Plain):
+        n_steps = 0
+
+        def step(self, closure=None):
+            Counting.n_steps += 1
+            super().step()
+
+    def steps_of(params=None, **kwargs):
+        before = Counting.n_steps
+        build(stage, Counting, params, **kwargs)
+        return Counting.n_steps - before
+
+    first, again, other_argument = steps_of(), steps_of(), steps_of(mine=1)
+    assert first > 0 and again == 0 and other_argument > 0
+    assert steps_of([{"params": [nn.Parameter(torch.ones(2, 2))], "mine": 2}], mine=1) > 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="SumsUp"):
+            build(stage, SumsUp)
 
 
 def test_muon_is_tried_on_what_it_is_for():

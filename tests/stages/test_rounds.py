@@ -47,7 +47,7 @@ def passes_by_hand(rank, passes, checkpointed):
     for _ in range(2):
         for used in PASSES[passes](rank.rank):
             losses = [lambda factor, i=i: params[i].sum() * factor for i in used]
-            sum(checkpoint(l, factor, use_reentrant=True) if checkpointed else l(factor) for l in losses).backward()
+            sum(checkpoint(f, factor, use_reentrant=True) if checkpointed else f(factor) for f in losses).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert moved_by(params, [[2 * sum(i in used for used in PASSES[passes](r)) for i in range(6)]

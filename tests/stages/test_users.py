@@ -13,8 +13,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
