@@ -258,8 +258,8 @@ def complete_manifest(manifest, everyone) -> dict:
 def finish(path, partial, manifest):
     text, limit = sealed(manifest), most_bytes(len(manifest["model"]))
     if len(text) > limit:
-        raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra`, or of "
-                         "a state, into tensors")
+        raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra` or of "
+                         "a state into tensors")
     parsed(text)
     with open(partial / MANIFEST, "wb") as file:
         file.write(text)

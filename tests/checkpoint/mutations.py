@@ -34,9 +34,9 @@ from tests.common import STAGES, optimizer_of
 LONGEST_S, MOST_KB = 10, 2**20
 STRANGE = [0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), True, None, "", "0",
            "\x1b[31m", "a" * 10_000, "../elsewhere", "rank-00000.bin", "manifest.json", "float64", "int8", "bool", [],
-           [0], [[]], [2**40], {}, {"tuple": []}, {"data": ["float32", [], "AAAAAA=="]}, 
-           {"data": ["int64", [2], "AAAA"]}, {"piece": "model.0.weight"}, {"tensor": "model.0.weight"}, {"bytes": "AAAA"}, {"dtype": "float32"},
-           {"deque": [-1, []]}, {"complex": [1, 1]}, {"device": "cuda:9"}, {"set": [1, 1]}]
+           [0], [[]], [2**40], {}, {"tuple": []}, {"data": ["float32", [], "AAAAAA=="]}, {"deque": [-1, []]},
+           {"data": ["int64", [2], "AAAA"]}, {"piece": "model.0.weight"}, {"tensor": "model.0.weight"},
+           {"bytes": "AAAA"}, {"dtype": "float32"}, {"complex": [1, 1]}, {"device": "cuda:9"}, {"set": [1, 1]}]
 # (stage, dtype, optimizer): a small model of each, on one rank
 CASES = [(None, torch.float32, "AdamW"), (STAGES[0], torch.float32, "AdamW"), (STAGES[2], torch.bfloat16, "AdamW"),
          (STAGES[3], torch.float32, "AdamW"), (STAGES[3], torch.bfloat16, "SGD"), (None, torch.float32, "Adagrad")]
