@@ -26,7 +26,7 @@ class AnyGrads:
         self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
 
     @torch.no_grad()
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         """Average the gradients over the ranks, in place. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
 
         A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.
@@ -59,7 +59,7 @@ class AnyGrads:
         super().zero_grad(set_to_none)
         self._grads_synced = False
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
 
         Returns the norm before clipping, a scalar tensor.

@@ -220,8 +220,7 @@ class Builder:
                 sent = {
                     params[label.element]
                     for cell, label in enumerate(labels, start // storage.itemsize)
-                    if label.element is not None
-                    and label.kind not in NOTHING
+                    if label.kind in ("parameter", *GRADIENTS)
                     and not is_left_over(history, cell, storage)
                 }
                 group["params"] = sorted(sent.union(group["params"]))

@@ -290,7 +290,7 @@ function phaseName(p, k) {
 }
 
 function drawIntro(p, k) {
-  const parts = [element("b", {}, p.title), p.intro];
+  const parts = [element("b", {}, p.title), element("span", { class: k ? "said" : "" }, p.intro)];
   if (p.differs && k >= p.differs.frame) parts.push(" ", element("b", { style: "color:var(--bad)" }, p.differs.text));
   $("intro").replaceChildren(...parts);
 }
@@ -394,7 +394,7 @@ function highlight(text) {
 // The memory: a column a rank, a row a name.
 function drawPanel(p, k, isHalf) {
   const panel = element("div", { class: `panel${isHalf ? " half" : ""}`, "aria-label": p.title });
-  if (isHalf) panel.append(element("h2", {}, element("span", {}, p.short), element("code", {}, `${p.placeText(0, k).split(" in ")[0]}  ${p.lineText(0, k)}`)));
+  panel.append(element("h2", {}, element("span", {}, p.short), element("code", {}, `${p.placeText(0, k).split(" in ")[0]}  ${p.lineText(0, k)}`)));
   const { bytes, messages } = p.sent(k);
   const heads = element("div", { class: "ranks heads", style: `--d:${p.ranks}` });
   for (let rank = 0; rank < p.ranks; rank++) {
@@ -550,8 +550,8 @@ function ask(k) {
 function wrongAnswers(p, row, rank, k) {
   const n = row.parts.filter((s) => p.storages[s].rank === rank).reduce((sum, s) => sum + p.storages[s].numel, 0);
   const isParams = p.describeText(row, rank, k).includes("parameter");
-  return isParams ? [`${n} × ${WORDS.new}`, `${n} × ${WORDS.old}`, `${n} × ${WORDS.average}`]
-    : [`${n} × ${WORDS.average}`, `${n} × own gradient`, `${n} × ${WORDS.sum}`];
+  const kinds = isParams ? [WORDS.new, WORDS.old, WORDS.average] : [WORDS.average, WORDS.gradient, WORDS.sum];
+  return kinds.map((words) => `${words} × ${n}`);
 }
 function hash(text) { let h = 7; for (const sign of text) h = (h * 31 + sign.charCodeAt(0)) % 1009; return h; }
 

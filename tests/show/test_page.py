@@ -74,6 +74,7 @@ def picture(shown):
     return shown.inner_html("main") + shown.inner_text("#intro")
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_it_opens_and_plays_without_an_error_or_a_request(started, program):
@@ -89,6 +90,7 @@ def test_it_opens_and_plays_without_an_error_or_a_request(started, program):
         assert wrong == [] and requests == [browser.PAGE.as_uri()]
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_back_returns_the_same_picture(started):
     with browser.opened(started, "4/60") as (shown, _, _):
@@ -101,6 +103,7 @@ def test_back_returns_the_same_picture(started):
             assert picture(shown) == before
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_keys(started):
     with browser.opened(started, "3/1") as (shown, _, _):
@@ -129,6 +132,7 @@ def test_keys(started):
         assert re.match(r"rank 0 · parameters p0\[1\] = ", shown.inner_text("#inspector"))
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("program", "01234")
 def test_the_last_frame_has_the_numbers_of_the_recording(started, program):
@@ -139,6 +143,7 @@ def test_the_last_frame_has_the_numbers_of_the_recording(started, program):
         assert row.locator(".cell.stale").count() == 0
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_what_ranks_hold_after_sync_grads_can_be_read_off(started):
     frame = max(k for k, one in enumerate(PROGRAMS["3"]["frames"]) if one["phase"] == "sync_grads")
@@ -151,6 +156,7 @@ def test_what_ranks_hold_after_sync_grads_can_be_read_off(started):
             assert kinds == ["average" if i // 4 == rank else "garbage" for i in range(16)]
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_a_cell_says_what_it_is_who_wrote_it_and_where_it_came_from(started):
     frame = PROGRAMS["3"]["operations"][0]["arrows"][0][4]
@@ -163,6 +169,7 @@ def test_a_cell_says_what_it_is_who_wrote_it_and_where_it_came_from(started):
         assert "in GradBuffer.reduce_scatter_grads" in said and "reduce-scatter from rank 0, 2, 3" in said
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_two_programs_side_by_side_on_one_clock(started):
     with browser.opened(started, "2/1") as (shown, wrong, _):
@@ -181,6 +188,7 @@ def test_two_programs_side_by_side_on_one_clock(started):
         assert wrong == []
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_predict_first_hides_a_result_until_its_reader_has_chosen(started):
     arrives = PROGRAMS["3"]["operations"][0]["arrows"][0][4]
@@ -196,6 +204,7 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started):
         assert where(shown) == arrives + 1
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_page_jumps_to_the_first_wrong_value(started, bug):
@@ -207,6 +216,7 @@ def test_the_page_jumps_to_the_first_wrong_value(started, bug):
         assert PROGRAMS[bug]["differs"]["text"] in shown.inner_text("#intro")
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])

@@ -170,6 +170,7 @@ def show(*args, cwd=ROOT):
     )
 
 
+@pytest.mark.slow
 def test_two_recordings_are_equal_byte_for_byte(tmp_path):
     texts = []
     for name in ("one", "two"):
@@ -179,6 +180,7 @@ def test_two_recordings_are_equal_byte_for_byte(tmp_path):
     assert texts[0] == texts[1] and json.loads(texts[0])["format"] == frames.FORMAT
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_frames_and_writes_no_file(tmp_path):
     def changed():
         return subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -195,6 +197,7 @@ def test_the_terminal_shows_frames_and_writes_no_file(tmp_path):
     assert "reduce-scatter of gradients: 12 messages of 16 B" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -220,7 +223,7 @@ def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
         (["3", "--steps", "0"], "--steps 0"),
         (["3", "--dtype", "int8"], "int8"),
         (["2", "--grad-dtype", "float32"], "only stage 3"),
-        (["3", "--json", "."], "folder"),
+        (["3", "--json", "docs"], "folder"),
     ],
     ids=str,
 )
