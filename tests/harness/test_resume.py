@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import torch
 
 from checkpoint import ForeignCheckpoint, latest, save
 from harness.faults.final_state import converted, final_state
-from harness.train import options, run_folder, run_settings, saved_extra
+from harness.train import options, run_folder, run_settings, saved_extra, stop_signal
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -66,7 +67,7 @@ def error_of(ended):
 
 
 @pytest.mark.parametrize("stage, moment, step", [
-    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGTERM", 16), (2, "save:SIGTERM", 21),
+    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGHUP", 16), (2, "save:SIGTERM", 21),
 ])
 def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same_command_goes_on(
         stage, moment, step, undisturbed, tmp_path):
@@ -88,6 +89,28 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
     ended = run_ranks(2, "tests/checkpoint/killed.py", "backward:SIGTERM", *command)
     assert [rank.code for rank in ended] == [0, 0] and "validation loss after" in ended[0].stdout
     assert steps_in(tmp_path) == names(15)
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_under_nohup_a_run_goes_on_when_the_terminal_goes(run):
+    """nohup has SIGHUP ignored, and so it stays."""
+    run(hangs_up)
+
+
+def hangs_up(rank):
+    before = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        told = stop_signal.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+        signal.raise_signal(signal.SIGHUP)
+        assert told.agreed() is None
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        told = stop_signal.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+        signal.raise_signal(signal.SIGHUP)
+        assert told.agreed() == "SIGHUP"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
