@@ -22,7 +22,7 @@ from .model import names_of, state_of, untied, unwrapped
 from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
 from .rank_files import read, verify, verify_sizes
 from .ranks import all_gather, errors_on_all, rank_in
-from .states import check_states, kind_of
+from .states import check_states, fixed_paths, kind_of
 
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
 
@@ -56,8 +56,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     with errors_on_all(what, group), read_errors_are_damage():
         verify(path, manifest, rank, world_size)
         found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
-        states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece)
-                  for index, piece in pieces.items()}
+        states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece,
+                                    fixed_paths(schemas[index])) for index, piece in pieces.items()}
         for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
             check_piece(schemas[index], state, pieces[index].main, names[index])
         extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
@@ -161,9 +161,13 @@ def main_param_of(manifest, name) -> str | None:
             return value.get("piece")
 
 
-def read_state(path, manifest, name, param, piece):
+def read_state(path, manifest, name, param, piece, fixed):
+    """`fixed`: what has not the parameter's shape here, though it may have it where the parameter is a scalar."""
     tensors = TensorsOf(path, manifest, piece)
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
+    for key, value in manifest.states.get(name, {"dict": []})["dict"]:
+        if key in fixed and isinstance(value, dict) and "piece" in value:
+            state[key] = tensors("tensor", value["piece"])
     if piece.main.dtype != param.dtype and "main_param" not in state:
         state["main_param"] = tensors("piece", f"model.{name}")
     return state

@@ -68,17 +68,16 @@ class StateOfPieces:
         main_params = {index: main for index, _, _, main in self._indexed_pieces() if main.dtype != kept[index].dtype}
         return {**super().state_dict(), "main_params": main_params, "bounds": self._bounds()}
 
-    def _take_parts(self, state_dict):
+    def _parts_of(self, state_dict):
         here, saved = self.state_dict(), state_dict.get("main_params", {})
         if (here["bounds"], here["main_params"].keys()) != (state_dict.get("bounds"), saved.keys()):
             raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                              "tensor-parallel rank say: use full_state_dict()")
-        for index, main_param in here["main_params"].items():
-            if (saved[index].shape, saved[index].dtype) != (main_param.shape, main_param.dtype):
+        for index, main in here["main_params"].items():
+            if (saved[index].shape, saved[index].dtype) != (main.shape, main.dtype):
                 raise ValueError(f"main_params of this state_dict has {saved[index].dtype} of shape "
                                  f"{tuple(saved[index].shape)} for parameter {index}")
-        for index, main_param in here["main_params"].items():
-            main_param.copy_(saved[index])
+        return [(main, saved[index]) for index, main in here["main_params"].items()]
 
 
 def follow(main_param, now):

@@ -20,5 +20,6 @@ class WholeState:
         """-> [(param, start, stop, main), …]: this rank steps flat elements start to stop of `param`, as `main`."""
         return [(param, 0, param.numel(), param) for param in all_params(self.optimizer)]
 
-    def _take_parts(self, state_dict):
+    def _parts_of(self, state_dict):
         """Whole parameters have no parts."""
+        return []

@@ -20,7 +20,7 @@ from .tried import warn_of_an_untried_torch
 
 class Wrapper:
     """What it needs of its stage: `_refuse(named)` and `_probe(make_optimizer, groups)`, which raise what can't be
-    trained; `finish_grad_sync()`; and `_take_parts(state_dict)`, which takes what a stage's own state_dict has besides.
+    trained; `finish_grad_sync()`; and `_parts_of(state_dict)`, pairs (here, saved) of what a stage's own has besides.
     """
 
     _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
@@ -152,7 +152,9 @@ class Wrapper:
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
         self.pass_on_hyperparameters()
+        parts = self._parts_of(state_dict)
         state_dict = checked_state_dict(self.make_optimizer, self.optimizer, state_dict)
-        self._take_parts(state_dict)
+        for here, saved in parts:
+            here.copy_(saved)
         self.optimizer.load_state_dict(state_dict)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
