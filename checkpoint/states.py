@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from guard.schema import COMPUTABLE, LISTS, Schema, Spec, check_state, lead_of, schema_of
+from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves, schema_of
 
 from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
@@ -244,17 +244,5 @@ def check_states(optimizer, names, states, saved_groups):
 
 def fixed_paths(schema) -> set[str]:
     """Of tensors in a state that have not the parameter's shape."""
-    found = set()
-
-    def look(value, path):
-        if isinstance(value, Spec):
-            found.update([path_of(path)] * (lead_of(value.shape, schema.shape) is None))
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                look(item, (*path, key))
-        elif type(value) in LISTS:
-            for key, item in enumerate(value):
-                look(item, (*path, key))
-
-    look(schema.entries if schema else {}, ())
-    return found
+    return {path_of(path) for path, value in leaves(schema.entries if schema else {})
+            if isinstance(value, Spec) and lead_of(value.shape, schema.shape) is None}

@@ -75,8 +75,7 @@ class StateOfPieces:
                              "tensor-parallel rank say: use full_state_dict()")
         for index, main in here["main_params"].items():
             if (saved[index].shape, saved[index].dtype) != (main.shape, main.dtype):
-                raise ValueError(f"main_params of this state_dict has {saved[index].dtype} of shape "
-                                 f"{tuple(saved[index].shape)} for parameter {index}")
+                raise ValueError(f"main_params of this state_dict doesn't fit parameter {index}: {saved[index].shape}")
         return [(main, saved[index]) for index, main in here["main_params"].items()]
 
 

@@ -6,10 +6,8 @@ and what is loaded must be what that step has made. Shown by tests/checkpoint/te
 """
 
 import collections
-import contextlib
 import copy
 import inspect
-import math
 import numbers
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from .groups import all_params, hyperparameters
 from .hooks import without_global_hooks
 
 LISTS = list, tuple, collections.deque
+ANYTHING = "a scalar, or of the parameter's shape"  # what a step hasn't made, as slow weights that come later
 COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -38,10 +37,6 @@ class Schema(NamedTuple):
     entries: dict  # name -> what a step makes of it, tensors as Spec
     from_start: bool  # whether there is a state before the first step, as Adagrad has
     shape: tuple  # of the parameter that was stepped
-
-
-class Anything:
-    """What a step hasn't made, as slow weights that come later: a scalar, or of the parameter's shape."""
 
 
 def described(value):
@@ -67,9 +62,8 @@ def schema_of(make_optimizer, ours, saved, shape, dtype, device) -> Schema | Non
 
 def stepped(make_optimizer, options, shape, dtype, device):
     """-> its Schema, or None and why."""
-    cls = getattr(make_optimizer, "func", make_optimizer)
-    known = inspect.signature(cls).parameters
-    for mode in FakeTensorMode(allow_non_fake_inputs=True), contextlib.nullcontext():  # some read values
+    known = inspect.signature(getattr(make_optimizer, "func", make_optimizer)).parameters
+    for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # some read values
         try:
             own = copy.deepcopy(options)
             with mode, without_global_hooks(), torch.no_grad():
@@ -91,57 +85,48 @@ def lead_of(shape, like):
     return tuple(shape[:n_lead]) if n_lead >= 0 and tuple(shape[n_lead:]) == tuple(like) else None
 
 
+def leaves(value, path=()):
+    """-> path, value of all that is in it; of a container its class."""
+    is_container = type(value) in (dict, *LISTS)
+    yield path, type(value) if is_container else value
+    if is_container:
+        for key, item in value.items() if type(value) is dict else enumerate(value):
+            yield from leaves(item, (*path, key))
+
+
 def check_state(schema, state, like, name):
     """Raise ValueError unless a described `state` of a parameter of shape `like` is what a schema says, or nothing."""
     if schema is None or not (state or schema.from_start):
         return
+    expected, found = dict(leaves(schema.entries)), dict(leaves(state))
     if not isinstance(state, dict) or not schema.entries.keys() <= state.keys():
-        kept, found = (", ".join(map(str, entries)) or "nothing" for entries in (schema.entries, state))
-        raise ValueError(f"the state of {name} is of another optimizer: {found:.200}, this one keeps {kept}")
-    if found := misfit(schema.entries, state, schema.shape, like, ()):
-        path, kept, there = found
-        what = ".".join(map(str, path))
-        raise ValueError(f"{what:.60} in the state of {name} is of another optimizer: {there:.80}, not {kept:.80}")
-
-
-def misfit(expected, found, base, like, path):
-    """-> where they differ: path, what is expected, what was found; or None. `base`: the shape that was stepped."""
-    pairs = []
-    if expected is Anything and type(found) in (dict, *LISTS):
-        items = found.items() if isinstance(found, dict) else enumerate(found)
-        pairs = [(key, Anything, item) for key, item in items]
-    elif isinstance(expected, dict) and isinstance(found, dict) and expected.keys() <= found.keys():
-        pairs = [(key, expected.get(key, Anything), item) for key, item in found.items()]
-    elif type(expected) in LISTS and type(found) is type(expected):
-        if type(found) is tuple and len(found) != len(expected):
-            return path, str(expected), str(found)
-        kinds = expected if type(found) is tuple else [*expected, Anything][:1] * len(found)
-        pairs = list(zip(range(len(found)), kinds, found))
-    elif not fits(expected, found, base, like) or path[-1:] == ("step",) and not counts(found):
-        return path, str(getattr(expected, "__name__", expected)), str(found)
-    return next(filter(None, (misfit(kind, item, base, like, (*path, key)) for key, kind, item in pairs)), None)
+        kept, there = (", ".join(map(str, entries)) or "nothing" for entries in (schema.entries, state))
+        raise ValueError(f"the state of {name} is of another optimizer: {there:.200}, this one keeps {kept}")
+    for path in {**expected, **found}:
+        as_first = tuple(0 if type(key) is int else key for key in path)  # a list grows
+        wanted, value = expected.get(path, expected.get(as_first, ANYTHING)), found.get(path)
+        if not fits(wanted, value, schema.shape, like) or path[-1:] == ("step",) and not counts(value):
+            what = f"{'.'.join(map(str, path)):.60} in the state of {name}"
+            raise ValueError(f"{what} is of another optimizer: {value!s:.60}, not {wanted!s:.60}")
 
 
 def fits(expected, found, base, like):
-    """Of one value, which is no container."""
-    if type(found) in (dict, *LISTS) or type(expected) in (dict, *LISTS):
-        return False
-    if expected is Anything or expected is None:
+    """Whether one value stands for the other. `base`: the shape of the parameter that was stepped."""
+    if expected is ANYTHING or expected is None:
         return not isinstance(found, Spec) or not found.shape or lead_of(found.shape, like) is not None
-    if isinstance(expected, numbers.Number):
-        return isinstance(found, numbers.Number)
     if not isinstance(expected, Spec) or not isinstance(found, Spec):
-        return type(expected) is type(found)
-    lead = lead_of(expected.shape, base)
-    is_stack = bool(lead) and len(lead) == len(lead_of(found.shape, like) or ()) and all(found.shape[: len(lead)])
-    is_shaped = lead_of(found.shape, like) == lead if lead is not None else found.shape == expected.shape
+        both_numbers = isinstance(expected, numbers.Number) and isinstance(found, numbers.Number)
+        return expected is found or both_numbers or type(expected) is type(found) is not type
+    lead, their_lead = lead_of(expected.shape, base), lead_of(found.shape, like)
+    is_stack = bool(lead) and len(lead) == len(their_lead or ()) and all(their_lead)
+    is_shaped = their_lead == lead if lead is not None else found.shape == expected.shape
     return (is_shaped or is_stack) and (found.dtype == expected.dtype or {found.dtype, expected.dtype} <= COMPUTABLE)
 
 
 def counts(value):
     """Whether it is a number of steps, as far as it is known."""
-    value = value.value if isinstance(value, Spec) else value
-    return not isinstance(value, numbers.Real) or math.isfinite(value) and value >= 0
+    value = getattr(value, "value", value)
+    return not isinstance(value, numbers.Real) or 0 <= value < float("inf")
 
 
 def checked_state_dict(make_optimizer, inner, state_dict):
@@ -149,15 +134,13 @@ def checked_state_dict(make_optimizer, inner, state_dict):
 
     Raises ValueError, before anything is changed, unless the state is what the schema says.
     """
-    ours, theirs = ([(group, len(group["params"])) for group in groups]
+    ours, theirs = ([group for group in groups for _ in group["params"]]
                     for groups in (inner.param_groups, state_dict["param_groups"]))
-    if [n for _, n in ours] != [n for _, n in theirs]:
+    if len(ours) != len(theirs):
         raise ValueError("this state_dict has other parameter groups than this optimizer")
-    options = [(hyperparameters(group), hyperparameters(saved))
-               for (group, n), (saved, _) in zip(ours, theirs) for _ in range(n)]
     states = dict(state_dict["state"])
-    for index, (param, both) in enumerate(zip(all_params(inner), options)):
-        schema = schema_of(make_optimizer, *both, param.shape, param.dtype, param.device)
+    for index, (param, *both) in enumerate(zip(all_params(inner), ours, theirs)):
+        schema = schema_of(make_optimizer, *map(hyperparameters, both), param.shape, param.dtype, param.device)
         check_state(schema, described(states.get(index, {})), param.shape, f"parameter {index} of this rank")
         if index in states:
             states[index] = {key: torch.empty_like(param, dtype=value.dtype).copy_(value)

@@ -151,7 +151,6 @@ class Wrapper:
         made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
         if made_by != here:
             raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        self.pass_on_hyperparameters()
         parts = self._parts_of(state_dict)
         state_dict = checked_state_dict(self.make_optimizer, self.optimizer, state_dict)
         for here, saved in parts:

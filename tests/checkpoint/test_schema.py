@@ -171,6 +171,7 @@ def test_entries_that_the_saved_hyperparameters_ask_for_must_be_there(run, stage
 HYPERPARAMETERS = {  # value, and what is said: by us, or by the optimizer
     "lr": (float("nan"), "lr of group 0 is 'nan', here it is 0.001"), "betas": ((5, -1.0), "Invalid beta parameter"),
     "weight_decay": (10**400, "weight_decay of group 0 is '1000"), "eps": (-1.0, "Invalid epsilon value: -1.0"),
+    "amsgrad": (3, "amsgrad of group 0 is '3', here it is False"),
 }
 
 
@@ -225,7 +226,7 @@ def wrong_main_params(rank, stage):
     before = copy.deepcopy(optimizer.state_dict())
     index = next(iter(before["main_params"]))
     for wrong in (before["main_params"][index][:-1], before["main_params"][index].int()):
-        with pytest.raises(ValueError, match=f"main_params of this state_dict has .* for parameter {index}"):
+        with pytest.raises(ValueError, match=f"main_params of this state_dict doesn't fit parameter {index}: "):
             optimizer.load_state_dict({**before, "main_params": {**before["main_params"], index: wrong}})
     assert equal(optimizer.state_dict(), before)
 
