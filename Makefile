@@ -93,7 +93,8 @@ show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
+	$(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
+	exec $(PYTHON) -m tests.checkpoint.mutations --json measured/faults_mutations.json
 
 cuda: $(ENV)
 	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)

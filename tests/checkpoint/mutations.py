@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import manifest as manifests
+from harness.rows import saved
+from harness.rows.fault_results import MutationResult, MutationRow
 from tests.common import STAGES, optimizer_of
 
 LONGEST_S, MOST_KB = 10, 2**20
@@ -390,11 +392,11 @@ def main():
         print(f"{name:32} {sum(table[name].values()):5} tried {table[name]['refused']:5} refused "
               f"{table[name]['loaded']:5} loaded, stepped and saved {table[name]['wrong']:5} wrong")
     if args.json:
-        rows = [{"kind": name, **{key: table[name][key] for key in ("refused", "loaded", "wrong")}}
+        rows = [MutationRow(name, *(table[name][key] for key in ("refused", "loaded", "wrong")))
                 for name in sorted(table)]
-        result = {"number": args.number, "seed": args.seed, "torch": torch.__version__,
-                  "date": date.today().isoformat(), "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = MutationResult(args.number, args.seed, torch.__version__, date.today().isoformat(), rows)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(saved.to_json(result))
     sys.exit(bool(wrong))
 
 
