@@ -214,3 +214,22 @@ def test_what_was_set_aside_or_is_no_file_is_not_the_newest(tmp_path):
         (tmp_path / name / "manifest.json").touch()
     (tmp_path / "step-3" / "manifest.json").mkdir(parents=True)
     assert latest(tmp_path) == tmp_path / "step-2"
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_load_would_not_read_is_not_saved(tmp_path):
+    """As deep, and as large, as load takes it, and no more."""
+    for extra, message in ((nested(52), "it is nested deeper than 50"),
+                           ([0] * 4_000_000, "its manifest has 12.* bytes, load.. reads 8.*: put large values")):
+        with pytest.raises(checkpoint.CheckpointError, match=message):
+            checkpoint.save(tmp_path / "one", *alone(), extra)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    for number, extra in enumerate((nested(51), [0] * 1_000_000)):
+        checkpoint.save(tmp_path / str(number), *alone(), extra)
+        assert checkpoint.load(tmp_path / str(number), *alone()) == extra
