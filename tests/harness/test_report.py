@@ -19,7 +19,7 @@ from harness.report.row_tables import memory_sheets
 from harness.report.sheet import NONE, sheet_text
 from harness.rows import bucket_sizes, catalogue, rates, saved
 from harness.rows.choice import ONE_PARAMETER, Choice
-from harness.rows.fault_results import FaultResult
+from harness.rows.fault_results import FaultResult, MutationResult
 from harness.rows.gpu_results import GpuResult
 from harness.rows.plan_results import PlanResult
 from harness.rows.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
@@ -493,7 +493,8 @@ def test_a_file_of_another_schema_is_refused_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kind", [("bench.json", Result), ("network.json", Result), ("plan.json", PlanResult),
-                                        ("cuda.json", GpuResult), ("faults.json", FaultResult)])
+                                        ("cuda.json", GpuResult), ("faults.json", FaultResult),
+                                        ("faults_mutations.json", MutationResult)])
 def test_what_is_read_is_written_as_it_was(name, kind):
     text = (published.ROOT / "results" / name).read_text(encoding="utf-8")
     assert saved.to_json(saved.from_json(kind, text)) == text
