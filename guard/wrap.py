@@ -16,13 +16,13 @@ from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import agree, checked_groups, param_ids, refuse_edited
 from .settings import difference_between_ranks
-from .wrapped import SeenThroughWrappers
 from .tried import warn_of_an_untried_torch
+from .wrapped import SeenThroughWrappers
 
 
 class Wrapper(SeenThroughWrappers):
     """What it needs of its stage: `_refuse(named)` and `_probe(make_optimizer, groups)`, which raise what can't be
-    trained; `finish_grad_sync()`; and `_parts_in(state_dict)`, [(tensor, what it is to be), …] of what a state_dict has besides.
+    trained; `finish_grad_sync()`; and `_parts_in(state_dict)`, [(tensor, what it is to be), …] of what it has besides.
     """
 
     _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
@@ -78,8 +78,8 @@ class Wrapper(SeenThroughWrappers):
     def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients, step what this rank owns, bring every rank's parameters to all. Collective.
 
-        Returns the loss of `closure`, averaged over the ranks; what is no number or tensor, as it is; or None. torch.amp.GradScaler.step passes itself in, as
-        `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
+        Returns the loss of `closure`, averaged over the ranks; what is no number or tensor, as it is; or None.
+        torch.amp.GradScaler.step passes itself in, as `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
 
         Raises:
             RuntimeError: the parameters in `param_groups` are not those that were added; or what `finish_grad_sync`

@@ -32,7 +32,7 @@ class StorageMemory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
     A view returns the storage of its base: it is known already, and counts nothing. Nor does a storage that lies in the
-    memory of another, as torch.from_dlpack makes them, which keep that other one alive. The operators that C++ code calls
+    memory of another, as torch.from_dlpack makes them, which keep that other one alive. The operators that C++ calls
     (autograd's, the buckets of DistributedDataParallel) come by here too. A tensor made before counts from the moment
     when an operator returns it or a view of it, or from `track`. The idea is that of torch's own MemTracker.
     """
