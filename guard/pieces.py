@@ -86,7 +86,10 @@ class StateOfPieces:
         if (here["bounds"], here["main_params"].keys()) != (state_dict.get("bounds"), saved.keys()):
             raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                              "tensor-parallel rank say: use full_state_dict()")
-        return [(main_param, saved[index]) for index, main_param in here["main_params"].items()]
+        for index, main in here["main_params"].items():
+            if (saved[index].shape, saved[index].dtype) != (main.shape, main.dtype):
+                raise ValueError(f"main_params of this state_dict doesn't fit parameter {index}: {saved[index].shape}")
+        return [(main, saved[index]) for index, main in here["main_params"].items()]
 
 
 def follow(main_param, now):

@@ -15,6 +15,7 @@ from . import torch_clip as torch_clip
 from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import agree, checked_groups, param_ids, refuse_edited
+from .schema import checked_state_dict
 from .settings import difference_between_ranks
 from .tried import warn_of_an_untried_torch
 from .wrapped import SeenThroughWrappers
@@ -22,7 +23,7 @@ from .wrapped import SeenThroughWrappers
 
 class Wrapper(SeenThroughWrappers):
     """What it needs of its stage: `_refuse(named)` and `_probe(make_optimizer, groups)`, which raise what can't be
-    trained; `finish_grad_sync()`; and `_parts_in(state_dict)`, [(tensor, what it is to be), …] of what it has besides.
+    trained; `finish_grad_sync()`; and `_parts_in(state_dict)`, pairs (here, saved) of what a stage's own has besides.
     """
 
     _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
@@ -79,7 +80,8 @@ class Wrapper(SeenThroughWrappers):
         """Average the gradients, step what this rank owns, bring every rank's parameters to all. Collective.
 
         Returns the loss of `closure`, averaged over the ranks; what is no number or tensor, as it is; or None.
-        torch.amp.GradScaler.step passes itself in, as `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
+        torch.amp.GradScaler.step passes itself in, as `grad_scaler`: an inf or nan on any rank makes every rank skip
+        the step, and lower its scale.
 
         Raises:
             RuntimeError: the parameters in `param_groups` are not those that were added; or what `finish_grad_sync`
@@ -163,7 +165,8 @@ class Wrapper(SeenThroughWrappers):
         """Take over what `state_dict` returned on this rank. Collective.
 
         Raises:
-            ValueError: on any rank it was made by another rank, on another number of ranks, or with other shards.
+            ValueError: on any rank it was made by another rank, on another number of ranks, or with other shards, or
+                its state is none of this optimizer; nothing is changed.
         """
         made_by, error = (state_dict.get("rank"), state_dict.get("world_size")), None
         try:
@@ -175,10 +178,11 @@ class Wrapper(SeenThroughWrappers):
                                  f"{self.rank, self.world_size}: a file of one rank has one part of {made_by[1]}, save "
                                  "checkpoint.full_state_dict(optimizer) for the whole")
             parts = self._parts_in(state_dict)
+            state_dict = checked_state_dict(self.make_optimizer, self.optimizer, state_dict)
         except ValueError as refusal:
             error = refusal
         agree(error, [], self.process_group, all_params(self)[0].device)
-        for tensor, saved in parts:
-            tensor.copy_(saved)
+        for here, saved in parts:
+            here.copy_(saved)
         self.optimizer.load_state_dict(state_dict)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)

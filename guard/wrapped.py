@@ -20,7 +20,7 @@ class SeenThroughWrappers:
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
-        """Ours behind another base: `cls` may be a wrapper's, and what it has of ours is the optimizer's own."""
+        """Where ours stands behind another base, `cls` may be a wrapper's: what it has of ours is the optimizer's."""
         super().__init_subclass__(**kwargs)
         for ours in cls.__bases__[1:]:
             if issubclass(ours, SeenThroughWrappers) and issubclass(ours, torch.optim.Optimizer):

@@ -150,7 +150,7 @@ class DoesNothingAtFirst(Plain):
 
 
 class InBlocks(Plain):
-    """torchao, bitsandbytes: momentum has 8 bits and a scale for each block, where the number of elements is right."""
+    """torchao, bitsandbytes: momentum has 8 bits, with a scale for each block, where the numel is right."""
 
     is_right, block = staticmethod(lambda numel: numel >= 4096 and numel % 256 == 0), 256
 
