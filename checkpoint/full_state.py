@@ -20,6 +20,7 @@ from .optimizers import (
     group_of,
     inner_of,
     install,
+    itself,
     local,
     packed_groups,
     pieces_of,
@@ -46,6 +47,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
         RuntimeError: on every rank; some have a state for their part of a parameter, and others don't, or a state can't
             be put together from the ranks' parts.
     """
+    optimizer = itself(optimizer)
     if to_all:
         refuse_outsider(optimizer)
     group, dst = group_of(optimizer), None if to_all else 0
@@ -69,6 +71,7 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     Raises:
         ValueError: on every rank, before anything is changed; it is of another model or optimizer.
     """
+    optimizer = itself(optimizer)
     refuse_outsider(optimizer)
     group = group_of(optimizer)
     groups, plan, tensors = broadcast_plan(optimizer, state_dict)

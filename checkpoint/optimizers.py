@@ -34,6 +34,12 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def itself(optimizer):
+    """Of a wrapper, such as accelerate's, Lightning's and Fabric's, the stage's optimizer in it; else `optimizer`."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    return itself(wrapped) if hasattr(wrapped, "pieces") else optimizer
+
+
 def inner_of(optimizer):
     return getattr(optimizer, "optimizer", optimizer)
 

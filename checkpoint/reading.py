@@ -19,7 +19,17 @@ from .full_state import Whole
 from .json_values import unpack, unpack_data
 from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
 from .model import names_of, state_of, untied, unwrapped
-from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
+from .optimizers import (
+    Piece,
+    all_params,
+    check_hyperparameters,
+    group_of,
+    inner_of,
+    install,
+    itself,
+    packed_groups,
+    pieces_of,
+)
 from .rank_files import read, verify, verify_sizes
 from .ranks import all_gather, errors_on_all, rank_in
 from .states import check_states, fixed_paths, kind_of
@@ -41,6 +51,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         UnfitModel: as `save`.
         CheckpointError: anything else. Each on every rank, before anything is changed.
     """
+    optimizer = itself(optimizer)
     group, what = group_of(optimizer), f"checkpoint {path} can't be loaded"
     rank, world_size = rank_in(group)
     with errors_on_all(what, group), read_errors_are_damage():

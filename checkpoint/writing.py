@@ -28,7 +28,7 @@ from .full_state import flat
 from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
 from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, parsed, sealed
 from .model import names_of, state_of, unwrapped
-from .optimizers import all_params, group_of, inner_of, local, packed_groups, pieces_of
+from .optimizers import all_params, group_of, inner_of, itself, local, packed_groups, pieces_of
 from .rank_files import Part, name_of, verify_sizes, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
 from .states import NotKept, agree_on_states, check_states, local_states, path_of, with_data
@@ -63,6 +63,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
             be read again: the message names the parameter and the key; or an earlier asynchronous save has failed; or
             `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than others.
     """
+    optimizer = itself(optimizer)
     group, what = group_of(optimizer), f"checkpoint {path} can't be written"
     rank, world_size = rank_in(group)
     if earlier := getattr(optimizer, "last_save", lambda: None)():
