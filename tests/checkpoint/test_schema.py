@@ -206,8 +206,9 @@ def own_state_dict(rank, stage, what):
     before = copy.deepcopy(optimizer.state_dict())
     key, change = WRONG[what]
     wrong = copy.deepcopy(before)
-    index = max(wrong["state"], key=lambda index: wrong["state"][index]["exp_avg"].numel())
-    wrong["state"][index] = changed(wrong["state"][index], key, change(wrong["state"][index][key]))
+    name = max(wrong["state"], key=lambda name: wrong["state"][name]["exp_avg"].numel())
+    index = [name for group in wrong["param_groups"] for name in group["params"]].index(name)
+    wrong["state"][name] = changed(wrong["state"][name], key, change(wrong["state"][name][key]))
     if "main_params" in wrong:
         for param in wrong["main_params"].values():
             param.fill_(7)
