@@ -6,7 +6,7 @@ FSDP2; modded-nanogpt gives each rank whole matrices of one shape. DeepSpeed ste
 Wire: 2 · 4Ψ · (d-1)/d bytes and the padding: a collective has equal shards, and the rank that owns most of a bucket
 decides their length: `padding` below. Memory: stage 4's 4 + 12/d bytes a parameter, padded likewise.
 Costs: padding. A bucket should hold d matrices or more: bucket_cap_mb is d of the largest, or what latency allows.
-Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products, and each next matrix goes to the rank that has
+Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products, and the next matrix goes to the rank with the
 least so far, over all buckets. In a GPT all matrices have the same min(n, m), so that balances elements too.
 """
 

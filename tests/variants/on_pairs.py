@@ -13,11 +13,14 @@ def mesh():
     return torch.distributed.init_device_mesh("cpu", (n_groups, world_size // n_groups))
 
 
-class ShardedOptimizer(hybrid.ShardedOptimizer):
+class OnPairs(hybrid.OnMesh):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, bucket_cap_mb=None, **kwargs):
         super().__init__(params, optimizer_cls, mesh=mesh(), bucket_cap_mb=bucket_cap_mb, **kwargs)
 
 
-class DistributedOptimizer(hybrid.DistributedOptimizer):
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, **kwargs):
-        super().__init__(params, optimizer_cls, mesh=mesh(), **kwargs)
+class ShardedOptimizer(OnPairs, hybrid.ShardedOptimizer):
+    pass
+
+
+class DistributedOptimizer(OnPairs, hybrid.DistributedOptimizer):
+    pass
