@@ -40,10 +40,12 @@ class Chained:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of all to a norm of at most `max_norm`, over them together. -> norm before"""
-        norms = [optimizer.grad_norm(norm_type) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            optimizer.finish_grad_sync()
+        norms = [optimizer._total_norm(norm_type) for optimizer in self.optimizers]
         total_norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         for optimizer in self.optimizers:
-            optimizer.scale_grads(max_norm, total_norm)
+            torch.nn.utils.clip_grads_with_norm_(optimizer._averaged_params(), max_norm, total_norm)
         return total_norm
 
     def state_dict(self):

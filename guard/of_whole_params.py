@@ -6,6 +6,7 @@ Shown by tests/stages/test_contract.py.
 import torch
 
 from .amp import Scaled
+from .clip import Clipped
 from .modes import Modes
 from .probe import check_one_by_one
 from .refuse import refuse_dtensors, refuse_mixed_dtypes
@@ -14,7 +15,7 @@ from .whole_grads import AnyGrads
 from .wrap import Wrapper
 
 
-class OfWholeParams(AnyGrads, Scaled, Modes, WholeState, Wrapper):
+class OfWholeParams(AnyGrads, Clipped, Scaled, Modes, WholeState, Wrapper):
     _probe = staticmethod(check_one_by_one)
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
