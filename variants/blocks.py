@@ -2,8 +2,7 @@
 
 Situation: 8-bit moments (bitsandbytes, torchao), which scale blocks of 256 elements together: stage 4 refuses them,
 since it cuts through blocks.
-Called elsewhere: FSDP2 with torchao asks that shards are multiples of a block; DeepSpeed and Megatron-LM have no such
-option and cut anywhere.
+Called elsewhere: torchao under FSDP2 keeps 8 bits only of those shards that are multiples of a block.
 Wire and memory: stage 4's, each parameter padded to 256 elements and a bucket to d · 256; of the moments a byte each.
 Costs: padding of small parameters: a bias of 10 elements takes 256.
 """

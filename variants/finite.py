@@ -1,8 +1,8 @@
 """A gradient that is nan or inf is noticed before it travels, and every rank raises before the step.
 
 Situation: a loss explodes on one rank of a thousand, and after the reduce-scatter nobody knows on which.
-Called elsewhere: check_for_nan_in_grad in Megatron-LM (--check-for-nan-in-loss-and-grad). DeepSpeed skips such a step
-(its overflow check); FSDP2, Megatron-LLaMA, modded-nanogpt and veScale have none.
+Called elsewhere: check_for_nan_in_grad in Megatron-LM, which raises on the rank that has it, before the collective.
+A loss scaler (torch's, DeepSpeed's, Megatron-LLaMA's) looks after it, and skips the step.
 Wire: stage 4's, and one all-gather of a byte a parameter tensor before the step. Memory: a flag for each parameter.
 Costs: one read of each gradient, in the backward pass. Not for GradScaler, which means to meet an inf: it skips.
 """

@@ -5,8 +5,9 @@ Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FS
 DeepSpeed.
 Wire, of s ranks in a group and r groups: (g+p)Ψ · (s-1)/s bytes within, and across an all-reduce of the shard alone,
 2 · 4Ψ/s · (r-1)/r. Memory: that of s ranks, not of r · s.
-Costs: r times the state. An error that only one group sees (a missing gradient) is raised in that group alone, and the
-others wait in the all-reduce; find_unused_parameters agrees within a group only.
+Costs: r times the state. What the guard agrees on, it agrees on within a group: an error that one group alone sees (a
+missing gradient, another lr) is raised there, and the others wait; the loss of a closure is the group's mean; `save` is
+for the ranks of one group.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)

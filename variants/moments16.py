@@ -1,8 +1,8 @@
 """Moments are kept in bf16: 4 bytes a parameter less, over d. Each step computes in fp32.
 
 Situation: the state decides whether a model fits.
-Called elsewhere: use_precision_aware_optimizer with exp_avg_dtype and exp_avg_sq_dtype in Megatron-LM; DeepSpeed and
-FSDP2 leave it to the optimizer (torchao's AdamW with bf16_stochastic_round, bitsandbytes' 8 bits).
+Called elsewhere: use_precision_aware_optimizer with exp_avg_dtype and exp_avg_sq_dtype in Megatron-LM; under FSDP2 it
+is the optimizer's own business, as of torchao's and of bitsandbytes', with 8 bits.
 Wire: stage 4's. Memory: 4 + 8/d bytes a parameter of fp32 in place of 4 + 12/d, and 2 + 12/d of 16 bits in place of
 2 + 16/d; during the step the moments of one bucket in fp32 besides.
 Costs: two conversions a step, and the second moment: with beta2 = 0.999 a step changes it by less than bf16 can show
