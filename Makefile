@@ -1,5 +1,5 @@
-# make bench | test | check | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all | show
-# make faults | cuda | host | plan MODEL=7b | report | docs-check | diff A=2 B=3
+# make bench | test | check | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all
+# make show STAGE=3 | faults | cuda | host | plan MODEL=7b | report | docs-check | diff A=2 B=3
 # The first command makes an environment in .venv, with torch as TORCH says. `make bench PYTHON=python3` uses one that
 # has torch already, and installs nothing.
 
@@ -39,7 +39,8 @@ help:
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make seams STAGE=4          which class adds to which method, in the order in which they run'
 	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
-	@echo 'make show                   the one buffer of stage 3, live, on 4 ranks  (ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show STAGE=3           a step, line by line, on 4 ranks  (0 to 4, mine; ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
@@ -86,7 +87,7 @@ take: $(ENV)
 	exec $(PYTHON) -m harness.run.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
-	exec $(PYTHON) -m stage3_gradbuffer.show $(ARGS)
+	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
 	exec $(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
@@ -102,6 +103,7 @@ plan: $(ENV)
 
 report: $(ENV)
 	$(PYTHON) -m harness.report $(if $(PUBLISH),--publish)
+	$(PYTHON) -m show --pages
 
 .PHONY: docs-check
 docs-check: $(ENV)

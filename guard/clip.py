@@ -13,7 +13,7 @@ from .groups import all_params
 
 class Clipped:
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
 
         Returns the norm before clipping, a scalar tensor.

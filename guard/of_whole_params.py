@@ -3,7 +3,11 @@
 Shown by tests/stages/test_contract.py.
 """
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import ParamsT
 
 from .amp import Scaled
 from .clip import Clipped
@@ -18,8 +22,9 @@ from .wrap import Wrapper
 class OfWholeParams(AnyGrads, Clipped, Scaled, Modes, WholeState, Wrapper):
     _probe = staticmethod(check_one_by_one)
 
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
-                 **optimizer_kwargs):
+    def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+                 process_group: dist.ProcessGroup | None = None, average_gradients: bool = True,
+                 **optimizer_kwargs: Any) -> None:
         self.average_gradients = average_gradients
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
                                average_gradients=average_gradients)

@@ -26,7 +26,7 @@ class AnyGrads:
         self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
 
     @torch.no_grad()
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         """Average the gradients over the ranks, in place. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
 
         A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.

@@ -93,7 +93,7 @@ class Wrapper:
     def _skip_step(self):
         self.zero_grad()  # model.zero_grad() knows nothing of an inf that is elsewhere
 
-    def no_sync(self):
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. In stages 1 to 3 nothing travels before `step` anyway."""
         return contextlib.nullcontext()
 

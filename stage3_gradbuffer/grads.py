@@ -20,7 +20,7 @@ class AnyGrads:
         return GuardedBuffer
 
     @torch.no_grad()
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
 
         `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go

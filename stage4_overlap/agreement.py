@@ -19,7 +19,7 @@ MOVED = 3  # its parameter has other memory than this optimizer steps
 
 class Agreement:
     @torch.no_grad()
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         """Average the gradients: each rank receives its shards. Idempotent; `step` calls it too. Collective.
 
         Raises:

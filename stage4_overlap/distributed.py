@@ -1,8 +1,11 @@
 """The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and a file here each."""
 
 import functools
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import ParamsT
 
 from guard.amp import Scaled
 from guard.clip import Clipped
@@ -49,8 +52,10 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
 
     _probe = staticmethod(check_elementwise)
 
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
-                 reduce_dtype=None, find_unused_parameters=False, **optimizer_kwargs):
+    def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+                 process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
+                 reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
+                 **optimizer_kwargs: Any) -> None:
         of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters

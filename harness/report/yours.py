@@ -7,6 +7,7 @@ import functools
 
 from harness.report import published
 from harness.report.cells import bytes_per_param_cells, label_of
+from harness.report.conditions_line import conditions_line
 from harness.report.fault_tables import fault_sheets
 from harness.report.gpu_table import gpu_sheet
 from harness.report.plan_tables import plan_sheets
@@ -60,8 +61,8 @@ def beside_sheet(name, mine, theirs):
         f"Yours beside the published ones: {name}{rate}",
         [("", ""), *((f"{title}\n{whose}", source) for title, source in columns for whose in ("publ.", "yours"))],
         [cells(row) for row in mine.rows],
-        [f"Yours: {mine.conditions.machine}, {mine.conditions.date}; published: "
-         f"{f'{same.conditions.machine}, {same.conditions.date}' if same else 'none at this rate'}.",
+        [f"Yours: {conditions_line(mine.conditions)}.",
+         f"Published: {conditions_line(same.conditions) if same else 'none at this rate'}.",
          *[f"{row.name}: {row.error}" for row in mine.rows if row.error]])
 
 

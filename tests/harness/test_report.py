@@ -523,7 +523,7 @@ def test_yours_stand_beside_the_published_ones(copy_with_yours):
     theirs = read("bench.json").find("stage 4 overlap")
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.vs_reference:.2f}", "0.42"]
     assert "3000-01-01" in bench and "Yours beside the published ones: network.json, 9gbit" in network
-    assert "published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
+    assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
     assert max(map(len, [*bench.splitlines(), *network.splitlines()])) <= pages.COLUMNS
 
 
@@ -573,6 +573,7 @@ def test_a_rate_that_is_measured_again_keeps_the_sweep_of_before():
         one.conditions.rate for one in (first, *others)]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_checkout_clean(tmp_path):
     """As in a fresh clone: `make bench`, then `git status` has nothing to say."""
     copy = shutil.copytree(HERE, tmp_path / "clone", ignore=IGNORED_IN_A_CLONE)

@@ -15,7 +15,7 @@ from harness.report.reading_time import code_lines
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
 
-PROGRAMS = ("train.py", "show.py")  # to be run, not to be imported
+PROGRAMS = ("train.py",)  # to be run, not to be imported
 CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
 CORES = [[ROOT / stage / name for name in CORE_FILES if (ROOT / stage / name).exists()] for stage in STAGES]
 GUARD = sorted((ROOT / "guard").glob("*.py"))
@@ -291,9 +291,17 @@ def test_no_stage_imports_checkpoint(stage):
     assert files and not [path for path in files if "checkpoint" in tops_of(path)]
 
 
-def test_show_imports_torch_rich_the_standard_library_and_its_siblings():
-    tops = {module.split(".")[0] for module in imported(ROOT / STAGES[2] / "show.py")}
-    assert tops - sys.stdlib_module_names - {"torch", "rich", "", STAGES[2]} == set()
+@pytest.mark.parametrize("path", sorted((ROOT / "show").glob("*.py")), ids=name_of)
+def test_show_imports_torch_rich_the_launcher_and_its_siblings(path):
+    """The browser is an option of who makes screenshots."""
+    allowed = {"torch", "rich", "", *sys.stdlib_module_names, *["playwright"] * (path.name == "browser.py")}
+    others = {module for module in imported(path) if module.split(".")[0] not in allowed}
+    assert {module.split(".")[0] for module in others} <= {"harness"}, others
+
+
+def test_no_stage_and_no_room_beside_it_imports_show():
+    files = [*LIBRARY, *CHECKPOINT, *sorted((ROOT / "harness").rglob("*.py"))]
+    assert not [path for path in files if "show" in tops_of(path)]
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])

@@ -16,7 +16,7 @@ from tests.ranks import ROOT
 PAGE = ROOT / "docs" / "reference.md"
 RAISED = sorted(path for folder in [*STAGES, "guard", "checkpoint"] for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [*RAISED, *sorted((ROOT / "harness").rglob("*.py"))]
-PROGRAMS = ("train.py", "show.py", "__main__.py")  # their messages are about options, and name these
+PROGRAMS = ("train.py", "__main__.py")  # their messages are about options, and name these
 
 
 def is_error(function):

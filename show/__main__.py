@@ -1,0 +1,110 @@
+"""Watch one training step, line by line, on every rank: in the terminal, or as the page that plays (docs/watch.html).
+
+    make show STAGE=3                the core of a stage; 0: replicated training; mine: a package of yours
+    make show HTML=1                 docs/watch.html and the figures of the chapters, anew
+
+The ranks are processes, and the core is the stage's own, recorded from outside. Files are written only with --html,
+--json or --pages.
+Exit code: 0; 1 when a rank fails; 2 when there is nothing to show.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from harness.run import command_line
+from harness.run.workers import WorkerError
+
+from . import figures, page, programs, record, replicated, terminal
+
+fail = functools.partial(command_line.fail, "show")
+MAX_RANKS, MAX_ELEMENTS, MAX_STEPS = 8, 48, 4  # more is no picture any more
+
+
+def package_of(stage):
+    """-> the package of a stage's number, or `stage` itself."""
+    if stage == "0":
+        return replicated.__name__
+    if stage.isdecimal():
+        found = [name for name in programs.STAGES if name.startswith(f"stage{stage}_")]
+        return found[0] if found else fail(f"STAGE={stage}: there are stages 0 to 4, and packages of yours")
+    package, found = stage.removesuffix("/").replace("/", "."), None
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(package)
+    return package if found else fail(f"STAGE={stage}: there are stages 0 to 4, and no package {package} here")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        prog="show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = lambda message: fail(f"{message} (--help shows all options)")
+    add = parser.add_argument
+    add("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
+    add("--ranks", type=int, default=4, help="processes (default 4)")
+    add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
+    add("--grad-dtype", choices=["float32"], help="of the gradients, in stage 3 (default: that of the parameters)")
+    add("--optimizer", choices=list(record.OPTIMIZERS), default="momentum", help="default: SGD with momentum")
+    add("--buckets", type=int, default=3, help="of stage 4, by the nearest cap (default 3)")
+    add("--steps", type=int, default=1, help="default 1")
+    add("--every", action="store_true", help="print frames in which no memory changes, too")
+    add("--html", type=Path, help="write a page that plays this run")
+    add("--json", type=Path, help="write the recording")
+    add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
+    args = parser.parse_args()
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
+    for name, least, most in (("ranks", 1, MAX_RANKS), ("steps", 1, MAX_STEPS), ("buckets", 1, MAX_ELEMENTS)):
+        if not least <= getattr(args, name) <= most:
+            fail(f"--{name} {getattr(args, name)}: it must be from {least} to {most}")
+    if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
+        fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")
+    args.package = package_of(args.stage)
+    if args.grad_dtype and args.package != programs.STAGES[2]:
+        fail("--grad-dtype: only stage 3 keeps gradients in another dtype")
+    for option in ("html", "json"):
+        if getattr(args, option):
+            command_line.check_writable(f"--{option}", getattr(args, option), fail)
+    args.params = tuple(sizes)
+    return args
+
+
+def main():
+    args = parse_args()
+    if args.pages:
+        return write_pages()
+    program = record.Program(
+        args.package, args.ranks, args.params, args.dtype, args.grad_dtype, args.optimizer, args.buckets, args.steps
+    )
+    title = next((one.title for one in programs.SHOWN if one.id == args.stage), f"{args.package}.")
+    made = programs.recording_of(program, title=title)
+    if args.json:
+        args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
+    if args.html:
+        words = {"id": args.stage, "short": args.stage, "intro": "", "bug": False}
+        args.html.write_text(page.page([{**made, **words}], programs.stamp()), encoding="utf-8")
+    terminal.play(made, every=args.every)
+
+
+def write_pages():
+    """docs/watch.html, and the figures that README.md and the chapters show."""
+    recordings = programs.all_recordings()
+    pages = {programs.ROOT / "docs" / "watch.html": page.page(recordings, programs.stamp())}
+    by_id = {one["id"]: one for one in recordings}
+    pages.update((programs.ROOT / "results" / name, text) for name, text in figures.all_figures(by_id).items())
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"{path.relative_to(programs.ROOT)}: {len(text.encode()) / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"show: {error}")
+    except WorkerError as error:
+        sys.exit(f"show: {error}\n{error.details}")

@@ -1,0 +1,44 @@
+"""Rung 0, replicated training: every rank averages all gradients, and steps all parameters."""
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as cut_like
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What DDP does, in one all-reduce after the backward pass. Nothing is sharded: the stages change that."""
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.optimizer = optimizer_cls(params, **optimizer_kwargs)
+        super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
+        for param in self.params():
+            dist.broadcast(param.detach(), group=process_group, group_src=0)
+
+    def params(self):
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def sync_grads(self):
+        """Replace every gradient by its average over the ranks."""
+        grads = [param.grad for param in self.params()]
+        flat = flatten(grads)  # (numel of all,)
+        flat /= self.world_size
+        dist.all_reduce(flat, group=self.process_group)
+        torch._foreach_copy_(grads, cut_like(flat, grads))
+
+    def step_own(self):
+        """Step every parameter: every rank does the same work, and holds the same state."""
+        self.optimizer.step()
+
+    def sync_params(self):
+        """Every rank has stepped them all."""
+
+    @torch.no_grad()
+    def step(self):
+        """Collective: every rank calls it."""
+        self.sync_grads()
+        self.step_own()
+        self.sync_params()

@@ -1,0 +1,335 @@
+"""One rank, recorded from outside: its line, and what all memory holds that the optimizer and the model reach.
+
+Python's own tracing tells the lines of the watched files, also in hooks that autograd calls. What changed between two
+lines was written by the first of them. Memory is found by walking attributes, and local variables of the functions that
+run; it is named after them, keeps its name for life, and is told from other memory by identity, not by address.
+"""
+
+import sys
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
+HIDDEN = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")  # functions to Python, part of a line here
+
+
+class Place(NamedTuple):
+    """A line of a function that runs, or that waits for the one that it has called."""
+
+    file: str
+    line: int
+    function: str
+    call: int  # which call of it, counted
+
+
+@dataclass
+class Storage:
+    """Memory of one dtype. Two dtypes of the same bytes are two of these; `counted` is set in the first."""
+
+    row: str
+    part: str
+    itemsize: int
+    numel: int
+    uid: int
+    torch_uid: int
+    counted: bool
+    is_model: bool = False
+    views: set = field(default_factory=set)  # (first element, shape) of tensors that lie in it
+    elements: dict = field(default_factory=dict)  # cell -> element of the model, as far as gradients and weights tell
+
+
+@dataclass
+class Event:
+    """A line, and what it did. `memory`: storage -> values, of all that is alive when it has been done."""
+
+    stack: tuple
+    is_line: bool
+    phase: str
+    memory: dict = None
+    time: int = 0  # length of the log of accesses when it has been done
+    starts: list = field(default_factory=list)
+    ends: list = field(default_factory=list)
+
+
+class Trace:
+    """Records what runs between `start` and `stop`.
+
+    files: path -> name, of the files whose lines are watched, but for functions whose code is in `unwatched`. Local
+    variables are looked at in files of `package` only.
+    """
+
+    def __init__(self, files, package, unwatched=()):
+        self.files, self.package, self.unwatched = files, package, unwatched
+        self.events, self.storages, self.log = [], {}, []
+        self.model = self.optimizer = None
+        self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
+        self.byte_names = {}
+        self.instances, self.class_counts = {}, Counter()
+        self.calls, self.n_calls, self.here = {}, 0, ()
+        self.is_on = False
+
+    # ------------------------------------------------------------------------------------------------- lines
+
+    def start(self):
+        self.is_on = True
+        sys.settrace(self.on_call)
+
+    def stop(self):
+        sys.settrace(None)
+        self.close()
+        self.is_on = False
+
+    def on_call(self, frame, event, argument):
+        code = frame.f_code
+        if code.co_filename not in self.files or code.co_name in HIDDEN or code in self.unwatched:
+            return None
+        self.n_calls += 1
+        self.calls[frame] = self.n_calls
+        return self.on_line
+
+    def on_line(self, frame, event, argument):
+        if event == "line":
+            self.close()
+            self.here = self.stack_of(frame)
+            self.open(is_line=True)
+        elif event == "return":
+            self.close()
+            del self.calls[frame]
+            self.here = self.stack_of(frame.f_back)
+            self.open(is_line=False)
+        return self.on_line
+
+    def stack_of(self, frame):
+        stack = []
+        while frame is not None:
+            if frame in self.calls:
+                code = frame.f_code
+                stack.append(
+                    (
+                        frame,
+                        Place(
+                            self.files[code.co_filename],
+                            frame.f_lineno,
+                            getattr(code, "co_qualname", code.co_name),
+                            self.calls[frame],
+                        ),
+                    )
+                )
+            frame = frame.f_back
+        return tuple(reversed(stack))
+
+    def open(self, is_line):
+        places = tuple(place for _, place in self.here)
+        self.events.append(Event(places, is_line, self.phase_of(places)))
+
+    def phase_of(self, places):
+        """The method of the core that runs, or else what the loop is at."""
+        names = [place.function.split(".")[-1] for place in places]
+        return next((name for name in names if name in CORE_METHODS), "")
+
+    def close(self):
+        """The line that was opened last has been done: see what memory holds now."""
+        if not self.events or self.events[-1].memory is not None:
+            return
+        event, before = self.events[-1], self.events[-2].memory if len(self.events) > 1 else {}
+        with _disable_current_modes():
+            event.memory = self.snapshot(before)
+        event.time = len(self.log)
+        is_news = event.is_line or event.starts or event.ends or event.memory != before
+        if not is_news:
+            self.events.pop()
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def starts(self, operation):
+        """Called by Wires. The rank is at the same line as before, and messages are under way."""
+        if self.is_on:
+            self.cut(lambda event: not event.ends)
+            self.events[-1].starts.append(operation)
+
+    def ends(self, key):
+        if self.is_on:
+            self.cut(lambda event: event.ends)
+            self.events[-1].ends.append(key)
+
+    def cut(self, can_go_on):
+        """Begin a new event at the line of the last one, unless that has changed nothing yet and suits."""
+        self.close()
+        last = self.events[-1]
+        before = self.events[-2].memory if len(self.events) > 1 else None
+        if last.memory == before and can_go_on(last):
+            last.memory = None
+        else:
+            self.open(is_line=False)
+
+    def touches(self, tensors, how):
+        """Note a read or a write: (storage, first byte, end, how)."""
+        if self.is_on:
+            self.log += [(*self.span(tensor), how) for tensor in tensors if tensor.layout == torch.strided]
+
+    def span(self, tensor):
+        start = tensor.storage_offset() * tensor.itemsize
+        return self.uid_of(tensor), start, start + tensor.nbytes
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def uid_of(self, tensor):
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.uids:
+            self.uids[address] = len(self.uids)
+            self.kept.append(storage._weak_ref())  # as long as this is held no other storage gets the address
+        return self.uids[address]
+
+    def snapshot(self, before):
+        found = {}  # (uid, dtype) -> a tensor, in the order in which they are met
+        names = {}
+
+        def see(tensor, row, part=""):
+            if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+                return
+            if not tensor.is_floating_point():  # bytes that are read as numbers elsewhere, under this name
+                self.byte_names.setdefault(self.uid_of(tensor), (row, part))
+                return
+            row, part = self.byte_names.get(self.uid_of(tensor), (row, part))
+            key = self.uid_of(tensor), tensor.dtype
+            found.setdefault(key, tensor)
+            names.setdefault(key, (row, part))
+            if key not in self.storages:
+                self.add_storage(key, tensor, *names[key])
+            storage = self.storages[key]
+            if ": " in storage.row and ": " not in row:  # a local variable has become an attribute
+                storage.row, storage.part = row, part
+            storage.views.add((tensor.storage_offset(), tuple(tensor.shape)))
+
+        first = 0
+        for index, param in enumerate(self.model.parameters()):
+            for tensor, row in (
+                (param, "parameters"),
+                (param.grad, "gradients"),
+                (getattr(param, "main_grad", None), "gradients"),
+            ):
+                if tensor is not None:
+                    see(tensor, row, f"p{index}")
+                    storage, offset = self.storages[self.uid_of(tensor), tensor.dtype], tensor.storage_offset()
+                    storage.is_model |= tensor is param
+                    storage.elements.update((offset + i, first + i) for i in range(tensor.numel()))
+            first += param.numel()
+        seen = set()
+        for frame, _ in self.here:
+            if frame.f_code.co_filename.startswith(self.package):
+                for name, value in frame.f_locals.items():
+                    if name == "self":
+                        self.walk(value, "", see, seen)
+        if self.optimizer is not None:
+            self.walk(self.optimizer, "", see, seen)
+            self.walk_inner(see)
+        for frame, place in self.here:
+            if frame.f_code.co_filename.startswith(self.package):
+                code = frame.f_code
+                for name, value in frame.f_locals.items():
+                    if name not in code.co_varnames[: code.co_argcount]:  # an argument is memory of the caller
+                        self.walk(value, f"{place.function.split('.')[-1]}: {name}", see, seen)
+        memory = {}
+        for key, tensor in found.items():
+            storage = self.storages[key]
+            values = tuple(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).tolist())
+            memory[storage.uid] = before.get(storage.uid) if same(before.get(storage.uid), values) else values
+        return memory
+
+    def add_storage(self, key, tensor, row, part):
+        counted = not any(uid == key[0] for uid, _ in self.storages)
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self.storages[key] = Storage(row, part, tensor.itemsize, numel, len(self.storages), key[0], counted)
+
+    def walk(self, value, name, see, seen):
+        """Call `see` for every tensor that attributes, lists and dicts of the core lead to."""
+        todo = deque([(value, name, "")])
+        while todo:
+            value, name, part = todo.popleft()
+            if isinstance(value, torch.Tensor):
+                see(value, name, part)
+                continue
+            if id(value) in seen:
+                continue
+            if isinstance(value, (list, tuple, deque, dict)):
+                seen.add(id(value))
+                values = value.values() if isinstance(value, dict) else value
+                todo.extend((one, name, f"{index}") for index, one in enumerate(values))
+            elif hasattr(value, "__dict__") and sys.modules[type(value).__module__].__dict__.get(
+                "__file__", ""
+            ).startswith(self.package):
+                seen.add(id(value))
+                title, part = self.title_of(value)
+                todo.extend(
+                    (one, f"{title}{attribute}", part)
+                    for attribute, one in vars(value).items()
+                    if attribute not in ("param_groups", "state", "defaults", "process_group")
+                )
+
+    def title_of(self, instance):
+        """-> "Bucket." and which one of them; of the optimizer nothing: its attributes speak for themselves."""
+        if instance is self.optimizer or isinstance(instance, torch.optim.Optimizer):
+            return "", ""
+        if id(instance) not in self.instances:
+            name = type(instance).__name__
+            self.instances[id(instance)] = instance, f"{name}.", str(self.class_counts[name])
+            self.class_counts[name] += 1
+        return self.instances[id(instance)][1:]
+
+    def walk_inner(self, see):
+        """What an optimizer within the optimizer steps, and its state."""
+        inner = self.inner()
+        params = [param for group in inner.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            see(param, "main parameters", str(index))
+            if param.grad is not None:
+                see(param.grad, "main gradients", str(index))
+            for name, value in inner.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.numel() == param.numel() and name != "step":
+                    see(value, name, str(index))
+
+    def inner(self):
+        inside = [value for value in vars(self.optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+        return inside[0] if inside else self.optimizer
+
+    def owned(self):
+        """-> (storage, first element, end) of all that this rank's inner optimizer steps."""
+        spans = []
+        for group in self.inner().param_groups:
+            for param in group["params"]:
+                storage = self.storages[self.uid_of(param), param.dtype]
+                spans.append((storage.uid, param.storage_offset(), param.storage_offset() + param.numel()))
+        return spans
+
+    # ------------------------------------------------------------------------------------ what is read again
+
+    def dead(self):
+        """-> for each event {storage: indices of cells that nobody reads before they are written or released}.
+
+        The end of the recording counts as such. Whoever likes may read the model's own parameters: they are never dead.
+        """
+        nexts = defaultdict(dict)  # uid of torch's storage -> {byte: how it is accessed next}
+        result, log = [], list(self.log)
+        for event in reversed(self.events):
+            while len(log) > event.time:
+                uid, start, end, how = log.pop()
+                nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
+            cells = {}
+            for (uid, _), storage in self.storages.items():
+                if storage.uid in event.memory and storage.is_model:
+                    cells[storage.uid] = frozenset()
+                elif storage.uid in event.memory:
+                    ahead, step = nexts[uid], storage.itemsize
+                    cells[storage.uid] = frozenset(i for i in range(storage.numel) if ahead.get(i * step) != "read")
+            result.append(cells)
+        return result[::-1]
+
+
+def same(old, new):
+    """Equal, where NaN equals NaN."""
+    return old is not None and len(old) == len(new) and all(a == b or (a != a and b != b) for a, b in zip(old, new))

@@ -1,0 +1,243 @@
+"""The recorder: its numbers are those of a replicated step, by hand, and bad input is one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from show import __main__ as command
+from show import frames, programs, record, replicated
+from show.memory import Memory
+from tests.common import STAGES
+from tests.ranks import ROOT
+
+RUNGS = [replicated.__name__, *STAGES]
+THREE, FOUR = STAGES[2:]
+
+
+def recorded(run, world_size, package, **settings):
+    """What the page gets, on ranks that are there already."""
+    program = record.Program(package, world_size, **settings)
+    sources = frames.sources_of(record.core_files(package))
+    return frames.recording(run(record.record_rank, program), program, sources)
+
+
+def memory_at(recording, last=None):
+    """-> Memory after frame `last`, by default the last one."""
+    memory = Memory(recording)
+    for frame in recording["frames"][: None if last is None else last + 1]:
+        memory.take(frame)
+    return memory
+
+
+def parameters(recording, rank):
+    """-> the model's parameters on a rank in the last frame, by element; each as it is there."""
+    memory = memory_at(recording)
+    rows = memory.rows()
+    values = {}
+    for number in rows.get("ParameterBuffer.flat", rows.get("parameters"))[rank]:
+        for value, label in memory.cells[number]:
+            kind, element, _ = recording["labels"][label]
+            if kind == "parameter":
+                values[element] = value
+    return [values[element] for element in sorted(values)]
+
+
+def by_hand(world_size, dtype, n=16):
+    """500 + 2 e less the average of 100 r + e, whose momentum is itself in the first step."""
+    means = [sum(100 * rank + e for rank in range(world_size)) / world_size for e in range(1, n + 1)]
+    return torch.tensor([500 + 2 * e - mean for e, mean in enumerate(means, 1)], dtype=dtype).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_last_frame_holds_the_numbers_of_a_replicated_step(run, rung, world_size, dtype):
+    """16-bit gradients are rounded on their way: to 1 in 256 of some hundreds in bfloat16, to 1 in 2048 in float16."""
+    recording = recorded(run, world_size, rung, dtype=dtype)
+    wanted = by_hand(world_size, getattr(torch, dtype))
+    near = {"float32": 0, "bfloat16": 4, "float16": 0.5}[dtype]
+    for rank in range(world_size):
+        assert parameters(recording, rank) == pytest.approx(wanted, abs=near), rank
+
+
+@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("rung, wire_bytes", list(zip(RUNGS, (96, 96 + 48, 96 + 108, 48 + 48, 72 + 72))))
+def test_bytes_are_those_of_the_formulas(run, rung, wire_bytes, world_size):
+    """Of 16 elements of 4 bytes: an all-reduce sends 2 · 64 · 3/4 = 96; stage 2 pads to 36 elements, stage 4 to 24."""
+    recording = recorded(run, world_size, rung)
+    sent = [arrow[2] for operation in recording["operations"] for arrow in operation["arrows"]]
+    assert sum(sent) / world_size == wire_bytes
+
+
+def rows_of(recording, last, row):
+    memory = memory_at(recording, last)
+    return [
+        [
+            (memory.kind(number, cell), memory.cells[number][cell][0])
+            for number in numbers
+            for cell in range(len(memory.cells[number]))
+        ]
+        for _, numbers in sorted(memory.rows()[row].items())
+    ]
+
+
+def last_frame_of(recording, phase):
+    return max(index for index, frame in enumerate(recording["frames"]) if frame["phase"] == phase)
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_after_sync_grads_a_rank_of_stage_3_holds_its_averages_and_garbage(run, world_size):
+    recording = recorded(run, world_size, THREE)
+    for rank, cells in enumerate(rows_of(recording, last_frame_of(recording, "sync_grads"), "GradBuffer.flat")):
+        own = range(4 * rank, 4 * rank + 4)
+        assert [cell for cell, (kind, _) in enumerate(cells) if kind == "average"] == list(own)
+        assert {kind for cell, (kind, _) in enumerate(cells) if cell not in own} == {"garbage"}
+        assert [cells[cell][1] for cell in own] == [151 + cell for cell in own]
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_what_a_rank_of_stage_1_doesnt_step_was_averaged_for_nothing(run, world_size):
+    recording = recorded(run, world_size, STAGES[0])
+    assert set(recording["owners"]) == {0, 1, 2}  # three parameters, four ranks
+    for rank, cells in enumerate(rows_of(recording, last_frame_of(recording, "sync_grads"), "gradients")):
+        assert sum(kind == "average" for kind, _ in cells) == (9, 5, 2, 0)[rank]
+
+
+def under_way(recording, index):
+    return [
+        one["what"] for one in recording["operations"] if any(start <= index < end for *_, start, end in one["arrows"])
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stage_4_sends_two_buckets_during_backward_and_receives_parameters_during_forward(run, world_size):
+    recording = recorded(run, world_size, FOUR)
+    at = {
+        phase: [
+            under_way(recording, index) for index, frame in enumerate(recording["frames"]) if frame["phase"] == phase
+        ]
+        for phase in ("backward", "forward")
+    }
+    assert max(map(len, at["backward"])) == 2
+    assert ["gradients"] * 2 in at["backward"]
+    assert ["parameters"] * 3 in at["forward"]
+    assert [one["params"] for one in recording["operations"]] == [[2], [1], [0], [0], [1], [2]]
+    stale = {
+        kind
+        for cells in rows_of(recording, first_forward_after(recording), "ParameterBuffer.flat")
+        for kind, _ in cells
+    }
+    assert "stale" in stale
+
+
+def first_forward_after(recording):
+    return next(index for index, frame in enumerate(recording["frames"]) if frame["step"] == 1)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"params": (3, 13)},
+        {"optimizer": "adamw"},
+        {"optimizer": "sgd", "steps": 2},
+        {"params": (1,)},
+        {"dtype": "bfloat16", "grad_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_a_run_can_be_varied(run, world_size, settings):
+    recording = recorded(run, world_size, THREE, **settings)
+    assert parameters(recording, 0) == parameters(recording, 1)
+    assert max(frame["step"] for frame in recording["frames"]) == settings.get("steps", 1)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("buckets", [1, 2, 3])
+def test_buckets_are_as_many_as_asked_for(run, world_size, buckets):
+    recording = recorded(run, world_size, FOUR, buckets=buckets)
+    assert sum(one["what"] == "gradients" for one in recording["operations"]) == buckets
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def show(*args, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, "-m", "show", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+def test_two_recordings_are_equal_byte_for_byte(tmp_path):
+    texts = []
+    for name in ("one", "two"):
+        run = show(4, "--ranks", 2, "--json", tmp_path / name)
+        assert run.returncode == 0, run.stderr
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1] and json.loads(texts[0])["format"] == frames.FORMAT
+
+
+@pytest.mark.slow
+def test_the_terminal_shows_frames_and_writes_no_file(tmp_path):
+    def changed():
+        return subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+
+    before = changed()
+    run = show(3)
+    assert run.returncode == 0, run.stderr
+    assert changed() == before
+    lines = [line.replace("│", " ").split() for line in run.stdout.splitlines()]
+    for rank in range(4):
+        own = [str(151 + e) for e in range(4 * rank, 4 * rank + 4)]
+        assert any(line[:2] == ["rank", str(rank)] and line[2 + 4 * rank : 6 + 4 * rank] == own for line in lines)
+        assert ["rank", str(rank), *(str(351 + e) for e in range(16))] in lines
+    assert "reduce-scatter of gradients: 12 messages of 16 B" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "__init__.py").write_text("from .optimizer import ShardedOptimizer\n")
+    (mine / "optimizer.py").write_text((ROOT / STAGES[0] / "optimizer.py").read_text())
+    program = "import sys, runpy; sys.path[:0] = [%r]; sys.argv = ['show', 'mine', '--ranks', '2']; "
+    program += "runpy.run_module('show', run_name='__main__')"
+    run = subprocess.run(
+        [sys.executable, "-c", program % str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    assert "ShardedOptimizer.sync_params, optimizer.py" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["7"], "STAGE=7: there are stages 0 to 4"),
+        (["nothing_here"], "no package nothing_here here"),
+        (["3", "--params", "0,x"], "--params 0,x: it must be like 5,2,9"),
+        (["3", "--params", "100"], "at most 48"),
+        (["3", "--ranks", "99"], "--ranks 99: it must be from 1 to 8"),
+        (["3", "--steps", "0"], "--steps 0"),
+        (["3", "--dtype", "int8"], "int8"),
+        (["2", "--grad-dtype", "float32"], "only stage 3"),
+        (["3", "--json", "docs"], "folder"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["show", *args])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    assert exit.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_each_bug_of_a_chapter_is_a_program_of_the_page():
+    from tests.pages.test_chapters import BUGS
+
+    edits = {(one.program.package, edit[1:]) for one in programs.SHOWN for edit in one.program.edits}
+    assert {(chapter, (before, after)) for (_, chapter), (before, after, _) in BUGS.items()} <= edits
