@@ -5,8 +5,9 @@
 
 import importlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,11 +129,13 @@ def lines_of(row):
 
 def table():
     """-> lines of Markdown."""
-    lines = ["| idea | lines | called elsewhere | sent | messages | held | take it when |", "|---|--:|---|--:|--:|--:|---|"]
+    lines = ["| idea | lines | called elsewhere | sent | messages | held | take it when |",
+             "|---|--:|---|--:|--:|--:|---|"]
     for row in ROWS:
         sent, messages, held = counted(row)
         name = f"{row.name}, bf16" if row.dtype == torch.bfloat16 else row.name
-        lines.append(f"| {name} | {lines_of(row)} | {row.elsewhere} | {sent:.2f} | {messages} | {held:.2f} | {row.when} |")
+        cells = name, lines_of(row), row.elsewhere, f"{sent:.2f}", messages, f"{held:.2f}", row.when
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "| matrices a bucket | d = 2 | d = 8 | d = 32 |", "|--:|--:|--:|--:|"]
     for n_matrices in (1, 8, 32, 64):
         cells = " | ".join(f"{gathered(n_matrices, d):.2f}" for d in (2, 8, 32))

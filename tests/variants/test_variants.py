@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
+from harness.measure import two_host_options
 from harness.measure.ledger import Ledger
 from harness.report.reading_time import code_lines
+from harness.rows import catalogue
 from tests.checkpoint import test_checkpoint
 from tests.common import Net, Replicated, batch, loss_of, one_rank_of, optimizer_of, trainable
 from tests.ranks import ROOT
@@ -111,6 +113,29 @@ def test_other_stages_refuse_what_these_variants_are_for(run):
     run(refused, "stage4_overlap", torch.optim.Muon, (8, 8), {"lr": 0.1})
     run(refused, "stage4_overlap", BlockSGD, (40, 40), {"lr": 0.1})
     run(refused, "variants.blocks", torch.optim.Muon, (8, 8), {"lr": 0.1})
+
+
+class BlockMoment(BlockSGD):
+    """And keeps a scale for each block."""
+
+    def step(self):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["scale"] = torch.stack([grad.abs().max() for grad in param.grad.view(-1).split(256)])
+
+
+def keeps_no_block_state(rank):
+    params = [nn.Parameter(torch.ones(40, 40))]
+    optimizer = optimizer_of("variants.blocks")(params, BlockMoment, lr=0.1)
+    (params[0] * (rank.rank + 1) * torch.arange(1600.0).view(40, 40)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="scale"):
+        full_state_dict(optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_state_of_blocks_is_refused_by_a_full_state(run):
+    run(keeps_no_block_state)
 
 
 # -------------------------------------------------------------------------------------------------------- with a guard
@@ -340,8 +365,17 @@ def test_offload_leaves_the_parameters_and_two_buffers_on_the_device():
             param.grad = torch.empty_like(param)
             optimizer.on_grad_ready(param)
         optimizer.step()
-        held = [tensor for bucket in optimizer.buckets for tensor in (bucket.parameter.main_shard, bucket.gradient.shard)]
+        held = [shard for bucket in optimizer.buckets for shard in (bucket.parameter.main_shard, bucket.gradient.shard)]
         held += [tensor for state in optimizer.optimizer.state.values() for tensor in state.values()]
         assert all(tensor.device.type == "cpu" for tensor in held)
         assert sum(tensor.nbytes for tensor in held if tensor.dim()) == 16 * 8 * 64 * 64 / 4
-        assert all(buffer.sent.device.type == param.device.type == "meta" for buffer in optimizer.idle for param in params)
+        assert all(tensor.device.type == "meta" for tensor in (*params, *(buffer.sent for buffer in optimizer.idle)))
+
+
+def test_bench_and_network_have_the_same_rows_of_variants():
+    """remainder16 is none: its parameters differ from a reference's at ties."""
+    in_bench = [row.name for row in catalogue.VARIANTS]
+    assert in_bench == [choice.name for choice in two_host_options.VARIANTS]
+    assert {f"variants {row.name}" for row in ROWS if row.module.startswith("variants.")} - set(in_bench) == {
+        "variants remainder16"}
+    assert all(catalogue.find(name).name == name for name in in_bench)
