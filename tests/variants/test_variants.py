@@ -200,7 +200,10 @@ def test_what_is_rounded_is_rounded_once_and_nothing_else(run, of, variant, on_w
 
 
 def beside_stage_4(rank, of):
-    """Gradients don't depend on parameters, steps are multiples of half a unit: many ties. -> number of them, seen"""
+    """Gradients don't depend on parameters, steps are multiples of half a unit: many ties. -> number of them, seen
+
+    Rank 0 has the gradient, d times: then d divides it.
+    """
     generator, ties = torch.Generator().manual_seed(0), 0
     start = [1 + torch.randint(0, 128, shape, generator=generator) / 128 for shape in ELEMENTWISE]
     both = [[nn.Parameter(param.bfloat16()) for param in start] for _ in range(2)]
@@ -208,6 +211,7 @@ def beside_stage_4(rank, of):
                       for name, params in zip(("stage4_overlap", "variants.remainder16"), both)]
     for _ in range(4):
         mine = [torch.randint(-1, 2, shape, generator=generator).bfloat16() for shape in ELEMENTWISE]
+        mine = [grad * (rank.world_size if rank.rank == 0 else 0) for grad in mine]
         for optimizer, params in zip((stage, variant), both):
             for param, grad in zip(params, mine):
                 (param * grad).sum().backward()
