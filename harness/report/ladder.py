@@ -62,9 +62,9 @@ def notes(result, ddp):
     c = result.conditions
     return ("Counted: bytes a parameter after a step, AdamW, fp32 (1 to 3: 8 + 8/d; 4: 4 + 12/d + b; b: two bucket "
             f"buffers); peak in a step, with activations; Ψ: {c.parameters:,} parameters' bytes, of which (d-1)/d are "
-            "sent. \\* gloo's reduce-scatter sends twice. Code lines: of the core. Time: of a step, core and guard, over that of "
-            f"{ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, median of {c.rounds} rounds "
-            f"({c.machine}, {c.date}).")
+            "sent. \\* gloo's reduce-scatter sends twice. Code lines: of the core. Time: of a step, core and guard, "
+            f"over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, median of {c.rounds} "
+            f"rounds ({c.machine}, {c.date}).")
 
 
 def rate_words(rate):
