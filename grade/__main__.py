@@ -98,14 +98,15 @@ def main():
     sys.path.insert(0, os.getcwd())
     package = package_of(args.stage)
     one = Grader(package)
-    with left_over.ended() as left:
+    with left_over.ended() as (left, alive):
         try:
             is_right = grade(one, args, for_pytest)
         finally:
             one.close()
     if left:
         print(f"  FAILED    nothing goes on after the ranks have ended\n"
-              f"  came      the package has left {len(left)} of its processes running; they have been ended")
+              f"  came      the package has left {len(left)} of its processes running; " +
+              (f"these go on: {', '.join(map(str, alive))}" if alive else "they have been ended"))
     return 0 if is_right and not left else 1
 
 

@@ -44,10 +44,11 @@ def holds(package, arguments, is_core):
     of_all = Counter(case.get("name").partition("[")[0] for case in cases)
     print(f"  FAILED    {len(failed)} of {len(cases)}: " + shorten(", ".join(
         f"{name} {count} of {of_all[name]}" for name, count in counts.most_common())))
-    name, fault = failed[0]
-    came = ((fault.get("message") or "").splitlines() or ["see below"])[0]
+    said = [(name, ((fault.get("message") or "").splitlines() or ["see below"])[0]) for name, fault in failed]
+    known = [(cause, name, came) for name, came in said for part, cause in CAUSES.items() if part in came]
+    cause, name, came = known[0] if known else ("", *said[0])
     print(f"  expected  {docstring_of(tests, name)}\n  came      {shorten(came)}")
-    if cause := next((cause for part, cause in CAUSES.items() if part in came), None):
+    if cause:
         print(f"  cause     {cause}")
     print(f'  more      make test ARGS="{tests} --stage {package} -k {name}"')
     return False

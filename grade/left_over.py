@@ -13,24 +13,27 @@ GRACE_S = 2  # a helper of Python's ends a moment after who has started it
 
 @contextlib.contextmanager
 def ended():
-    """-> a list. At the end the processes are ended that were started in here and are no children of this one.
+    """-> two lists. At the end the processes are ended that were started in here and are no children of this one.
 
-    Their ids are in the list then.
+    Their ids are in the first list then; in the second, those of the ones that can't be ended.
     """
-    mark, left = f"{MARK}={secrets.token_hex(8)}", []
+    mark, left, alive = f"{MARK}={secrets.token_hex(8)}", [], []
     os.environ[MARK] = mark.partition("=")[2]
     try:
-        yield left
+        yield left, alive
     finally:
         deadline = time.monotonic() + GRACE_S
         while (found := marked(mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         left.extend(found)
-        while found:  # what they start meanwhile, too
+        deadline = time.monotonic() + GRACE_S
+        while found and time.monotonic() < deadline:  # what they start meanwhile, too
             for process in found:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)
             found = marked(mark)
+        alive.extend(found)
 
 
 def marked(mark):

@@ -175,7 +175,9 @@ def look(candidate):
 
 
 def ranges_of(package):
-    return getattr(beside(package, "buffer"), "ranges_in_shard", None)
+    """-> the function of `mine`, or of `mine.optimizer`; None if there is none."""
+    folders = [name for name in (package, package.rpartition(".")[0]) if name]
+    return next(filter(None, (getattr(beside(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
 
 
 def ranges(candidate, cases):

@@ -13,15 +13,19 @@ from .groups import all_params
 
 class Clipped:
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
 
         Returns the norm before clipping, a scalar tensor.
         """
         self.finish_grad_sync()
         total_norm = self._total_norm(norm_type)
-        torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)
+        torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, total_norm)
         return total_norm
+
+    def _averaged_params(self):
+        """-> those whose averaged gradients this rank has."""
+        return all_params(self.optimizer)
 
     def _total_norm(self, norm_type):
         grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]

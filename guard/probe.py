@@ -5,6 +5,7 @@ tensors of its own, before anything is changed. Shown by tests/stages/test_probe
 """
 
 import copy
+import functools
 import itertools
 import math
 import numbers
@@ -18,15 +19,20 @@ from .hooks import without_global_hooks
 # Steps, whether they all have the same gradient, and its magnitude. What adds up over the steps shows where gradients
 # are steady, what is cut off where they are large, and what counts steps in the end.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
+# Of 2**17 elements, for a rule by their number: more than 4096 or 65536, a power of two, a multiple of 256 or 2048, as
+# those of optimizers in 8 bits are. A third of it is no multiple.
 OF_LARGE_TENSORS = [(2, False, 1.0)]
 # What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 PASSED: set[tuple] = set()  # trials that went well in this process: whoever builds many optimizers alike waits for one
 
 
-def check_elementwise(make_optimizer, groups):
-    """Refuse an optimizer that steps shards of tensors otherwise than whole ones, for stages 3 and 4; see `check`."""
-    check(make_optimizer, groups, shards_of,
+def check_elementwise(make_optimizer, groups, unit=1):
+    """Refuse an optimizer that steps shards of tensors otherwise than whole ones, for stages 3 and 4; see `check`.
+
+    `unit`: tensors are cut after so many elements, or a multiple, as variants/blocks.py does.
+    """
+    check(make_optimizer, groups, cut_at(unit),
           "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
 
 
@@ -64,10 +70,18 @@ def check(make_optimizer, groups, share_out, refusal):
         PASSED.add(known)
 
 
-def shards_of(flat, shapes, n_ranks):
+@functools.cache
+def cut_at(unit):
+    """-> the function below, one for each unit: PASSED knows trials by it."""
+    return functools.partial(shards_of, unit=unit)
+
+
+def shards_of(flat, shapes, n_ranks, unit):
     """-> what each rank steps of the tensors of `shapes` in `flat`, (numel,): pieces, of what lies in its shard."""
     starts = [flat.numel() * rank // n_ranks for rank in range(1, n_ranks)]
     ends = list(itertools.accumulate(map(math.prod, shapes)))
+    begins = [max((end for end in ends if end <= start), default=0) for start in starts]  # of the tensors that are cut
+    starts = [begin + (start - begin) // unit * unit for start, begin in zip(starts, begins)]
     shares, start = [[] for _ in range(n_ranks)], 0
     for end in sorted({*starts, *ends}):
         shares[sum(start >= other for other in starts)].append(flat[start:end])
@@ -103,7 +117,7 @@ def trials_of(make_optimizer, groups):
             options = {**options, "lr": 0.1}  # for a difference to be seen
         device = next(param.device for group in groups for param in group["params"])
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in sorted(n_dims)]
-        large = [(130, 130) if n == 2 else (48, 32, *[3] * (n - 2)) for n in n_dims if n > 1] or [(17000,)]
+        large = [(512, *[2] * (n - 2), 2 ** max(0, 10 - n)) for n in n_dims if n > 1] or [(2**17,)]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
         yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
 

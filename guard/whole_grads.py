@@ -22,11 +22,15 @@ class AnyGrads:
             for param in group["params"]:
                 hook_gradient(param, self._on_grad_ready)
 
+    @property
+    def param_grad_holds(self):
+        return "averages" if self._grads_synced or not self.average_gradients else "own"
+
     def _on_grad_ready(self, param):
         self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
 
     @torch.no_grad()
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         """Average the gradients over the ranks, in place. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
 
         A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.
@@ -59,13 +63,12 @@ class AnyGrads:
         super().zero_grad(set_to_none)
         self._grads_synced = False
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
+    def _averaged_params(self):
+        return all_params(self)
 
-        Returns the norm before clipping, a scalar tensor.
-        """
-        self.finish_grad_sync()
-        return torch.nn.utils.clip_grad_norm_(all_params(self), max_norm, norm_type)
+    def _total_norm(self, norm_type):
+        """Each rank has all of them."""
+        return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
 
 
 def dense_grad(param):

@@ -1,6 +1,10 @@
 """The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and grads.py here."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import ParamsT
 
 from guard.amp import Scaled
 from guard.clip import Clipped
@@ -36,8 +40,9 @@ class DistributedOptimizer(AnyGrads, Clipped, Scaled, Modes, StateOfPieces, Wrap
 
     _probe = staticmethod(check_elementwise)
 
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, grad_dtype=None,
-                 **optimizer_kwargs):
+    def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+                 process_group: dist.ProcessGroup | None = None, grad_dtype: torch.dtype | None = None,
+                 **optimizer_kwargs: Any) -> None:
         self.grad_dtype = grad_dtype
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs, grad_dtype=grad_dtype)
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)

@@ -1,6 +1,11 @@
 """The core, `ShardedOptimizer`, and with guard/ beside this directory the class to rely on, `DistributedOptimizer`."""
 
+from typing import TYPE_CHECKING
+
 from .optimizer import ShardedOptimizer as ShardedOptimizer
+
+if TYPE_CHECKING:
+    from .distributed import DistributedOptimizer as DistributedOptimizer
 
 __version__ = "0.2.0"
 

@@ -31,7 +31,7 @@ class AwaitsReaders:
         for bucket in self.buckets:
             bucket.together = together
 
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         if any(bucket.is_incomplete for bucket in self.buckets):
             raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
                                " into the model, and build the optimizer anew")
@@ -42,7 +42,7 @@ class AwaitsReaders:
             bucket.await_params()
         super().sync_params()
 
-    def prefetch_params(self, model):
+    def prefetch_params(self, model: torch.nn.Module) -> None:
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
         Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if

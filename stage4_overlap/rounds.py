@@ -7,6 +7,7 @@ tests/stages/test_rounds.py.
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -38,6 +39,8 @@ class Round:
 
 
 class Rounds:
+    param_grad_holds = "nothing"  # or what waits for its round
+
     def _prepare(self, *args, **kwargs):
         self._round = Round()
         return super()._prepare(*args, **kwargs)
@@ -48,7 +51,7 @@ class Rounds:
         return bool(self._round.waiting or self._round.n or self._round.is_open)
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: whole, in `param.grad`, until a backward pass outside or `step`.
 
         Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.

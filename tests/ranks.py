@@ -5,6 +5,7 @@ torchrun itself, and Python's own start and end, are left to the tests that star
 
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -51,6 +52,17 @@ def run_alone(script, *args, cwd=ROOT):
     """Runs a script as `python script.py` does, without torchrun's environment -> Ended."""
     (ended,) = _run([{}], script, args, cwd)
     return ended
+
+
+def run_module(module, *args, cwd=ROOT):
+    """Runs `python -m module` -> Ended."""
+    (ended,) = _run([{}], f"-m {module}", args, cwd)
+    return ended
+
+
+def run_with(environments, script, *args, cwd=ROOT):
+    """Runs a script once for each of the environments that a launcher has made -> an Ended for each."""
+    return _run(environments, script, args, cwd)
 
 
 def _run(environments, script, args, cwd):
@@ -103,14 +115,19 @@ def _be_a_rank(command, environment, cwd, outputs):
     os.environ.clear()
     os.environ.update(environment)
     # What the script imports of this repository it must find by itself, and new, not as the tests have left it.
-    sys.path[:] = [str(Path(command[0]).resolve().parent), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    module = command[0].removeprefix("-m ") if command[0].startswith("-m ") else None
+    found_in = cwd if module else Path(command[0]).resolve().parent
+    sys.path[:] = [str(found_in), *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] in ("checkpoint", "harness", "tests")]:
         del sys.modules[name]
     sys.argv[:] = command
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__file__ = command[0]
     try:
-        exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))
     except SystemExit:
         raise  # multiprocessing ends a process as Python does, but for exceptions it has a way of its own
     except BaseException:

@@ -40,7 +40,7 @@ def measure_rows(workers, settings, choices, progress=lambda text: None):
 
 def is_wrong(result):
     """Whether a stage has failed, or whatever row computes something else than it should: exit code 1."""
-    return any(row.error and (row.kind != "peer" or row.error.startswith("wrong")) for row in result.rows)
+    return any(row.error and (row.kind != "peer" or row.is_wrong) for row in result.rows)
 
 
 def n_runs(settings, choices):
@@ -62,9 +62,9 @@ def _examine(workers, settings, choice, progress):
         row.max_abs_diff = None
     elif row.max_abs_diff > allowed:
         whose = "ddp" if row.dtype == "float32" else "replicated training with fp32 copies"
-        row.fail(f"wrong: a parameter differs from {whose}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}")
+        row.fail(f"wrong: a parameter differs from {whose}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}", True)
     if movement == 0:
-        row.fail("wrong: its weights did not move")
+        row.fail("wrong: its weights did not move", True)
     return row
 
 

@@ -17,6 +17,7 @@ MOST_WORDS = {
     "stage3_gradbuffer/README.md": 950,
     "stage4_overlap/README.md": 1300,
     "docs/plan.md": 700,
+    "variants/README.md": 700,
 }
 MOST_WORDS_ELSEWHERE = 8000
 SENTENCES = ("planned", "checked")  # blocks of `make report` that are no tables
@@ -99,6 +100,22 @@ def is_there(module, name, project):
         return path in project.folders and not name
     source = (project.root / file).read_text(encoding="utf-8")
     return not name or re.search(rf"\b{name}\b", source) is not None or f"{path}/{name}.py" in project.files
+
+
+def gone_names(page, project):
+    """In docs/names.md the first column is ours: each name in it must stand in the code."""
+    if page.name != "docs/names.md":
+        return
+    folders = ("stage", "guard/", "checkpoint/", "variants/")
+    code = "\n".join((project.root / file).read_text(encoding="utf-8") for file in sorted(project.files)
+                     if file.startswith(folders) and file.endswith(".py"))
+    there = set(re.findall(r"\w+", code)) | {file.rsplit("/", 1)[-1].removesuffix(".py") for file in project.files}
+    for line, text in enumerate(page.text.splitlines(), 1):
+        if text.startswith("| "):
+            for name in re.findall(r"`([^`]+)`", text.split("|")[1]):
+                unknown = [word for word in re.findall(r"[A-Za-z_]\w*", name) if word not in there]
+                if unknown:
+                    yield line, f"`{name}`: there is no {unknown[0]} in the code"
 
 
 def wrong_quotes(page, project):

@@ -32,7 +32,8 @@ class RecordedStep:
 
 @dataclass
 class Row(OfChoice):
-    """`kind`, `dtype`: see catalogue.Way. Where it failed or is wrong, `error` says so, and it has no times.
+    """`kind`, `dtype`: see catalogue.Way. Where it failed, `error` says so, and it has no times; `is_wrong`: it
+    computes something else than it should.
 
     Bytes in memory are those of the rank that holds most, by phase ("model", "optimizer", "backward", "step", "peak",
     on CUDA "reserved"), at the peak within each phase, and by kind (kinds.KINDS). Bytes on the wire and bytes a
@@ -43,6 +44,7 @@ class Row(OfChoice):
     kind: str = ""
     dtype: str = "float32"
     error: str | None = None
+    is_wrong: bool = False
     rounds_ms: list[float] = field(default_factory=list)  # a step, by round
     vs_reference: float | None = None  # median of the ratios, round by round
     max_abs_diff: float | None = None  # of any parameter on any rank, from the reference's
@@ -68,8 +70,8 @@ class Row(OfChoice):
         """The median of the ratios of times, round by round: both ran within seconds of each other."""
         return statistics.median(mine / others for mine, others in zip(self.rounds_ms, other.rounds_ms))
 
-    def fail(self, reason):
-        self.error, self.rounds_ms = reason, []
+    def fail(self, reason, is_wrong=False):
+        self.error, self.is_wrong, self.rounds_ms = reason, is_wrong, []
 
 
 @dataclass

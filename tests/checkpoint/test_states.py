@@ -3,8 +3,6 @@
 import collections
 import copy
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from checkpoint import full_state_dict, load_full_state_dict, reshard
 from checkpoint.convert import FORMATS
 from tests.checkpoint.test_checkpoint import SHARDED
 from tests.common import STAGES, optimizer_of
-from tests.ranks import ROOT
+from tests.ranks import run_module
 
 
 class Keeps(torch.optim.Optimizer):
@@ -329,8 +327,7 @@ def saved(rank, stage, path):
 
 
 def convert(*arguments):
-    command = [sys.executable, "-m", "checkpoint", "convert", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_module("checkpoint", "convert", *arguments)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -338,7 +335,7 @@ def convert(*arguments):
 def test_a_checkpoint_is_converted_to_one_file(run, stage, tmp_path):
     model, full = run(saved, stage, tmp_path / "one")[0]
     ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.returncode == 0, ran.stderr
+    assert ran.code == 0, ran.stderr
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     names = list(model)
     assert equal(found["model"], model) and found["extra"] == [{"step": 2, "rank": rank} for rank in range(2)]
@@ -360,7 +357,7 @@ def test_a_checkpoint_is_converted_for_torchs_tools(tmp_path):
     model = saved_alone(tmp_path / "one")
     for to, name in (("torch", "one.pt"), ("dcp", "one.dcp")):
         ran = convert(tmp_path / "one", "--to", to)
-        assert ran.returncode == 0 and f"{tmp_path}/{name}: 2 tensors of the model" in ran.stdout
+        assert ran.code == 0 and f"{tmp_path}/{name}: 2 tensors of the model" in ran.stdout
     dcp_to_torch_save(tmp_path / "one.dcp", tmp_path / "again.pt")
     one, again = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "again.pt"))
     assert equal(one, again) and equal(one["model"], dict(model.state_dict()))
@@ -368,12 +365,12 @@ def test_a_checkpoint_is_converted_for_torchs_tools(tmp_path):
 
 def test_what_cannot_be_converted_is_one_line(tmp_path):
     ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 1 and "there is no such folder" in ran.stderr
+    assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and "there is no such folder" in ran.stderr
     assert not (tmp_path / "model.pt").exists()
     saved_alone(tmp_path / "one")
     (tmp_path / "model.pt").write_text("mine")
     ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 1 and "it exists already" in ran.stderr
+    assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and "it exists already" in ran.stderr
     assert (tmp_path / "model.pt").read_text() == "mine"
 
 

@@ -264,6 +264,7 @@ def test_a_stage_passes_levels_1_and_2(grade, stage):
     assert "FAILED" not in grade(stage)
 
 
+@pytest.mark.slow
 def test_level_3_counts_by_test_and_explains_one(capfd):
     arguments = ["--ranks", "2", "-k", "closure_and or sixteen or named"]
     assert not contract.holds("tests.graded.whole", arguments, is_core=False)
@@ -276,6 +277,7 @@ def test_level_3_counts_by_test_and_explains_one(capfd):
                     '-k test_closure_and_its_loss"')
 
 
+@pytest.mark.slow
 def test_level_3_of_a_core_are_the_tests_of_the_cores(capfd):
     """Those about no stage in particular: the ones about one stage are not run, and not counted."""
     arguments = ["--ranks", "2", "-k", "leaves_of_gradients or spread or order_two_at_a_time"]
@@ -297,12 +299,12 @@ def graded(*arguments):
     return run.returncode, run.stdout.splitlines()
 
 
-@pytest.mark.parametrize("stage, code, last_line", [
-    ("tests.graded.no_step", 1, "  cause     docs/exercise.md lists the methods that each level asks for"),
-    ("nothing", 2, f"grade: error: STAGE=nothing: no package or module of that name in {ROOT.name}/")])
-def test_exit_code(stage, code, last_line):
-    came, lines = graded(stage)
-    assert came == code and lines[-1] == last_line, lines
+def test_a_package_that_is_not_there_is_nothing_to_grade(capsys):
+    with pytest.raises(SystemExit) as ended:
+        package_of("nothing")
+    assert ended.value.code == 2
+    line = f"grade: error: STAGE=nothing: no package or module of that name in {Path.cwd().name}/\n"
+    assert capsys.readouterr().err == line
 
 
 def refused(package, workers, capsys, **options):
@@ -327,6 +329,7 @@ def test_a_text_that_no_check_has_is_no_success(workers, capsys):
     assert line == "grade: error: --only zzz: no check of levels 1 to 2 has that in its name"
 
 
+@pytest.mark.slow
 def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch):
     monkeypatch.setenv("LEFT_BY", "forks")  # it inherits this
     came, lines = graded("tests.graded.forks", "--levels", "1", "--only", "one parameter")
@@ -401,6 +404,19 @@ def package(tmp_path, monkeypatch):
         return name
 
     return package
+
+
+def test_ranges_in_shard_is_checked_by_hand_before_anything_is_built_on_it(package, workers, grade):
+    name = package("wrong_ranges", ROOT / STAGES[2])
+    path = Path(sys.path[0], name, "buffer.py")
+    code = path.read_text(encoding="utf-8")
+    assert code.count("start - shard_start)") == 1
+    path.write_text(code.replace("start - shard_start)", "start)"), encoding="utf-8")
+    assert complaint(grade(f"{name}.optimizer")) == [
+        "ranges_in_shard by hand",
+        "expected  of 3, 5, 2 elements at 0, 4, 12, in shard 8 to 16: (index, start, stop, offset) = (1, 4, 5, 0), "
+        "(2, 0, 2, 4)", "came      (1, 4, 5, 8), (2, 0, 2, 12)",
+        "cause     start and stop count from the parameter's first element, offset from the shard's"]
 
 
 @pytest.mark.parametrize("level, checks, came", [

@@ -54,8 +54,13 @@ FACE = [checkpoint.full_state_dict, checkpoint.load_full_state_dict, checkpoint.
         checkpoint.latest, checkpoint.reshard]
 
 
-@pytest.mark.parametrize("function", FACE, ids=lambda function: function.__name__)
-def test_a_public_function_of_checkpoint_has_types(function):
+METHODS = ["__init__", "clip_grad_norm_", "finish_grad_sync", "no_sync"]
+FACE += [getattr(optimizer_of(stage), name) for stage in STAGES for name in METHODS]
+
+
+@pytest.mark.parametrize("function", FACE, ids=lambda function: f"{function.__module__}.{function.__name__}")
+def test_the_public_face_has_types(function):
     signature = inspect.signature(function)
-    assert all(parameter.annotation is not parameter.empty for parameter in signature.parameters.values())
+    assert all(parameter.annotation is not parameter.empty for name, parameter in signature.parameters.items()
+               if name != "self"), signature
     assert signature.return_annotation is not signature.empty

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+from stage1_naive_broadcast import DistributedOptimizer as Stage1
+from stage4_overlap import DistributedOptimizer as Stage4
 
 
 def saves_and_loads(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -34,3 +36,24 @@ def takes_the_state_along(optimizer: torch.optim.Optimizer, group: dist.ProcessG
     checkpoint.full_state_dict(optimizer, to_all="all")  # type: ignore[arg-type]
     checkpoint.load_full_state_dict(optimizer, [state])  # type: ignore[arg-type]
     checkpoint.reshard(optimizer, [0, 1])  # type: ignore[arg-type]
+
+
+def trains(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    optimizer = Stage4(model.parameters(), torch.optim.AdamW, process_group=group, bucket_cap_mb=8, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    optimizer.prefetch_params(model)
+    with optimizer.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    norm: torch.Tensor = optimizer.clip_grad_norm_(1.0)
+    print(norm.item())
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    checkpoint.save("runs/step-1", model, optimizer)
+    Stage1([{"params": [torch.ones(3)], "lr": 0.1}], torch.optim.SGD, average_gradients=False)
+    Stage4(model.parameters(), bucket_cap_mb="8")  # type: ignore[arg-type]
+    Stage4(3)  # type: ignore[arg-type]
+    Stage1(model.parameters(), average_gradients="no")  # type: ignore[arg-type]
+    optimizer.prefetch_params(3)  # type: ignore[arg-type]
+    optimizer.clip_grad_norm_("much")  # type: ignore[arg-type]
+    optimizer.no_such_method()  # type: ignore[attr-defined]
