@@ -23,7 +23,7 @@ class AnyGrads:
                 hook_gradient(param, self._on_grad_ready)
 
     @property
-    def param_grad_holds(self):
+    def _param_grad_holds(self):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
 
     def _on_grad_ready(self, param):
@@ -69,7 +69,10 @@ class AnyGrads:
         Returns the norm before clipping, a scalar tensor.
         """
         self.finish_grad_sync()
-        return torch.nn.utils.clip_grad_norm_(all_params(self), max_norm, norm_type)
+        grads = [param.grad for param in all_params(self) if param.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(grads, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(all_params(self), max_norm, total_norm)
+        return total_norm
 
 
 def dense_grad(param):
