@@ -23,7 +23,7 @@ class AnyGrads:
                 hook_gradient(param, self._on_grad_ready)
 
     @property
-    def param_grad_holds(self):
+    def _param_grad_holds(self):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
 
     def _on_grad_ready(self, param):

@@ -11,12 +11,12 @@ import numbers
 import torch
 import torch.distributed as dist
 
-from . import torch_clip as torch_clip
 from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
 from .refuse import agree, checked_groups, param_ids, refuse_edited
 from .schema import checked_state_dict
 from .settings import difference_between_ranks
+from .torch_clip import watch_torchs_clipping
 from .tried import warn_of_an_untried_torch
 from .wrapped import SeenThroughWrappers
 
@@ -32,6 +32,7 @@ class Wrapper(SeenThroughWrappers):
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
         warn_of_an_untried_torch()
+        watch_torchs_clipping()
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
         settings = {"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs}

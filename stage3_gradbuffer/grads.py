@@ -82,7 +82,7 @@ class GuardedBuffer(GradBuffer):
 
     def __init__(self, params, grad_dtype, process_group):
         self.in_main_grad = grad_dtype != params[0].dtype
-        self.param_grad_holds = "nothing" if self.in_main_grad else "own"
+        self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
         self.received, self.hooks = set(), []
         super().__init__(params, grad_dtype, process_group)

@@ -39,7 +39,7 @@ class Round:
 
 
 class Rounds:
-    param_grad_holds = "nothing"  # or what waits for its round
+    _param_grad_holds = "nothing"  # or what waits for its round
 
     def _prepare(self, *args, **kwargs):
         self._round = Round()
