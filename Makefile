@@ -17,6 +17,8 @@ A ?= 1
 B ?= 2
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 TOOLS = $(if $(filter .venv/%,$(PYTHON)),.venv/.tools)
+# Whether a value is one of these words; a pattern such as * or % is none.
+one_of = $(and $(filter 1,$(words $(1))),$(filter $(2),$(1)))
 has = $(shell $(PYTHON) -c 'import $(1)' 2> /dev/null && echo yes)
 # Several files of tests at once, where pytest-xdist is there: one more than there are cores, since tests wait too.
 N_FILES = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
@@ -68,8 +70,8 @@ grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
 
 train: $(ENV)
-	$(if $(wildcard stage$(STAGE)_*),,$(error STAGE=$(STAGE): there are stages 1 to 4))
-	$(if $(shell echo '$(NPROC)' | grep -x '[1-9][0-9]*'),,$(error NPROC=$(NPROC): it must be a number from 1 on))
+	$(if $(call one_of,$(STAGE),1 2 3 4),,$(error STAGE=$(STAGE): there are stages 1 to 4))
+	$(if $(call one_of,$(NPROC),$(shell seq 256)),,$(error NPROC=$(NPROC): it must be a number from 1 to 256))
 	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
@@ -77,6 +79,7 @@ network: $(ENV)
 	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json measured/network.json $(ARGS)
 
 timeline: $(ENV)
+	$(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all))
 	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
 
 seams: $(ENV)
@@ -90,7 +93,8 @@ show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
-	exec $(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
+	$(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
+	exec $(PYTHON) -m tests.checkpoint.mutations --json measured/faults_mutations.json
 
 cuda: $(ENV)
 	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
@@ -111,7 +115,7 @@ docs-check: $(ENV)
 
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
-	$(foreach stage,$(A) $(B),$(if $(wildcard stage$(stage)_*),,$(error there is no stage $(stage): write A=2 B=3)))
+	$(foreach stage,A B,$(if $(call one_of,$($(stage)),1 2 3 4),,$(error there is no stage $($(stage)): write A=2 B=3)))
 	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
 		$(or $(wildcard $(PYTHON)),python3) -m grade.diff $(A) $(B))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .convert import FORMATS, convert
 from .errors import CheckpointError
+from .ranks import first_line
 
 ENDINGS = {"torch": ".pt", "dcp": ".dcp"}
 
@@ -30,7 +31,7 @@ def main():
     try:
         found = convert(args.folder, target, args.to)
     except (OSError, CheckpointError) as error:
-        sys.exit(f"python -m checkpoint: error: {args.folder} can't be converted to {target}: {error}")
+        sys.exit(f"python -m checkpoint: error: {args.folder} can't be converted to {target}: {first_line(error)}")
     print(f"{target}: {len(found['model'])} tensors of the model, the state of {len(found['optimizer']['state'])} "
           f"parameters, extra of {len(found['extra'])} ranks")
 

@@ -1,7 +1,8 @@
 """One run at a time in a folder, and a name of its own for each save: two runs never mix their files.
 
-A lock of Linux on a file in the folder says that a run saves there. The lock ends with the process that holds it, also
-on NFS. Where a file system has no locks, the names alone keep two runs apart.
+A lock of Linux on a file in the folder says that a run saves there: one of the open file, which stays when this process
+reads the file too, to copy the folder say. The lock ends with the process that holds it, also on NFS. Where a file
+system has no locks, the names alone keep two runs apart.
 """
 
 import fcntl
@@ -10,13 +11,14 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import uuid
 import zlib
 
 from .errors import FolderInUse
 
 LOCK = ".checkpoint.lock"
-HELD = {}  # folder -> its open lock file; until the process ends
+HELD = {}  # folder -> descriptor of its lock file; until the process ends
 NUMBERS = itertools.count()
 
 
@@ -37,7 +39,7 @@ def claim(path, owner) -> str:
         raise NotADirectoryError(20, f"{path.parent} is no folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     mine = f"{owner}-{token(os.getpid())}-"
-    if locked(path.parent, f"{series(path.name)} {owner}"):
+    if hold(path, owner):
         for left in path.parent.glob("*.partial"):
             name, _, writer = left.name.removesuffix(".partial").rpartition(".")
             is_of_rank = re.fullmatch(rf"{owner}-[0-9a-f]{{12}}-\d+", writer)
@@ -63,16 +65,23 @@ def token(process) -> str:
     return uuid.uuid4().hex[:12]
 
 
-def locked(folder, key) -> bool:
-    """Whether this process has the lock of `key`; False: there are no locks. Raises FolderInUse: another has it."""
-    folder, place = folder.resolve(), zlib.crc32(key.encode())
+def hold(path, owner=0) -> bool:
+    """Whether this process may save `path` and others of its series from here on; False: there are no locks.
+
+    Raises:
+        FolderInUse: another run does.
+        FileExistsError: something else lies where the lock is.
+    """
+    folder, place = path.parent.resolve(), zlib.crc32(f"{series(path.name)} {owner}".encode())
     try:
         if folder not in HELD or not is_still_there(HELD[folder], folder / LOCK):
-            HELD[folder] = open(folder / LOCK, "a")
+            HELD[folder] = opened_lock(folder / LOCK)
+    except FileExistsError:
+        raise
     except OSError:  # it belongs to someone else, say
         return False
     try:
-        fcntl.lockf(HELD[folder], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)  # one byte; again is no conflict
+        lock_byte(HELD[folder], place)
     except (BlockingIOError, PermissionError):
         raise FolderInUse(f"another run saves in {folder}: end it, or save in another folder") from None
     except OSError:
@@ -80,5 +89,28 @@ def locked(folder, key) -> bool:
     return True
 
 
-def is_still_there(file, path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+def opened_lock(path) -> int:
+    """-> a descriptor. No link is followed, and nothing is waited for."""
+    if path.exists() and not path.is_file() or path.is_symlink():
+        raise FileExistsError(17, f"{LOCK} is no regular file: remove it")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def lock_byte(descriptor, place):
+    """Once more is no conflict."""
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)  # struct flock
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+
+
+def let_go():
+    """A child that outlives this process has no part in its locks."""
+    for descriptor in HELD.values():
+        os.close(descriptor)
+    HELD.clear()
+
+
+os.register_at_fork(after_in_child=let_go)
+
+
+def is_still_there(descriptor, path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())

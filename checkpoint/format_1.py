@@ -6,6 +6,7 @@ as torch stored boxes, and the same of everything else as it does now; it has no
 """
 
 FORMAT = 1
+LARGEST_GAP = 2**24  # bytes: torch's `.metadata`, and what zip archives have besides
 
 
 def is_format_1(raw) -> bool:

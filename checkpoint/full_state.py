@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from guard.schema import described
+
 from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
 from .optimizers import (
     all_params,
@@ -18,13 +20,14 @@ from .optimizers import (
     group_of,
     inner_of,
     install,
+    itself,
     local,
     packed_groups,
     pieces_of,
     refuse_outsider,
 )
-from .ranks import rank_and_size
-from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
+from .ranks import errors_on_all, rank_and_size
+from .states import NotKept, agree_on_states, check_states, fixed_paths, local_states, path_of, with_data
 
 TAG = 2**30 - 1  # of messages to rank 0: not one that others might use
 
@@ -44,6 +47,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
         RuntimeError: on every rank; some have a state for their part of a parameter, and others don't, or a state can't
             be put together from the ranks' parts.
     """
+    optimizer = itself(optimizer)
     if to_all:
         refuse_outsider(optimizer)
     group, dst = group_of(optimizer), None if to_all else 0
@@ -51,7 +55,9 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     if rank < 0:
         return {}
     params, state = all_params(optimizer), {}
-    for index, tree, found in gather(optimizer, local_states(optimizer, pieces_of(optimizer)), group, dst):
+    with errors_on_all("the state can't be put together", group):
+        states = local_states(optimizer, pieces_of(optimizer))
+    for index, tree, found in gather(optimizer, states, group, dst):
         state[index] = filled(tree, lambda path: found[path].on_cpu(params[index]))
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
 
@@ -65,12 +71,15 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     Raises:
         ValueError: on every rank, before anything is changed; it is of another model or optimizer.
     """
+    optimizer = itself(optimizer)
     refuse_outsider(optimizer)
     group = group_of(optimizer)
-    groups, described, tensors = broadcast_plan(optimizer, state_dict)
-    pieces, params, states = pieces_of(optimizer), all_params(optimizer), {}
+    groups, plan, tensors = broadcast_plan(optimizer, state_dict)
+    with errors_on_all("the state can't be loaded", group):
+        pieces = pieces_of(optimizer)
+    params, states = all_params(optimizer), {}
     inner_of(optimizer).state.clear()
-    for index, (tree, cut, common) in described.items():
+    for index, (tree, cut, common) in plan.items():
         own, param = {}, local(params[index])
         for path, (lead, dtype) in cut.items():
             whole = travel(tensors.get((index, path)), (*lead, param.numel()), dtype, param.device, 0, group, None)
@@ -82,7 +91,8 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
             own[path] = travel(tensors.get((index, path)), shape, dtype, param.device, 0, group, None)
         if index in pieces:
             states[index] = filled(tree, own.get)
-    install(optimizer, states, groups)
+    with errors_on_all("the state can't be loaded", group):
+        install(optimizer, states, groups)
 
 
 class Whole(NamedTuple):
@@ -205,33 +215,28 @@ def broadcast_plan(optimizer, state_dict):
 def plan_of(optimizer, state_dict):
     """-> (groups, index -> (packed state, path -> (lead, dtype), path -> (shape, dtype))), (index, path) -> tensor."""
     check_indices(optimizer, state_dict)
-    described, tensors = {}, {}
+    plan, tensors = {}, {}
     names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
     packed = {index: pack_state(state, names[index]) for index, state in sorted(state_dict["state"].items())}
-    tops = {names[index]: list(state) for index, state in state_dict["state"].items()}
+    states = {names[index]: described(state) for index, state in state_dict["state"].items()}
     check_hyperparameters(optimizer, state_dict["param_groups"])
-    probes = fitting_probes(optimizer, names, tops, state_dict["param_groups"])
+    schemas = check_states(optimizer, names, states, state_dict["param_groups"])
     for index, (tree, found) in packed.items():
-        param, probe = all_params(optimizer)[index], probes[index]
-        for path, shape in (probe.shapes if probe else {}).items():
-            if shape is None and path in state_dict["state"][index]:
-                value = state_dict["state"][index][path]
-                check_like(param, value, f"{path} of {names[index]}", max(0, len(value.shape) - param.dim()))
-        cut, common = cut_and_common(found, param, probe, names[index])
+        cut, common = cut_and_common(found, all_params(optimizer)[index], fixed_paths(schemas[index]), names[index])
         small = {path: pack_data(found[path]) for path, (shape, _) in common.items() if math.prod(shape) <= SMALL}
         common = {path: what for path, what in common.items() if path not in small}
-        described[index] = with_data(tree, small), cut, common
+        plan[index] = with_data(tree, small), cut, common
         tensors.update({(index, path): local(found[path]) for path in (*cut, *common)})
-    return (state_dict["param_groups"], described), tensors
+    return (state_dict["param_groups"], plan), tensors
 
 
-def cut_and_common(found, param, probe, name):
+def cut_and_common(found, param, fixed, name):
     """Of whole tensors of a state, by path -> path -> (lead, dtype) of those to cut; (shape, dtype) of the others."""
     cut, common = {}, {}
     for path, value in found.items():
         n_lead = value.dim() - param.dim()
         is_cut = n_lead >= 0 and value.shape[n_lead:] == param.shape
-        if path == "main_param" or is_cut and (probe is None or probe.shapes.get(path) is None):
+        if path == "main_param" or is_cut and path not in fixed:
             check_like(param, value, f"{path} of {name}", n_lead)
             cut[path] = tuple(value.shape[:n_lead]), value.dtype
         else:

@@ -20,6 +20,7 @@ SEQUENCES = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozen
 DICTS = {"dict": dict, "ordered": collections.OrderedDict}
 PLAIN = bool, int, float, str, type(None)
 SMALL = 16  # elements of a tensor that is written into the JSON itself
+DEEPEST = 50  # containers in each other
 
 
 class NotPackable(ValueError):
@@ -41,6 +42,8 @@ def pack(value, tensor: Callable, path=()):
     kind = type(value)
     if kind in PLAIN:
         return value
+    if len(path) > DEEPEST:
+        raise NotPackable(value, path, f"it is nested deeper than {DEEPEST}")
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or str(value.dtype).removeprefix("torch.") not in DTYPES:
             raise NotPackable(value, path)
@@ -81,26 +84,30 @@ def _pack_scalar(value, path):
     raise NotPackable(value, path)
 
 
-def unpack(packed, tensor: Callable):
+def unpack(packed, tensor: Callable, depth=0):
     """-> the value again. `tensor(name, what)` -> the tensor for {name: what}, where `pack` was given what made that.
+
+    `depth`: how many containers are around it.
 
     Raises:
         KeyError, TypeError, ValueError: it is nothing that `pack` makes.
     """
     if type(packed) in PLAIN:
         return packed
+    if depth > DEEPEST:
+        raise ValueError(f"values nested deeper than {DEEPEST}")
     if isinstance(packed, list):
-        return [unpack(item, tensor) for item in packed]
+        return [unpack(item, tensor, depth + 1) for item in packed]
     if not isinstance(packed, dict) or len(packed) != 1:
         raise ValueError("a value of no known kind")
     ((name, what),) = packed.items()
     if name in DICTS:
-        return DICTS[name]((unpack(key, tensor), unpack(item, tensor)) for key, item in what)
+        return DICTS[name]((unpack(key, tensor, depth + 1), unpack(item, tensor, depth + 1)) for key, item in what)
     if name in SEQUENCES:
-        return SEQUENCES[name](unpack(what, tensor))
+        return SEQUENCES[name](unpack(what, tensor, depth))
     if name == "deque":
         maxlen, items = what
-        return collections.deque(unpack(items, tensor), maxlen)
+        return collections.deque(unpack(items, tensor, depth), maxlen)
     if name == "complex":
         return complex(*what)
     if name in ("bytes", "bytearray"):

@@ -4,6 +4,7 @@ A tensor lies in files as ranges of its flat elements, byte for byte. The manife
 of the rest of itself.
 """
 
+import collections
 import json
 import math
 import os
@@ -17,13 +18,13 @@ import torch
 
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .format_1 import FORMAT as FORMAT_BEFORE
-from .format_1 import is_format_1, upgraded
+from .format_1 import LARGEST_GAP, is_format_1, upgraded
 from .json_values import DTYPES, checked_shape, unpack, unpack_data
-from .rank_files import opened
+from .rank_files import ALIGNMENT, opened
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, where its tensors lie, and the sizes and checksums of its files
 FORMAT = 2
-MOST_BYTES = 2**28  # of a manifest: Python takes some ten times as much memory to read it
+MOST_BYTES, MOST_BYTES_A_TENSOR = 2**23, 2**15  # of a manifest: Python takes some thirty times as much to read it
 
 
 class Range(NamedTuple):
@@ -74,15 +75,20 @@ def need(condition, what):
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {what}")
 
 
-def manifest_of(folder) -> tuple[Manifest, int]:
+def most_bytes(n_tensors) -> int:
+    """That the manifest of a model of so many tensors may have."""
+    return MOST_BYTES + n_tensors * MOST_BYTES_A_TENSOR
+
+
+def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
     """-> the manifest of a checkpoint, checked; and a checksum of its text."""
     if not Path(folder).is_dir():
         raise DamagedCheckpoint("there is no such folder")
     if not (Path(folder) / MANIFEST).exists():
         raise DamagedCheckpoint(f"it is not complete: {MANIFEST} is missing")
     with opened(folder, MANIFEST) as file:
-        need(os.fstat(file.fileno()).st_size <= MOST_BYTES, "it is too large")
-        text = file.read(MOST_BYTES)
+        need(os.fstat(file.fileno()).st_size <= limit, f"it has more than {limit} bytes")
+        text = file.read(limit)
     return parsed(text), zlib.crc32(text)
 
 
@@ -108,7 +114,7 @@ def parsed(text) -> Manifest:
         text, is_sealed = unsealed(text)
         raw = json.loads(text, object_pairs_hook=_without_doubles)
         need(is_sealed or is_format_1(raw), "it has no checksum of itself")
-        return checked(raw if is_sealed else upgraded(raw))
+        return checked(raw, ALIGNMENT) if is_sealed else checked(upgraded(raw), LARGEST_GAP)
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
@@ -123,7 +129,8 @@ def _without_doubles(pairs):
     return found
 
 
-def checked(raw) -> Manifest:
+def checked(raw, largest_gap) -> Manifest:
+    """`largest_gap`: fewer bytes than that lie between two tensors in a file, or at its end."""
     need(isinstance(raw, dict), "it is no dict")
     if raw.get("format") != FORMAT:
         formats = f"{FORMAT_BEFORE} and {FORMAT}"
@@ -133,7 +140,7 @@ def checked(raw) -> Manifest:
     files = {name: _file(name, what) for name, what in raw["files"].items()}
     tensors = {key: _stored(key, what) for key, what in raw["tensors"].items()}
     manifest = Manifest(**{**{name: raw[name] for name in Manifest._fields}, "files": files, "tensors": tensors})
-    _check_regions(manifest)
+    _check_regions(manifest, largest_gap)
     _check_entries(manifest)
     _check_references(manifest)
     return manifest
@@ -155,6 +162,8 @@ def _stored(key, what) -> Stored:
     need(_is_count(n_lead) and n_lead <= len(shape), f"dimensions of {key!r:.60}")
     ranges = [Range(*one) for one in what["ranges"]]
     stored = Stored(DTYPES[what["dtype"]], shape, n_lead, ranges)
+    in_files = collections.Counter(one.file for one in ranges)
+    need(max(in_files.values(), default=0) <= max(1, 2 * len(shape)), f"{key!r:.60} is in too many ranges")
     end = 0
     for start, stop, _, offset in ranges:  # in order, which leaves nothing out and has nothing twice
         need(all(map(_is_count, (start, stop, offset))) and start == end < stop, f"ranges of {key!r:.60}")
@@ -163,8 +172,11 @@ def _stored(key, what) -> Stored:
     return stored
 
 
-def _check_regions(manifest):
-    """Each range lies in a file that is listed, and no two in the same bytes: memory is no more than there are."""
+def _check_regions(manifest, largest_gap):
+    """Each range lies in a file that is listed, and no two in the same bytes: memory is no more than there are.
+
+    And no file has many bytes more than that.
+    """
     regions = []
     for key, stored in manifest.tensors.items():
         for start, stop, file, offset in stored.ranges:
@@ -174,6 +186,11 @@ def _check_regions(manifest):
         need(file in manifest.files and end <= manifest.files[file]["bytes"], f"{key!r:.60} lies outside of its file")
     for (file, _, end, _), (other, start, _, key) in zip(regions, regions[1:]):
         need(file != other or end <= start, f"{key!r:.60} lies where another tensor does")
+    used = collections.Counter()
+    for file, start, end, _ in regions:
+        used[file] += end - start + largest_gap
+    for file, written in manifest.files.items():
+        need(written["bytes"] <= used[file] + largest_gap, f"{file!r:.60} has bytes of no tensor")
 
 
 def _check_entries(manifest):

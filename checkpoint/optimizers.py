@@ -4,6 +4,7 @@ A parameter's index is its place in all groups, as in torch's own state_dict.
 """
 
 import collections
+import math
 import numbers
 from typing import NamedTuple
 
@@ -31,6 +32,12 @@ def all_params(optimizer) -> list[torch.Tensor]:
 def local(tensor):
     """Of a DTensor, as a tensor-parallel model has them, what lies on this rank; of any other tensor, itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def itself(optimizer):
+    """Of a wrapper, such as accelerate's, Lightning's and Fabric's, the stage's optimizer in it; else `optimizer`."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    return itself(wrapped) if hasattr(wrapped, "pieces") else optimizer
 
 
 def inner_of(optimizer):
@@ -146,7 +153,17 @@ def are_alike(ours, theirs):
         return True
     if ours_is[2] and theirs_is[2]:
         return len(ours) == len(theirs) and all(map(are_alike, ours, theirs))
-    return ours_is == theirs_is
+    if isinstance(ours, bool) or isinstance(theirs, bool):  # a fused kernel knows the difference
+        return type(ours) is type(theirs)
+    return ours_is == theirs_is and (not ours_is[0] or is_number(theirs) or not is_number(ours))
+
+
+def is_number(value):
+    """A finite one, which may be a tensor of one element."""
+    try:
+        return (not isinstance(value, torch.Tensor) or value.numel() == 1) and math.isfinite(value)
+    except (OverflowError, TypeError):  # of too many digits, or complex
+        return False
 
 
 def refuse_outsider(optimizer):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .errors import CheckpointError
 
 BEAT_S = 1.0
+LONGEST = 500  # letters of a line
 SILENT_S = 30  # a rank at work that says nothing for so long is dead
 MEETINGS = weakref.WeakKeyDictionary()  # process group -> how often its ranks have waited for each other
 
@@ -136,7 +137,9 @@ def errors_on_all(what, group, is_named=True):
         raise
 
 
-def first_line(error):
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def first_line(error) -> str:
+    """For a terminal: names from a file may hold whatever they like."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    line = (text.strip().splitlines() or [type(error).__name__])[0]
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[: 2 * LONGEST])
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"

@@ -12,15 +12,27 @@ from typing import Any, NamedTuple
 
 import torch
 
+from guard.schema import Spec, check_state, described
+
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .full_state import Whole
-from .json_values import DTYPES, unpack, unpack_data
-from .manifest import MANIFEST, Manifest, manifest_of
+from .json_values import unpack, unpack_data
+from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
 from .model import names_of, state_of, untied, unwrapped
-from .optimizers import Piece, all_params, check_hyperparameters, group_of, inner_of, install, packed_groups, pieces_of
-from .rank_files import read, verify
+from .optimizers import (
+    Piece,
+    all_params,
+    check_hyperparameters,
+    group_of,
+    inner_of,
+    install,
+    itself,
+    packed_groups,
+    pieces_of,
+)
+from .rank_files import read, verify, verify_sizes
 from .ranks import all_gather, errors_on_all, rank_in
-from .states import fitting_probes, kind_of
+from .states import check_states, fixed_paths, kind_of
 
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
 
@@ -39,28 +51,41 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         UnfitModel: as `save`.
         CheckpointError: anything else. Each on every rank, before anything is changed.
     """
+    optimizer = itself(optimizer)
     group, what = group_of(optimizer), f"checkpoint {path} can't be loaded"
     rank, world_size = rank_in(group)
     with errors_on_all(what, group), read_errors_are_damage():
         path, model = Path(path), unwrapped(model)
         names, pieces = names_of(model, optimizer), pieces_of(optimizer)
-        manifest, checksum_of_text = manifest_of(path)
-        verify(path, manifest, rank, world_size)
+        manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
+        verify_sizes(path, manifest)
         check(manifest, model, optimizer, names)
+        groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
+        schemas = check_manifest_states(manifest, optimizer, names, groups)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
     with errors_on_all(what, group), read_errors_are_damage():
-        groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
-        check_states(manifest, optimizer, names, groups)
+        verify(path, manifest, rank, world_size)
         found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
-        states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece)
-                  for index, piece in pieces.items()}
+        states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece,
+                                    fixed_paths(schemas[index])) for index, piece in pieces.items()}
+        for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
+            check_piece(schemas[index], state, pieces[index].main, names[index])
         extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
-    for name, tensor in untied(model).items():
-        tensor.copy_(found[name])
-    del found
-    install(optimizer, states, groups)
+    with errors_on_all(what, group):
+        for name, tensor in untied(model).items():
+            tensor.copy_(found.pop(name))
+        install(optimizer, states, groups)
     return extra
+
+
+def check_piece(schema, state, main, name):
+    """Of what was read for the tensor `main`, which is what a kernel will see."""
+    own = described(state)
+    main_param = own.pop("main_param", Spec(main.shape, main.dtype))
+    if main_param.shape != main.shape:
+        raise ForeignCheckpoint(f"main_param in the state of {name} is {main_param}, this rank's part is {main.shape}")
+    check_state(schema, own, main.shape, name)
 
 
 @contextlib.contextmanager
@@ -100,29 +125,19 @@ def summary(groups):
     return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" if names else "an empty one" for names in groups)
 
 
-def check_states(manifest, optimizer, names, groups):
-    """Raise ForeignCheckpoint if the states are of another optimizer."""
-    keys = {name: list(unpack(state, lambda *_: None)) for name, state in manifest.states.items()}
+def check_manifest_states(manifest, optimizer, names, groups):
+    """Raise ForeignCheckpoint if the states are of another optimizer. -> its schemas."""
+    def spec(name, what):
+        if name == "data":
+            return described(unpack_data(what))
+        return Spec(tuple(manifest.tensors[what].shape), manifest.tensors[what].dtype)
+
     try:
         check_hyperparameters(optimizer, groups)
-        probes = fitting_probes(optimizer, names, keys, groups)
+        states = {name: unpack(state, spec) for name, state in manifest.states.items()}
+        return check_states(optimizer, names, states, groups)
     except ValueError as refusal:
         raise ForeignCheckpoint(str(refusal)) from None
-    for name, probe in zip(names, probes):
-        for key, value in manifest.states.get(name, {"dict": []})["dict"]:
-            if probe and key in probe.shapes and described(manifest, value) != (probe.shapes[key], probe.kinds[key]):
-                raise ForeignCheckpoint(f"{key} in the state of {name} is of another optimizer")
-
-
-def described(manifest, value):
-    """Of a tensor in a state: its shape, None for one that is cut as the parameter is; and the kind_of its dtype."""
-    kind, what = next(iter(value.items())) if isinstance(value, dict) else ("no tensor", None)
-    if kind == "data":
-        return tuple(what[1]), kind_of(DTYPES[what[0]])
-    if kind not in ("piece", "tensor"):
-        return None
-    stored = manifest.tensors[what]
-    return None if kind == "piece" else tuple(stored.shape), kind_of(stored.dtype)
 
 
 class TensorsOf(NamedTuple):
@@ -157,9 +172,13 @@ def main_param_of(manifest, name) -> str | None:
             return value.get("piece")
 
 
-def read_state(path, manifest, name, param, piece):
+def read_state(path, manifest, name, param, piece, fixed):
+    """`fixed`: what has not the parameter's shape here, though it may have it where the parameter is a scalar."""
     tensors = TensorsOf(path, manifest, piece)
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
+    for key, value in manifest.states.get(name, {"dict": []})["dict"]:
+        if key in fixed and isinstance(value, dict) and "piece" in value:
+            state[key] = tensors("tensor", value["piece"])
     if piece.main.dtype != param.dtype and "main_param" not in state:
         state["main_param"] = tensors("piece", f"model.{name}")
     return state
@@ -168,7 +187,8 @@ def read_state(path, manifest, name, param, piece):
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
 
-    What has no number there, as best, is no checkpoint of the run.
+    What has no number there, as best, is no checkpoint of the run, and what was set aside is none any more.
     """
-    complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if re.search(r"\d$", path.parent.name)]
+    complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if path.is_file()
+                and re.search(r"\d$", path.parent.name) and not re.search(r"\.aside-\d+$", path.parent.name)]
     return max(complete, key=lambda path: (int(re.search(r"\d+$", path.name)[0]), path.name), default=None)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from .full_state import filled, gather
-from .optimizers import all_params, install, packed_groups, pieces_of, refuse_no_group
+from .optimizers import all_params, install, itself, packed_groups, pieces_of, refuse_no_group
 from .states import local_states
 
 
@@ -20,6 +20,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
         RuntimeError: between backward() and step(); or the ranks are in several process groups so far, or now; or
             some have a state for their part of a parameter, and others don't; or there are DTensors. On every rank.
     """
+    optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
     params = all_params(optimizer)

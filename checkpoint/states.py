@@ -5,7 +5,6 @@ its last dimensions are those of the rank's piece; what is before them, as in a 
 is common: the same on all ranks that step a part of the parameter. What is neither is refused on all of them.
 """
 
-import copy
 import functools
 import math
 import zlib
@@ -13,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves, schema_of
+
 from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
-from .ranks import all_gather, first_line
+from .ranks import all_gather, at_own_pace, first_line
 
-PROBE_SHAPE = (13, 3, 2, 2, 2)  # 13: a number that nothing else in a state is likely to have
+RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
 
 
 class NotKept(RuntimeError):
@@ -65,17 +66,17 @@ def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """
     inner, params, states = inner_of(optimizer), all_params(optimizer), {}
     has_main = {i for i, piece in pieces.items() if piece.main.dtype != params[i].dtype}
-    probes = probed(optimizer) if has_main else None
+    schemas = schemas_of(optimizer) if has_main else None
     for index, (_, _, main) in pieces.items():
         states[index] = dict(inner.state.get(main, {}))
-        if index in has_main and (all_main_params or states[index] or keeps_nothing(probes[index])):
+        if index in has_main and (all_main_params or states[index] or keeps_nothing(schemas[index])):
             states[index]["main_param"] = main
     return states
 
 
-def keeps_nothing(probe) -> bool:
+def keeps_nothing(schema) -> bool:
     """As SGD without momentum."""
-    return probe is not None and not probe.keys
+    return schema is not None and not schema.entries
 
 
 def refuse_unclaimed(optimizer):
@@ -132,17 +133,18 @@ def agree_on_states(optimizer, states, pieces, names, group):
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
     error, mine, tensors = None, {}, {}
-    try:
-        refuse_unclaimed(optimizer)
-        for index, state in states.items():
-            mine[index], tensors[index] = describe(state, pieces[index])
-    except Exception as refusal:  # too little memory, say
-        error = first_line(refusal)
+    with at_own_pace("the state can't be put together", group):
+        try:
+            refuse_unclaimed(optimizer)
+            for index, state in states.items():
+                mine[index], tensors[index] = describe(state, pieces[index])
+        except Exception as refusal:  # too little memory, say
+            error = first_line(refusal)
     everyone = all_gather((error, mine), group)
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
             raise NotKept(theirs if rank == 0 else f"rank {rank}: {theirs}")
-    layouts, params, probes = {}, all_params(optimizer), functools.cache(lambda: probed(optimizer))
+    layouts, params, schemas = {}, all_params(optimizer), functools.cache(lambda: schemas_of(optimizer))
     for index, param in enumerate(params):
         parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
         for rank, (_, theirs) in enumerate(everyone):
@@ -150,13 +152,13 @@ def agree_on_states(optimizer, states, pieces, names, group):
                 parts.setdefault(theirs[index][:2], (rank, theirs[index]))
         if any(part.tree != pack({}, None) for _, part in parts.values()):
             says_nothing = local(param).numel() == 1  # what has the shape of one element may be a number for all
-            probe = probes()[index] if says_nothing or steps_ranges(optimizer) else None
-            layouts[index] = layout_of(list(parts.values()), probe, names[index])
+            schema = schemas()[index] if says_nothing or steps_ranges(optimizer) else None
+            layouts[index] = layout_of(list(parts.values()), fixed_paths(schema), names[index])
     return layouts, tensors
 
 
-def layout_of(parts, probe, name) -> Layout:
-    """`probe`: what is known of the state beside its shapes, or None."""
+def layout_of(parts, fixed, name) -> Layout:
+    """`fixed`: paths of what is common, whatever its shape says."""
     for _, part in parts:
         if part.refused:
             raise NotKept(f"the state of {name} has {part.refused}")
@@ -164,8 +166,7 @@ def layout_of(parts, probe, name) -> Layout:
     for path in dict.fromkeys(path for _, part in parts for path in part.tensors):
         have = [(rank, part.tensors[path]) for rank, part in parts if path in part.tensors]
         leads = {tensor.lead for _, tensor in have}
-        is_common = probe is not None and probe.shapes.get(path) is not None
-        if len(leads) == 1 and None not in leads and not is_common:
+        if len(leads) == 1 and None not in leads and path not in fixed:
             if len(have) < len(parts):
                 raise NotKept(f"the state of {name} has {path} for some of its elements only: some ranks have stepped "
                               "it and others not, or cleared it")
@@ -202,70 +203,46 @@ def with_data(tree, small):
     return {name: with_data(what, small) for name, what in tree.items()}
 
 
-def kind_of(dtype) -> tuple:
-    """Floats, complex numbers, or whole ones."""
-    return dtype.is_floating_point, dtype.is_complex
+def kind_of(dtype):
+    """Floats stand for each other; of others each is a kind of its own."""
+    return "float" if dtype.is_floating_point else dtype
 
 
-class Probe(NamedTuple):
-    """What a state consists of after a step, found out with a small parameter."""
+def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
+    """What is kept of each parameter with the hyperparameters that were saved; None: that can't be found out.
 
-    keys: dict  # name -> None, in order
-    shapes: dict[str, tuple | None]  # path of a tensor -> its shape; None: it is cut as the parameter is
-    kinds: dict[str, tuple]  # path of a tensor -> kind_of its dtype
-
-
-def probed(optimizer, saved_groups=None, as_whole=False) -> list[Probe | None]:
-    """-> for each parameter its Probe; None: that can't be found out.
-
-    For each group: its hyperparameters may matter, or those saved of it. `as_whole`: the number of dimensions may, too.
+    Of a parameter of the same shape; of a small one where ranks step ranges, each element by itself then.
+    Raises ValueError: the optimizer can't step with what was saved.
     """
-    inner, probes = inner_of(optimizer), []
-    make = getattr(optimizer, "make_optimizer", type(inner))
+    make, known, schemas = getattr(optimizer, "make_optimizer", type(inner_of(optimizer))), {}, []
     for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
-        n_dims = [param.dim() if as_whole else 1 for param in group["params"]]
-        known = {n: probe(make, group, saved, PROBE_SHAPE[:n]) for n in set(n_dims)}
-        probes += [known[n] for n in n_dims]
-    return probes
+        for param in group["params"]:
+            shape, dtype = local(param).shape, param.dtype
+            if steps_ranges(optimizer):
+                shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
+            key = id(group), shape, dtype
+            if key not in known:
+                options = hyperparameters(group), hyperparameters(saved)
+                known[key] = schema_of(make, *options, shape, dtype, param.device)
+            schemas.append(known[key])
+    return schemas
 
 
-def probe(make_optimizer, group, saved, shape) -> Probe | None:
-    param, shapes, kinds = torch.zeros(shape, device=group["params"][0].device), {}, {}
-    param.grad = torch.zeros_like(param)
-
-    def tensor(path, value):
-        kinds[path_of(path)] = kind_of(value.dtype)
-        shapes[path_of(path)] = None if value.shape[-1:] == param.shape else tuple(value.shape)
-        return {}
-
-    try:
-        options = copy.deepcopy({**hyperparameters(group), **hyperparameters(saved)})
-        inner = make_optimizer([{**options, "params": [param]}])
-        inner.step()
-        state = dict(inner.state[param])
-        pack(state, tensor)
-    except Exception:  # it wants matrices, a closure, …
-        return None
-    return Probe(dict.fromkeys(state), shapes, kinds)
+def check_states(optimizer, names, states, saved_groups):
+    """Raise ValueError unless `states`, name -> described state, are what this optimizer keeps. -> its schemas."""
+    schemas = schemas_of(optimizer, saved_groups)
+    for name, param, schema in zip(names, all_params(optimizer), schemas):
+        state = states.get(name, {})
+        if isinstance(state, dict) and "main_param" in state:
+            main_param, state = state["main_param"], {key: state[key] for key in state if key != "main_param"}
+            is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE
+            if not is_tensor or main_param.shape != param.shape:
+                raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {param.shape}")
+        check_state(schema, state, param.shape, name)
+    return schemas
 
 
-def fitting_probes(optimizer, names, keys, saved_groups) -> list[Probe | None]:
-    """For each parameter the Probe that fits `keys`, name -> what was saved: with `saved_groups` or with ours.
-
-    They differ where momentum was set to 0 since, say. More may have been saved: what comes later than the first step.
-    Raises ValueError where less was; a parameter that was never stepped has nothing.
-    """
-    are_ranges, fitting = steps_ranges(optimizer), []
-    both = (probed(optimizer, groups, as_whole=not are_ranges) for groups in (saved_groups, None))
-    for name, *probes in zip(names, *both):
-        found = {key: None for key in keys.get(name, ()) if key != "main_param"}
-        known = [probe for probe in probes if probe is not None]
-        if None in probes and known and are_ranges:
-            raise ValueError(f"the optimizer can't step {name} with the hyperparameters that were saved")
-        fits = [probe for probe in known if not found or probe.keys.keys() <= found.keys()]
-        if known and not fits:
-            keeps = ", ".join(map(str, known[0].keys)) or "nothing"
-            raise ValueError(f"the state of {name} is of another optimizer: {', '.join(map(str, keys[name]))}, "
-                             f"this one keeps {keeps}")
-        fitting.append(next(iter(sorted(fits, key=lambda probe: -len(probe.keys))), None))
-    return fitting if are_ranges else [None] * len(names)  # a whole one's tensors may depend on its size
+def fixed_paths(schema) -> set[str]:
+    """Of tensors in a state that have not the parameter's shape."""
+    return {path_of(path) for path, value in leaves(schema.entries if schema else {})
+            if isinstance(value, Spec) and lead_of(value.shape, schema.shape) is None}

@@ -7,6 +7,7 @@ Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM'
 import contextlib
 import copy
 import errno
+import itertools
 import os
 import shutil
 import sys
@@ -18,17 +19,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from guard.schema import Spec, described
+
 from .asynchronous import Saving, tell_failures, write_behind, writer_of
-from .errors import CheckpointError
+from .errors import CheckpointError, UnfitModel
 from .folder import claim, refuse_existing
 from .full_state import flat
-from .json_values import SMALL, NotPackable, pack, pack_data, unpack
-from .manifest import FORMAT, MANIFEST, manifest_of, parsed, sealed
+from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
+from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, parsed, sealed
 from .model import names_of, state_of, unwrapped
-from .optimizers import all_params, group_of, inner_of, packed_groups, pieces_of
+from .optimizers import all_params, group_of, inner_of, itself, local, packed_groups, pieces_of
 from .rank_files import Part, name_of, verify_sizes, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import NotKept, agree_on_states, fitting_probes, local_states, path_of, with_data
+from .states import NotKept, agree_on_states, check_states, local_states, path_of, with_data
 
 
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
@@ -60,6 +63,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
             be read again: the message names the parameter and the key; or an earlier asynchronous save has failed; or
             `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than others.
     """
+    optimizer = itself(optimizer)
     group, what = group_of(optimizer), f"checkpoint {path} can't be written"
     rank, world_size = rank_in(group)
     if earlier := getattr(optimizer, "last_save", lambda: None)():
@@ -69,6 +73,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         path, model = Path(path), unwrapped(model)
         names = names_of(model, optimizer)
         parts = packed(optimizer, names, extra, rank)
+    refuse_different_models(model, names, what, group)
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     layouts, tensors = loadable_states(optimizer, names, what, group)
     partial = make_folder(path, what, rank, group)
@@ -85,6 +90,25 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     thread.submit(write_behind, future, write, path.absolute(), partial.absolute(), owned, manifest, own_group)
     optimizer.last_save = weakref.ref(future)  # one that failed has `owned` in its traceback
     return future
+
+
+def refuse_different_models(model, names, what, group):
+    """Raise UnfitModel on every rank if those of the ranks differ. Collective."""
+    tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state_of(model).items()]
+    ours, *others = all_gather([*tensors, ("the optimizer's parameters", names)], group)
+    for rank, theirs in enumerate(others, 1):
+        for one, other in itertools.zip_longest(ours, theirs):
+            if one != other:
+                name = (one or other)[0]
+                raise UnfitModel(f"{what}: the ranks have different models: {name} isn't the same on ranks 0 and "
+                                 f"{rank}")
+
+
+def described_layout(layout, shape):
+    """A state as a Schema knows it."""
+    specs = {path: Spec((*lead, *shape), dtype) for path, (lead, dtype) in layout.cut.items()}
+    specs |= {path: Spec(tensor.shape, tensor.dtype) for path, (_, tensor) in layout.common.items()}
+    return unpack(layout.tree, lambda name, what: described(unpack_data(what)) if name == "data" else specs[what])
 
 
 class Packed(NamedTuple):
@@ -131,8 +155,9 @@ def loadable_states(optimizer, names, what, group):
     except NotKept as refusal:
         raise CheckpointError(f"{what}: {refusal}") from None
     with errors_on_all(what, group):
-        keys = {names[index]: list(unpack(layout.tree, lambda *_: None)) for index, layout in layouts.items()}
-        fitting_probes(optimizer, names, keys, optimizer.param_groups)
+        shapes = [local(param).shape for param in all_params(optimizer)]
+        states = {names[index]: described_layout(layout, shapes[index]) for index, layout in layouts.items()}
+        check_states(optimizer, names, states, optimizer.param_groups)
     return layouts, tensors
 
 
@@ -232,7 +257,10 @@ def complete_manifest(manifest, everyone) -> dict:
 
 
 def finish(path, partial, manifest):
-    text = sealed(manifest)
+    text, limit = sealed(manifest), most_bytes(len(manifest["model"]))
+    if len(text) > limit:
+        raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra` or of "
+                         "a state into tensors")
     parsed(text)
     with open(partial / MANIFEST, "wb") as file:
         file.write(text)

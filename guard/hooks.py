@@ -30,7 +30,7 @@ def hook_gradient(param, method, takes=False):
         if owner is not None:
             function(owner, param)
 
-    hook.takes_gradient = takes
+    hook.takes_gradient, hook.owner = takes, weak_owner
     hooks = param._post_accumulate_grad_hooks or {}
     for key in list(hooks):  # an earlier optimizer that nobody has takes its own off, at any moment
         if getattr(hooks.get(key), "takes_gradient", False) is True:  # a Mock, as a hook, has whatever is asked for

@@ -5,11 +5,11 @@ tests/checkpoint/test_checkpoint.py.
 """
 
 from collections import defaultdict
-from collections.abc import MutableMapping
 
 import torch
 
-from .groups import all_params
+from .groups import all_params, name_of
+from .states import ByParameter
 
 
 class StateOfPieces:
@@ -21,8 +21,10 @@ class StateOfPieces:
     def shard(self, groups):
         super().shard(groups)
         self._main_param = {param: main for param, _, _, main in self._owned_ranges()}
+        self._looked_at = set()  # parameters whose state somebody has asked for
 
     def step_own(self):
+        self._refuse_whole_states()
         self._take_model_changes()
         super().step_own()
 
@@ -48,12 +50,23 @@ class StateOfPieces:
 
         A dict that is assigned is copied.
         """
-        return ByParameter(self.optimizer.state, self._main_param)
+        return ByParameter(self.optimizer.state, self._elsewhere, self._main_param, self._looked_at)
 
     @state.setter
     def state(self, state):
         main_param = self.__dict__.get("_main_param", {})  # there is none yet where torch's constructor sets it
         self.optimizer.state = defaultdict(dict, {main_param.get(key, key): value for key, value in state.items()})
+
+    def _refuse_whole_states(self):
+        """Of a reset by zeros_like(param), say, as ReLoRA's: it would fail in the middle of the step, or not at all."""
+        for param in self._looked_at & self._main_param.keys():
+            main = self._main_param[param]
+            for key, value in self.optimizer.state.get(main, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape != main.shape:
+                    raise RuntimeError(f"{key} of parameter {name_of(param, self.param_groups)} has the shape of the "
+                                       "whole in optimizer.state, where flat pieces of this rank are: use .zero_(), or "
+                                       "delete optimizer.state[param]")
+        self._looked_at.clear()
 
     def _bounds(self):
         """-> index of a parameter -> what two state_dicts must have in common to be one for the other."""
@@ -68,61 +81,18 @@ class StateOfPieces:
         main_params = {index: main for index, _, _, main in self._indexed_pieces() if main.dtype != kept[index].dtype}
         return {**super().state_dict(), "main_params": main_params, "bounds": self._bounds()}
 
-    def _take_parts(self, state_dict):
+    def _parts_in(self, state_dict):
         here, saved = self.state_dict(), state_dict.get("main_params", {})
         if (here["bounds"], here["main_params"].keys()) != (state_dict.get("bounds"), saved.keys()):
             raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                              "tensor-parallel rank say: use full_state_dict()")
-        for index, main_param in here["main_params"].items():
-            main_param.copy_(saved[index])
+        for index, main in here["main_params"].items():
+            if (saved[index].shape, saved[index].dtype) != (main.shape, main.dtype):
+                raise ValueError(f"main_params of this state_dict doesn't fit parameter {index}: {saved[index].shape}")
+        return [(main, saved[index]) for index, main in here["main_params"].items()]
 
 
 def follow(main_param, now):
     """Somebody has written `now` into the model. An element that main_param rounds to keeps its fp32 value."""
     now = now.to(main_param.device)  # which variants/offload.py has on the host
     main_param.copy_(torch.where(now != main_param.to(now.dtype), now, main_param))
-
-
-class ByParameter(MutableMapping):
-    """The inner optimizer's state by parameter of the model, though what is stepped are pieces of them.
-
-    Args:
-        states: parameter of the inner optimizer -> name -> a tensor of the piece's shape, or a scalar.
-        main_param: parameter of the model -> this rank's piece of it, if there is one.
-    """
-
-    def __init__(self, states, main_param):
-        self.states, self.main_param = states, main_param
-
-    def _key(self, param):
-        return self.main_param.get(param, param)
-
-    def __getitem__(self, param):
-        return self.states[self._key(param)]
-
-    def __setitem__(self, param, state):
-        self.states[self._key(param)] = state
-
-    def __delitem__(self, param):
-        del self.states[self._key(param)]
-
-    def __contains__(self, param):
-        return self._key(param) in self.states
-
-    def __iter__(self):
-        param_of = {main: param for param, main in self.main_param.items()}
-        return (param_of.get(key, key) for key in self.states)
-
-    def __len__(self):
-        return len(self.states)
-
-    # What MutableMapping makes of the methods above would not notice what isn't there: torch's `states` makes it.
-
-    def get(self, param, default=None):
-        return self.states.get(self._key(param), default)
-
-    def pop(self, param, *default):
-        return self.states.pop(self._key(param), *default)
-
-    def setdefault(self, param, default=None):
-        return self.states.setdefault(self._key(param), default)

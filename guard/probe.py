@@ -19,6 +19,8 @@ from .hooks import without_global_hooks
 # Steps, whether they all have the same gradient, and its magnitude. What adds up over the steps shows where gradients
 # are steady, what is cut off where they are large, and what counts steps in the end.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
+# Of 2**17 elements, for a rule by their number: more than 4096 or 65536, a power of two, a multiple of 256 or 2048, as
+# those of optimizers in 8 bits are. A third of it is no multiple.
 OF_LARGE_TENSORS = [(2, False, 1.0)]
 # What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
@@ -115,7 +117,7 @@ def trials_of(make_optimizer, groups):
             options = {**options, "lr": 0.1}  # for a difference to be seen
         device = next(param.device for group in groups for param in group["params"])
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in sorted(n_dims)]
-        large = [(130, 130) if n == 2 else (48, 32, *[3] * (n - 2)) for n in n_dims if n > 1] or [(17000,)]
+        large = [(512, *[2] * (n - 2), 2 ** max(0, 10 - n)) for n in n_dims if n > 1] or [(2**17,)]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
         yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
 

@@ -64,7 +64,7 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
         lines += [f"{what}={value}" for (what, _), value in settings_of([*existing, *groups]).items()]
     except (RuntimeError, TypeError, ValueError) as refusal:
         error = refusal
-    _agree(error, lines, process_group, device)
+    agree(error, lines, process_group, device)
     return groups
 
 
@@ -171,6 +171,12 @@ def refuse_mixed_dtypes(named):
             raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
 
 
+def data_replaced(name):
+    return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), share_memory(), "
+                        "vector_to_parameters() or another optimizer, and this one steps the old: write into it with "
+                        "copy_(), or build the optimizer afterwards")
+
+
 def not_contiguous(name, tensor):
     return ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
 
@@ -179,7 +185,7 @@ def _is_plain(value):
     return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
 
 
-def _agree(error, lines, process_group, device):
+def agree(error, lines, process_group, device):
     """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min

@@ -4,13 +4,14 @@ Shown by tests/stages/test_contract.py, `test_resumes_from_its_state_dict`, and 
 """
 
 from .groups import all_params
+from .states import ByParameter
 
 
 class WholeState:
     @property
     def state(self):
         """That of the inner optimizer: of the parameters that this rank steps, and no others."""
-        return self.optimizer.state
+        return ByParameter(self.optimizer.state, self._elsewhere, {}, set())
 
     @state.setter
     def state(self, state):
@@ -20,5 +21,6 @@ class WholeState:
         """-> [(param, start, stop, main), …]: this rank steps flat elements start to stop of `param`, as `main`."""
         return [(param, 0, param.numel(), param) for param in all_params(self.optimizer)]
 
-    def _take_parts(self, state_dict):
+    def _parts_in(self, state_dict):
         """Whole parameters have no parts."""
+        return []

@@ -22,6 +22,10 @@ class AnyGrads:
             for param in group["params"]:
                 hook_gradient(param, self._on_grad_ready)
 
+    @property
+    def param_grad_holds(self):
+        return "averages" if self._grads_synced or not self.average_gradients else "own"
+
     def _on_grad_ready(self, param):
         self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
 

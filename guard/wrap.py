@@ -1,28 +1,33 @@
-"""For whoever uses this as any torch optimizer: closures, schedulers, groups that are added later, copies.
+"""For whoever uses this as any torch optimizer: closures, schedulers, groups that are added later, copies, wrappers.
 
 The inner optimizer steps what this rank owns; what users write into our groups it must see, and what it writes into its
-own they must. Shown by tests/stages/test_contract.py and tests/stages/test_stages.py.
+own they must. Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_wrappers.py.
 """
 
 import contextlib
 import functools
+import numbers
 
 import torch
 import torch.distributed as dist
 
+from . import torch_clip as torch_clip
 from .groups import all_params, copy_hyperparameters, hyperparameters
 from .hooks import without_global_hooks
-from .refuse import checked_groups, param_ids, refuse_edited
+from .refuse import agree, checked_groups, param_ids, refuse_edited
+from .schema import checked_state_dict
 from .settings import difference_between_ranks
 from .tried import warn_of_an_untried_torch
+from .wrapped import SeenThroughWrappers
 
 
-class Wrapper:
+class Wrapper(SeenThroughWrappers):
     """What it needs of its stage: `_refuse(named)` and `_probe(make_optimizer, groups)`, which raise what can't be
-    trained; `finish_grad_sync()`; and `_take_parts(state_dict)`, which takes what a stage's own state_dict has besides.
+    trained; `finish_grad_sync()`; and `_parts_in(state_dict)`, pairs (here, saved) of what a stage's own has besides.
     """
 
     _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
+    _elsewhere = frozenset()  # parameters of which other ranks step all
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
@@ -67,14 +72,16 @@ class Wrapper:
             self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's, which torch < 2.13 lacks
         # autograd saw nothing of the broadcast: a graph that has read the old values is refused
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
+        self._elsewhere = set(all_params(self)).difference(param for param, *_ in self.pieces())
         self._known_params = param_ids(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients, step what this rank owns, bring every rank's parameters to all. Collective.
 
-        Returns the loss of `closure`, averaged over the ranks, or None. torch.amp.GradScaler.step passes itself in, as
-        `grad_scaler`: an inf or nan on any rank makes every rank skip the step, and lower its scale.
+        Returns the loss of `closure`, averaged over the ranks; what is no number or tensor, as it is; or None.
+        torch.amp.GradScaler.step passes itself in, as `grad_scaler`: an inf or nan on any rank makes every rank skip
+        the step, and lower its scale.
 
         Raises:
             RuntimeError: the parameters in `param_groups` are not those that were added; or what `finish_grad_sync`
@@ -114,8 +121,8 @@ class Wrapper:
     def _closure_loss(self, closure):
         with torch.enable_grad():
             loss = closure()
-        if loss is None:
-            return None
+        if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
+            return loss  # None, or a dict of losses say, as it is
         if hasattr(loss, "full_tensor"):  # a DTensor, maybe of partial sums
             loss = loss.full_tensor()
         loss = torch.as_tensor(loss, device=all_params(self)[0].device).detach().clone()
@@ -124,6 +131,8 @@ class Wrapper:
 
     def state_dict(self):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many.
+
+        Parameters have names that say which part of which one this is. `checkpoint.full_state_dict` has the whole.
 
         Raises:
             ValueError: somebody has put into `state` what is of no tensor that this rank steps.
@@ -138,17 +147,42 @@ class Wrapper:
             elif id(param) not in stepped:
                 shape = tuple(param.shape)
                 raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
-        return {**self.optimizer.state_dict(), "rank": self.rank, "world_size": self.world_size}
+        part, names = self.optimizer.state_dict(), self._names_of_parts()
+        part["state"] = {names.get(key, key): state for key, state in part["state"].items()}
+        for group in part["param_groups"]:
+            group["params"] = [names[index] for index in group["params"]]
+        return {**part, "rank": self.rank, "world_size": self.world_size}
+
+    def _names_of_parts(self):
+        """-> of each tensor that is stepped here, by its place: the words by which torch's own tools refuse it."""
+        index_of = {id(param): index for index, param in enumerate(all_params(self))}
+        part_of = {id(main): f"elements {start} to {stop} of parameter {index_of[id(param)]}, on rank {self.rank} of "
+                             f"{self.world_size}: checkpoint.full_state_dict(optimizer) has the whole"
+                   for param, start, stop, main in self.pieces()}
+        return {place: part_of[id(main)] for place, main in enumerate(all_params(self.optimizer))}
 
     def load_state_dict(self, state_dict):
-        """Take over what `state_dict` returned on this rank, without communication.
+        """Take over what `state_dict` returned on this rank. Collective.
 
         Raises:
-            ValueError: it was made by another rank, on another number of ranks, or with other shards.
+            ValueError: on any rank it was made by another rank, on another number of ranks, or with other shards, or
+                its state is none of this optimizer; nothing is changed.
         """
-        made_by, here = (state_dict.get("rank"), state_dict.get("world_size")), (self.rank, self.world_size)
-        if made_by != here:
-            raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is {here}")
-        self._take_parts(state_dict)
+        made_by, error = (state_dict.get("rank"), state_dict.get("world_size")), None
+        try:
+            if made_by == (None, None):
+                raise ValueError("this state_dict is of no rank of a DistributedOptimizer: a plain optimizer's, or "
+                                 "full_state_dict()'s, is for checkpoint.load_full_state_dict(optimizer, state_dict)")
+            if made_by != (self.rank, self.world_size):
+                raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is "
+                                 f"{self.rank, self.world_size}: a file of one rank has one part of {made_by[1]}, save "
+                                 "checkpoint.full_state_dict(optimizer) for the whole")
+            parts = self._parts_in(state_dict)
+            state_dict = checked_state_dict(self.make_optimizer, self.optimizer, state_dict)
+        except ValueError as refusal:
+            error = refusal
+        agree(error, [], self.process_group, all_params(self)[0].device)
+        for here, saved in parts:
+            here.copy_(saved)
         self.optimizer.load_state_dict(state_dict)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)

@@ -10,6 +10,7 @@ import torch
 from guard.groups import name_of
 from guard.hooks import hook_gradient
 from guard.pieces import follow
+from guard.refuse import data_replaced
 
 from .buffer import GradBuffer, Holds
 
@@ -81,6 +82,7 @@ class GuardedBuffer(GradBuffer):
 
     def __init__(self, params, grad_dtype, process_group):
         self.in_main_grad = grad_dtype != params[0].dtype
+        self.param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
         self.received, self.hooks = set(), []
         super().__init__(params, grad_dtype, process_group)
@@ -164,10 +166,7 @@ class GuardedBuffer(GradBuffer):
         """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
         for param, view, grad in zip(self.params, self.param_views, self.grads):
             if param.data_ptr() != view.data_ptr():
-                name = name_of(param, groups)
-                raise RuntimeError(f"the data of parameter {name} was replaced, by model.to() or "
-                                   "vector_to_parameters(), and this optimizer steps the old one: write into it with "
-                                   "copy_(), or build the optimizer afterwards")
+                raise data_replaced(name_of(param, groups))
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
                 name = name_of(param, groups)
                 raise RuntimeError(f"main_grad of parameter {name} was replaced, or a later optimizer has the "

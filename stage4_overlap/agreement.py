@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from guard.groups import all_params, named_params
+from guard.refuse import data_replaced
 from guard.settings import checksum_of, difference_between_ranks
 
 # What can be wrong with a gradient, for `_agree`; 0: nothing. The ranks agree on the largest.
@@ -37,7 +38,7 @@ class Agreement:
         if worst and not (worst == MISSING and self.find_unused_parameters):
             self.zero_grad()
             names = [name for (name, _), what in zip(named_params(self.param_groups), wrong) if what == worst]
-            raise RuntimeError(message_of(worst, names))
+            raise error_of(worst, names)
         self.sync_grads()
 
     @property
@@ -114,13 +115,12 @@ class Agreement:
         self._round.unused = unused
 
 
-def message_of(worst, names):
+def error_of(worst, names):
     if worst == MOVED:
-        return (f"the data of parameter {names[0]} was replaced, by model.to(), vector_to_parameters() or another "
-                "optimizer, and this one steps the old: write into it with copy_(), or build the optimizer afterwards")
+        return data_replaced(names[0])
     if worst == LATE:
-        return (f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too late, go "
-                "backward in no_sync(), and take DDP off the model")
-    return (f"no gradient on some rank for parameter {', '.join(names[:9])}{' and others' * (len(names) > 9)}: "
-            "call backward() before step(), use it in the loss, freeze it with requires_grad_(False), or pass "
-            "find_unused_parameters=True")
+        return RuntimeError(f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too "
+                            "late, go backward in no_sync(), and take DDP off the model")
+    return RuntimeError(f"no gradient on some rank for parameter {', '.join(names[:9])}"
+                        f"{' and others' * (len(names) > 9)}: call backward() before step(), use it in the loss, "
+                        "freeze it with requires_grad_(False), or pass find_unused_parameters=True")

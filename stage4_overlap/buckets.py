@@ -1,7 +1,8 @@
-"""For whoever writes into the model between steps, or has odd gradients: what a bucket has to know besides.
+"""For whoever writes into the model between steps, saves it, or has odd gradients: what a bucket has to know besides.
 
-What load_state_dict() has written is what is stepped next. A gradient may be sparse, or missing. Shown by
-tests/stages/test_models.py and tests/stages/test_hostile.py.
+What load_state_dict() has written is what is stepped next. A gradient may be sparse, or missing. Each parameter has a
+storage of its own: safetensors, accelerate and pickle take views of one storage for one tensor. Shown by
+tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`, and tests/stages/test_hostile.py.
 """
 
 import torch
@@ -16,7 +17,18 @@ class SafeBucket:
         versions: autograd's counts of the writes into each parameter, to see later ones.
     """
 
+    def move_in(self, flat_params):
+        """Parameters in shared memory, one is enough, take all of their dtype there, and stay views of one storage."""
+        if any(tensor.device.type == "cpu" and tensor.is_shared() for tensor in self.tensors):
+            flat_params.share_memory_()  # and so every view of it: `partition` is called when all have moved in
+        super().move_in(flat_params)
+
     def partition(self):
+        flat = self.flat_params
+        has_memory = type(flat) is torch.Tensor and not flat.is_meta  # a FakeTensor has none
+        if has_memory and not (flat.device.type == "cpu" and flat.is_shared()):
+            for tensor, view in zip(self.tensors, self.views):
+                tensor.data = torch.from_dlpack(view)  # of the same memory, which it keeps alive
         super().partition()
         self.main_grads = {param: main.grad for param, main in self.main_params.items()}
         self.zero = self.flat_params.new_zeros(())

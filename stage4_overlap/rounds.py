@@ -39,6 +39,8 @@ class Round:
 
 
 class Rounds:
+    param_grad_holds = "nothing"  # or what waits for its round
+
     def _prepare(self, *args, **kwargs):
         self._round = Round()
         return super()._prepare(*args, **kwargs)

@@ -60,6 +60,11 @@ def run_module(module, *args, cwd=ROOT):
     return ended
 
 
+def run_with(environments, script, *args, cwd=ROOT):
+    """Runs a script once for each of the environments that a launcher has made -> an Ended for each."""
+    return _run(environments, script, args, cwd)
+
+
 def _run(environments, script, args, cwd):
     start_forkserver()
     context = multiprocessing.get_context("forkserver")

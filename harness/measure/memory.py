@@ -1,4 +1,4 @@
-"""Memory that tensors take, in bytes: counted by following storages.
+"""Memory that tensors take, in bytes: counted by following storages, and each address once.
 
     with Memory(device) as memory:
         model = GPT(config).to(device)
@@ -11,6 +11,7 @@ What is counted is what tensors hold, on a CPU as on a GPU. What a kernel needs 
 are buffers that the communication library keeps for itself.
 """
 
+import bisect
 import collections
 import gc
 import threading
@@ -30,7 +31,8 @@ def Memory(device):
 class StorageMemory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
-    A view returns the storage of its base: it is known already, and counts nothing. The operators that C++ code calls
+    A view returns the storage of its base: it is known already, and counts nothing. Nor does a storage that lies in the
+    memory of another, as torch.from_dlpack makes them, which keep that other one alive. The operators that C++ calls
     (autograd's, the buckets of DistributedDataParallel) come by here too. A tensor made before counts from the moment
     when an operator returns it or a view of it, or from `track`. The idea is that of torch's own MemTracker.
     """
@@ -38,7 +40,8 @@ class StorageMemory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes]
+        self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes that count, (start, stop) of its memory]
+        self.spans = Spans()
         self.kinds = weakref.WeakKeyDictionary()  # storage -> what `mark` has called it
 
     def __enter__(self):
@@ -70,7 +73,7 @@ class StorageMemory(TorchDispatchMode):
         """Says what the storages of `tensors` are, for good: a storage keeps the first kind that it was given."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                self.kinds.setdefault(plain.untyped_storage(), kind)
+                self.kinds.setdefault(self.spans.owner(plain.untyped_storage()), kind)
 
     def by_kind(self):
         """-> {kind: bytes of it that are alive, …, REST: bytes}: every storage counts once, the sum is `live`."""
@@ -90,21 +93,75 @@ class StorageMemory(TorchDispatchMode):
     def _track(self, storage):
         size = self.sizes.get(storage)
         if size is None:
-            size = self.sizes[storage] = [0]
-            weakref.finalize(storage, self._add, size, None)
-        self._add(size, storage.nbytes())
+            size = self.sizes[storage] = [0, None]
+            weakref.finalize(storage, self._add, size, None, 0)
+        span = span_of(storage)
+        if size[1] != span:
+            counts = self.spans.owner(storage) is storage
+            for inside in self.spans.take(span, size, storage) if counts else ():  # they counted, until this was seen
+                if inside in self.kinds:
+                    self.kinds.setdefault(storage, self.kinds[inside])
+                self._add(self.sizes[inside], self.sizes[inside][1], 0)
+            self._add(size, span, storage.nbytes() if counts else 0)
 
-    def _add(self, size, n_bytes):
-        """A storage, known by its one-element list `size`, now has `n_bytes`; None: it has been freed."""
-        self.live += (n_bytes or 0) - size[0]
-        size[0] = n_bytes or 0
+    def _add(self, size, span, n_bytes):
+        """A storage, known by its list `size`, now lies at `span` and counts with `n_bytes`; it may have been freed."""
+        if not n_bytes:
+            self.spans.drop(size)
+        self.live += n_bytes - size[0]
+        size[:] = n_bytes, span
         self.peak = max(self.peak, self.live)
 
     def _resized(self, storage, size):
         self.resize(storage, size)
         if storage in self.sizes:
-            self._add(self.sizes[storage], storage.nbytes())
+            self._track(storage)
         return storage
+
+
+def span_of(storage):
+    """-> (start, stop): where its memory lies; of a fake one, which has none, as many bytes from 0 on."""
+    start = 0 if storage.device.type == "meta" else storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+class Spans:
+    """Which storage counts for an address: the one that holds the others that lie there.
+
+    Attributes:
+        starts: where each of them starts, sorted.
+        at: start -> stop, the list by which its counter knows it, and a weak reference to it.
+    """
+
+    def __init__(self):
+        self.starts, self.at = [], {}
+
+    def owner(self, storage):
+        """-> the storage in whose memory `storage` lies; as a rule itself."""
+        start, stop = span_of(storage)
+        before = bisect.bisect_right(self.starts, start)
+        if start and before:
+            its_stop, _, owner = self.at[self.starts[before - 1]]
+            if stop <= its_stop:
+                return owner() or storage
+        return storage
+
+    def take(self, span, size, storage):
+        """Of a new owner. -> those before that lie in its memory, which own nothing from now on."""
+        self.drop(size)  # from where it was
+        start, stop = span
+        if not start or start == stop:
+            return []
+        first, last = bisect.bisect_left(self.starts, start), bisect.bisect_left(self.starts, stop)
+        inside = [self.at.pop(other)[2]() for other in self.starts[first:last]]
+        self.starts[first:last] = [start]
+        self.at[start] = stop, size, weakref.ref(storage)
+        return [other for other in inside if other is not None]
+
+    def drop(self, size):
+        start = size[1][0] if size[1] else 0
+        if start in self.at and self.at[start][1] is size:
+            del self.at[start], self.starts[bisect.bisect_left(self.starts, start)]
 
 
 def plain_tensors(tensor):

@@ -8,7 +8,7 @@ from harness.report import published, reading_time, step_picture, sweep_picture
 from harness.report.accumulation_tables import accumulation_sheet, has_shares, share_sheet
 from harness.report.bucket_tables import buckets_sheet, caps_sheet
 from harness.report.conditions_line import conditions_line
-from harness.report.fault_tables import fault_sheets
+from harness.report.fault_tables import fault_sheets, mutation_sheet
 from harness.report.gpu_table import gpu_sheet
 from harness.report.ladder import LADDER, ladder_block
 from harness.report.line_tables import line_sheet, machines_sheet
@@ -18,7 +18,7 @@ from harness.report.row_tables import memory_sheets, time_sheet
 from harness.report.sentences import ahead, checked, found_block, planned
 from harness.report.sheet import sheet_text, width
 from harness.report.state_tables import gathered_sheet, host_sheet, state_sheet
-from harness.rows.fault_results import FaultResult
+from harness.rows.fault_results import FaultResult, MutationResult
 from harness.rows.gpu_results import GpuResult
 
 
@@ -87,6 +87,10 @@ def _faults_sheets():
     return [sheet_text(sheet) for sheet in fault_sheets(published.load("faults.json", FaultResult))]
 
 
+def _mutations_sheets():
+    return [sheet_text(mutation_sheet(published.load("faults_mutations.json", MutationResult)))]
+
+
 def _cuda_sheets():
     bench = published.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
     return [sheet_text(gpu_sheet(published.load("cuda.json", GpuResult))), *_time_and_memory(bench), _conditions(bench)]
@@ -145,6 +149,7 @@ BLOCKS = {
     "accumulation": _accumulation_sheets,
     "cuda": _cuda_sheets,
     "faults": _faults_sheets,
+    "mutations": _mutations_sheets,
     "plan": _plan_sheets,
     "plan_check": _plan_check_sheets,
 }

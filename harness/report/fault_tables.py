@@ -27,3 +27,19 @@ def fault_sheets(result):
          f"{result.tensors} tensors of parameters and state were, to the bit, those of an undisturbed run.",
          f"torch {scenarios.torch} · {scenarios.date}; random kills: torch {result.torch} · {result.date}"])
     return [survived, losses]
+
+
+def mutation_sheet(result):
+    """Of a MutationResult: kind of change -> what became of it."""
+    rows = [[row.kind, f"{row.refused + row.loaded + row.wrong}", f"{row.refused}", f"{row.loaded}", f"{row.wrong}"]
+            for row in result.rows]
+    totals = [f"{sum(int(row[column]) for row in rows)}" for column in range(1, 5)]
+    return Sheet(
+        "Checkpoints that somebody has changed",
+        [("", ""), ("tried", "counted"), ("refused", "counted"), ("loaded,\nstepped, saved", "counted"),
+         ("wrong", "counted")],
+        [*rows, ["together", *totals]],
+        ["Checksums were made right again, but of a bit of the manifest. Refused: model and optimizer are what they "
+         "were. Wrong: anything else, such as another error, a step that fails, a process that ends, more than 10 s "
+         "or 1 GB. Plain torch and stages 1, 3 and 4 on one rank, AdamW, SGD and Adagrad, float32 and bfloat16.",
+         f"torch {result.torch} · {result.date} · seed {result.seed}"])

@@ -1,5 +1,6 @@
 """The ladder of README.md: formulas, what was counted, and one column of measured time."""
 
+import re
 import textwrap
 from typing import NamedTuple
 
@@ -16,41 +17,59 @@ class Rung(NamedTuple):
     folder: str
     title: str
     collectives: str
-    bytes_per_param: str
-    sent: str
+    formula: str  # of bytes a parameter after a step
+    travels: int  # of Ψ parameters' bytes, of which (d-1)/d are sent
 
 
 LADDER = [
-    Rung("ddp", "", "DDP, replicated AdamW", "all-reduce", "16", "2·4Ψ"),
+    Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets", "16", 2),
+    Rung("rung 0 replicated", "", "0 replicated", "all-reduce", "16", 2),
     Rung("stage 1 naive broadcast", "stage1_naive_broadcast", "1 naive broadcast", "all-reduce, d broadcasts",
-         "8 + 8/d", "3·4Ψ"),
-    Rung("stage 2 all-gather", "stage2_allgather", "2 all-gather", "all-reduce, all-gather", "8 + 8/d", "3·4Ψ"),
-    Rung("stage 3 grad buffer", "stage3_gradbuffer", "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", "2·4Ψ"),
-    Rung("stage 4 overlap", "stage4_overlap", "4 overlap", "reduce-scatter, all-gather, for each bucket",
-         "4 + 12/d + b", "2·4Ψ"),
+         "8 + 8/d", 3),
+    Rung("stage 2 all-gather", "stage2_allgather", "2 all-gather", "all-reduce, all-gather", "8 + 8/d", 3),
+    Rung("stage 3 grad buffer", "stage3_gradbuffer", "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", 2),
+    Rung("stage 4 overlap", "stage4_overlap", "4 overlap", "reduce-scatter, all-gather, in buckets", "4 + 12/d + b", 2),
 ]
+RANKS = 2, 8, 64
 
 
 def ladder_block():
-    """Formulas, what was counted on two hosts with the slowest line, and one column of measured time."""
+    """What can be counted, and one column of time, measured on two hosts with the slowest line."""
     result = published.by_rate()[0]
-    c, ddp = result.conditions, bucket_sizes.tuned(result, "ddp") or result.find("ddp")
-    lines = ["stage | collectives | bytes a parameter | MB a rank sends | code lines | time", "---|---|---|---|---|---"]
+    ddp = bucket_sizes.tuned(result, "ddp") or result.find("ddp")
+    lines = [f"stage | collectives | bytes a parameter, {' · '.join(map(str, RANKS))} ranks | peak, MB | Ψ sent "
+             "| code lines | time", "---|---|---|---|---|---|---"]
     for rung in LADDER:
         row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
-        sent, held = row.wire_bytes, row.bytes_per_param
-        mark = "\\*" if sent and sent > 1.01 * row.wire_bytes_theory else ""  # what gloo's reduce-scatter sends
+        mark = "\\*" if row.wire_bytes and row.wire_bytes > 1.01 * row.wire_bytes_theory else ""
         lines.append(" | ".join([
-            rung.title, rung.collectives,
-            rung.bytes_per_param + (f" = {held:.2f}" if held and rung.folder else ""),
-            f"{rung.sent}: {sent / 1e6:.1f}{mark}" if sent else rung.sent,
+            rung.title, rung.collectives, " · ".join(f"{held(rung, d):.1f}" for d in RANKS),
+            f"{max(row.peak_bytes.values()) / 1e6:.0f}" if row.peak_bytes else NONE, f"{rung.travels}{mark}",
             str(core_lines(published.ROOT / rung.folder)) if rung.folder else NONE,
             f"{row.over(ddp):.2f}" if row.rounds_ms and ddp.rounds_ms else NONE]))
-    notes = (f"Counted: on {c.ranks} ranks, {c.parameters:,} parameters, AdamW, fp32. Ψ: parameters, of whose "
-             "bytes (d-1)/d are sent. \\* gloo's reduce-scatter sends twice its bytes. b: two bucket buffers. Code "
-             f"lines: of the core. Measured: time of a step over that of {ddp_words(result)}, on two hosts "
-             f"with a line of {c.rate}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
-    return ["\n".join(lines), textwrap.fill(notes, 118)]
+    return ["\n".join(lines), textwrap.fill(notes(result, ddp), 118)]
+
+
+def held(rung, d):
+    """Bytes a parameter after a step: of stages 3 and 4 counted in the bench's file, padding and buffers included."""
+    for row in published.load_bench().model_state:
+        if row.name == f"stage {rung.title[0]} float32/float32":
+            return row.bytes_per_param[d]
+    return 8 + 8 / d if rung.formula == "8 + 8/d" else float(rung.formula)
+
+
+def notes(result, ddp):
+    c = result.conditions
+    return ("Counted: bytes a parameter after a step, AdamW, fp32 (1 to 3: 8 + 8/d; 4: 4 + 12/d + b; b: two bucket "
+            f"buffers); peak in a step, with activations; Ψ: {c.parameters:,} parameters' bytes, of which (d-1)/d are "
+            "sent. \\* gloo's reduce-scatter sends twice. Code lines: of the core. Time: of a step, core and guard, "
+            f"over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, median of {c.rounds} "
+            f"rounds ({c.machine}, {c.date}).")
+
+
+def rate_words(rate):
+    """-> "300 Mbit/s" of "300mbit"."""
+    return re.sub(r"(\d)([mg])bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)
 
 
 def ddp_words(result):

@@ -8,12 +8,12 @@ import functools
 from harness.report import published
 from harness.report.cells import bytes_per_param_cells, label_of
 from harness.report.conditions_line import conditions_line
-from harness.report.fault_tables import fault_sheets
+from harness.report.fault_tables import fault_sheets, mutation_sheet
 from harness.report.gpu_table import gpu_sheet
 from harness.report.plan_tables import plan_sheets
 from harness.report.sheet import NONE, Notes, Sheet
 from harness.rows import rates, saved
-from harness.rows.fault_results import FaultResult
+from harness.rows.fault_results import FaultResult, MutationResult
 from harness.rows.gpu_results import GpuResult
 from harness.rows.plan_results import PlanResult
 from harness.rows.results import Result
@@ -21,6 +21,7 @@ from harness.run import command_line
 from harness.run.files import write
 
 KINDS = {"bench.json": Result, "network.json": Result, "cuda.json": GpuResult, "faults.json": FaultResult,
+         "faults_mutations.json": MutationResult,
          "plan.json": PlanResult, "plan_70b.json": PlanResult}
 
 
@@ -38,7 +39,8 @@ def sheets():
             theirs = published.load(target_of(name, mine)).at_all_rates()
             found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
         else:
-            own = {GpuResult: lambda result: [gpu_sheet(result)], FaultResult: fault_sheets, PlanResult: plan_sheets}
+            own = {GpuResult: lambda result: [gpu_sheet(result)], FaultResult: fault_sheets, PlanResult: plan_sheets,
+                   MutationResult: lambda result: [mutation_sheet(result)]}
             found += [sheet._replace(title=f"Yours: {sheet.title}") for sheet in own[type(mine)](mine)]
     return found
 

@@ -45,3 +45,21 @@ class FaultResult:
     date: str
     scenarios: Scenarios | None = None
     journey: list[Stop] = field(default_factory=list)
+
+
+@dataclass
+class MutationRow:
+    """Checkpoints changed in one way: how many were refused, were loaded and then stepped and saved, or went wrong."""
+    kind: str
+    refused: int
+    loaded: int
+    wrong: int
+
+
+@dataclass
+class MutationResult:
+    number: int
+    seed: int
+    torch: str
+    date: str
+    rows: list[MutationRow]

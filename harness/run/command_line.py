@@ -1,5 +1,6 @@
 """What a user wrote, refused in one line: options, models, and paths that can't be written."""
 
+import contextlib
 import io
 import os
 import sys
@@ -21,6 +22,12 @@ def check_at_least_1(args, names, fail):
             fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
 
 
+def check_between(option, value, lowest, highest, fail):
+    """Also where `value` is no number, as nan is."""
+    if not lowest <= value <= highest:
+        fail(f"{option} {value:g}: it must be from {lowest:g} to {highest:g}")
+
+
 def check_workload(args, at_least_1, models, fail):
     """`fail` where one of these options is less than 1, or there is no such model, or not for such sequences."""
     check_at_least_1(args, ("batch_size", "sequence_length", *at_least_1), fail)
@@ -32,9 +39,13 @@ def check_workload(args, at_least_1, models, fail):
 
 def check_writable(option, path, fail):
     """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
+    if not path.name:
+        fail(f"{option} '': it names no file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_name(f"{path.name}.partial").exists()  # that name, see write, may be too long
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()  # a loop of links leads nowhere
     except OSError as error:
         fail(f"{option} {path}: {error.strerror}: {error.filename}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -1,16 +1,19 @@
 """How ranks find each other, and leave together. `connect()` is for a process that torchrun started (train.py)."""
 
 import atexit
+import functools
 import os
+import re
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
-from harness.run import signals
+from harness.run import command_line, signals
 from harness.run.devices import choices, prepare, works
 from harness.run.lost_ranks import met, report_lost_rank
 from harness.run.processor import let_computing_go_first, own_threads
@@ -32,6 +35,7 @@ def connect(timeout_s=120):
     sys.excepthook = report_lost_rank
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
+    check_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signals.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
     # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
@@ -43,6 +47,19 @@ def connect(timeout_s=120):
     sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
     met.append((store, rank, world_size))
     return me
+
+
+def check_environment():
+    """One line, and exit code 2, where a launcher has set what can't be."""
+    fail = functools.partial(command_line.fail, Path(sys.argv[0]).name)
+    lowest = {"WORLD_SIZE": 1, "RANK": 0, "MASTER_PORT": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    for name in lowest:
+        text = os.environ.get(name, str(lowest[name]) if name.startswith("LOCAL") else "")
+        if not re.fullmatch("[0-9]{1,8}", text) or int(text) < lowest[name]:
+            fail(f"{name}={text:.40} in the environment: it must be a number from {lowest[name]} on, see torchrun")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if size in os.environ and int(os.environ.get(rank, 0)) >= int(os.environ[size]):
+            fail(f"{rank}={os.environ[rank]} in the environment: it must be below {size}={os.environ[size]}")
 
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):

@@ -3,19 +3,20 @@
 import os
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import checkpoint
+from checkpoint.folder import hold
+from checkpoint.ranks import at_own_pace, errors_on_all
 from harness.run import command_line
-from harness.train import run_folder, run_settings, stop_signal
+from harness.train import run_folder, run_settings, saved_extra, stop_signal
 from harness.train.agreement import is_rank_0, leave, on_all_ranks
 
 
 class Checkpoints:
     """Saves a checkpoint every args.save_every steps and after the last, if args.checkpoint names a folder for them.
 
-    And when a rank is told to stop, by SIGTERM or SIGUSR1: all save after the same step, and exit with PREEMPTED.
+    And when a rank is told to stop, by SIGTERM, SIGHUP or SIGUSR1: all save after that step, and exit with PREEMPTED.
 
     `first_step`: how many steps were done when the newest complete one was saved, which is loaded; 0 if there is none.
     The position in the data is the number of the step. Random states go on where they were on the same number of ranks.
@@ -26,7 +27,7 @@ class Checkpoints:
         self.first_step = self.steps_done = 0
         if args.checkpoint:
             on_all_ranks(self._check_folder)
-            on_all_ranks(self._resume)
+            on_all_ranks(self._resume_or_say_why_not)
             self.stop_signal = stop_signal.StopSignal(optimizer, args.timeout)
 
     def step_done(self):
@@ -45,19 +46,18 @@ class Checkpoints:
             leave(stop_signal.PREEMPTED)
 
     def _save(self):
-        random = {"cpu": torch.get_rng_state()}
-        if self.rank.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.rank.device)
-        extra = {"step": self.steps_done, "scheduler": self.scheduler.state_dict(), "random": random,
-                 "rank": self.rank.rank, "world_size": self.rank.world_size,
-                 "settings": run_settings.settings_of(self.args, self.rank.world_size)}
+        extra = saved_extra.extra_of(self.steps_done, self.scheduler, self.rank, self._settings())
         path = run_folder.path_of(self.args.checkpoint, self.steps_done)
         try:
             checkpoint.save(path, self.model, self.optimizer, extra)
         except checkpoint.CheckpointError as error:
             raise ValueError(str(error)) from None
-        if is_rank_0():
-            run_folder.remove_old(self.args.checkpoint, self.args.keep)
+        with at_own_pace(f"old checkpoints in {self.args.checkpoint}", None):  # the others wait for their removal
+            if is_rank_0():
+                run_folder.remove_old(self.args.checkpoint, self.args.keep)
+
+    def _settings(self):
+        return run_settings.settings_of(self.args, self.rank.world_size)
 
     def _check_folder(self):
         """Now, and not at the first save."""
@@ -65,20 +65,26 @@ class Checkpoints:
             raise ValueError(message)
         command_line.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
 
+    def _resume_or_say_why_not(self):
+        try:
+            self._resume()
+        except checkpoint.CheckpointError as error:
+            raise ValueError(str(error)) from None
+
     def _resume(self):
         step, extra, damage = self._load()
         if step is None:
             return
         self.first_step = self.steps_done = extra["step"]
         self.scheduler.load_state_dict(extra["scheduler"])
-        changed = self._changes(extra.get("settings", {}))
+        changed = self._changes(extra["settings"])
         run_settings.take_hyperparameters(self.args, self.optimizer, self.scheduler)
         if (extra["rank"], extra["world_size"]) == self.rank[:2]:
-            torch.set_rng_state(extra["random"]["cpu"])
-            if "cuda" in extra["random"] and self.rank.device.type == "cuda":
-                torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
+            saved_extra.set_random_state(extra, self.rank)
         if is_rank_0():
             later = [other for other in self.steps_found if other > step]
+            if later:
+                hold(run_folder.path_of(self.args.checkpoint, step))  # no other run saves here from now on
             aside = ", and later ones set aside" if later else ""
             print(f"resumed from {run_folder.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
             if changed:
@@ -112,7 +118,10 @@ class Checkpoints:
         first_error = None
         for step in self._steps_to_try():
             try:
-                extra = checkpoint.load(run_folder.path_of(self.args.checkpoint, step), self.model, self.optimizer)
+                path = run_folder.path_of(self.args.checkpoint, step)
+                extra = checkpoint.load(path, self.model, self.optimizer)
+                with errors_on_all(f"checkpoint {path} can't be loaded", None):
+                    extra = saved_extra.checked(extra, step, self.scheduler, self.rank, self._settings())
             except checkpoint.DamagedCheckpoint as error:
                 first_error = first_error or error
                 continue

@@ -42,6 +42,8 @@ def load_bytes(path=None):
             raise ValueError(f"--data {path}: {error}; {advice}") from None
         if not is_there:
             raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
+        if not (root.is_dir() or root.is_file() or root.is_char_device()):  # a FIFO would wait for somebody who writes
+            raise ValueError(f"--data {path}: it is no file and no folder; {advice}")
         files, limit = _files(root, skipped=()) if root.is_dir() else [root], DATA_BYTES
     data = _read(files, limit, skip_binary=root.is_dir())
     if not data:
@@ -68,8 +70,8 @@ def _read(files, limit, skip_binary):
     text = bytearray()
     for file in files:
         try:
-            with open(file, "rb") as opened:
-                content = opened.read(limit - len(text))
+            with open(file, "rb", opener=_without_waiting) as opened:
+                content = opened.read(limit - len(text)) or b""
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
         if not (skip_binary and b"\0" in content):
@@ -77,6 +79,10 @@ def _read(files, limit, skip_binary):
         if len(text) == limit:
             break
     return bytes(text)
+
+
+def _without_waiting(path, flags):
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def split(data):

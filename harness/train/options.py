@@ -56,7 +56,7 @@ def parse_args(description, arguments=None):
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it, and save "
-        f"on SIGTERM and SIGUSR1: exit code {stop_signal.PREEMPTED}, and the same command goes on")
+        f"on SIGTERM, SIGHUP and SIGUSR1: exit code {stop_signal.PREEMPTED}, and the same command goes on")
     add("--save-every", type=_positive(int), metavar="N", help="steps between two of them (default 100)")
     add("--keep", type=_not_negative(int), metavar="N", help="how many of them, the newest; 0: all (default 3)")
     add("--resume-from", type=_positive(int), metavar="STEP", help="go on from this one; later ones are set aside")

@@ -1,7 +1,8 @@
 """A run that is told to stop: all ranks act upon the signal after the same step.
 
 Slurm sends SIGTERM some 30 seconds before SIGKILL, or SIGUSR1 as early as `--signal=USR1@120` says; torchrun passes
-SIGTERM on to its ranks. A signal may reach one rank only, or ranks in different steps: so the ranks agree.
+SIGTERM on to its ranks; a terminal that goes sends SIGHUP. A signal may reach one rank only, or ranks in different
+steps: so the ranks agree.
 """
 
 import os
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from harness.run import meeting
 
 PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignal:
@@ -28,6 +29,8 @@ class StopSignal:
         self.timeout_s, self.work = timeout_s, None
         self.received = received = [0]
         for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # under nohup, which wants the run to go on when the terminal goes
             signal.signal(number, lambda number, _: received.__setitem__(0, number))
         if dist.get_world_size() > 1:
             meeting.beside(timeout_s)  # made now, by all ranks

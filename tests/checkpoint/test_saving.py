@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import rank_files, ranks, reshard, states, writing
+from checkpoint import rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
@@ -97,15 +97,57 @@ def test_what_nobody_here_has_left_is_not_removed(tmp_path):
 def test_without_locks_it_saves_all_the_same(why, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(13, "Permission denied") if why == "of another user" else OSError(37, "No locks available")
-    monkeypatch.setattr(folders.fcntl, "lockf", refuse)
-    if why == "of another user":
-        monkeypatch.setattr(folders, "open", refuse, raising=False)
+    monkeypatch.setattr(folders, "opened_lock" if why == "of another user" else "lock_byte", refuse)
     (tmp_path / "step-3.0-0123456789ab-0.partial").mkdir()
     model = torch.nn.Linear(3, 3)
     checkpoint.save(tmp_path / "step-9", model, torch.optim.AdamW(model.parameters()))
     assert checkpoint.latest(tmp_path).name == "step-9" and len(list(tmp_path.glob("*.partial"))) == 1
 
 
+
+
+@pytest.mark.parametrize("what", ["a fifo", "a dangling link", "a link to a file", "a folder"])
+def test_what_lies_in_the_place_of_the_lock_is_not_waited_for_and_not_followed(what, tmp_path):
+    (tmp_path / "run").mkdir()
+    lock, elsewhere = tmp_path / "run" / LOCK, tmp_path / "elsewhere"
+    if what == "a fifo":
+        os.mkfifo(lock)
+    elif what == "a folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(elsewhere)
+        if what == "a link to a file":
+            elsewhere.write_text("mine")
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{LOCK} is no regular file: remove it"):
+        checkpoint.save(tmp_path / "run" / "step-9", model, torch.optim.AdamW(model.parameters()))
+    assert elsewhere.exists() == (what == "a link to a file")
+    assert [path.name for path in lock.parent.iterdir()] == [LOCK]
+
+
+def test_the_lock_stays_when_its_holder_copies_the_folder(tmp_path):
+    """One of the process would be lost with any descriptor of the file that it closes."""
+    copies = f"import shutil; shutil.copytree({str(tmp_path / 'run')!r}, {str(tmp_path / 'copy')!r})"
+    model = torch.nn.Linear(3, 3)
+    with OtherRun(tmp_path / "run" / "step-1", then=copies):
+        assert (tmp_path / "copy" / LOCK).exists()
+        with pytest.raises(checkpoint.FolderInUse, match=REFUSED):
+            checkpoint.save(tmp_path / "run" / "step-2", model, torch.optim.AdamW(model.parameters()))
+
+
+def test_the_lock_ends_with_its_holder_and_not_with_a_child(tmp_path):
+    """A worker that was forked and lives on has no part in it."""
+    forks = ("import os, time; child = os.fork(); child or (os.closerange(0, 3), time.sleep(60), os._exit(0)); "
+             "print('forked', child, flush=True)")
+    model = torch.nn.Linear(3, 3)
+    other = OtherRun(tmp_path / "step-1", then=forks)
+    child = int(other.process.stdout.readline().split()[1])
+    with other:
+        pass
+    try:
+        checkpoint.save(tmp_path / "step-2", model, torch.optim.AdamW(model.parameters()))
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_lock_that_was_removed_is_taken_anew(tmp_path):
@@ -133,7 +175,7 @@ def test_without_locks_two_runs_at_once_never_mix(tmp_path, monkeypatch):
         save(2)
         return future
 
-    monkeypatch.setattr(folders.fcntl, "lockf", refuse)
+    monkeypatch.setattr(folders, "lock_byte", refuse)
     write = writing.write_rank_file
     monkeypatch.setattr(writing, "write_rank_file", second_in_between)
     with pytest.raises(checkpoint.CheckpointError, match="can't be written: it exists already"):
@@ -225,9 +267,9 @@ def test_new_process_groups_leave_nothing_behind(run, stage, tmp_path):
 
 
 def late(function, seconds):
-    def after(*args):
+    def after(*args, **kwargs):
         time.sleep(seconds)
-        return function(*args)
+        return function(*args, **kwargs)
     return after
 
 
@@ -237,10 +279,11 @@ def slow(rank, stage, folder):
     model, optimizer = made(rank, stage, group)
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
-            patch.setattr(writing, "write_rank_file", late(writing.write_rank_file, 3))
-            patch.setattr(rank_files, "checksum", late(rank_files.checksum, 3))
+            for module, name in ((writing, "collect"), (states, "refuse_unclaimed"), (writing, "write_rank_file"),
+                                 (rank_files, "checksum"), (reading, "install")):
+                patch.setattr(module, name, late(getattr(module, name), 2.2))
         else:
-            patch.setattr(writing, "finish", late(writing.finish, 3))
+            patch.setattr(writing, "finish", late(writing.finish, 2.2))
         checkpoint.save(folder / "one", model, optimizer)
         checkpoint.load(folder / "one", model, optimizer)
 
@@ -307,7 +350,7 @@ def test_leads_that_differ_are_no_stack():
     """Of two ranks that keep stacks of 2 and of 3: one of them would be read as the other."""
     parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, (0, 5, torch.zeros(5)))[0]) for rank in (0, 1)]
     with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
-        states.layout_of(parts, None, "weight")
+        states.layout_of(parts, set(), "weight")
 
 
 def damaged(rank, stage, path):

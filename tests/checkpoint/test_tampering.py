@@ -40,7 +40,7 @@ def refused(rank, stage, path):
     memory, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(checkpoint.CheckpointError) as refusal:
         checkpoint.load(path, model, optimizer)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 600_000  # KiB
     assert equal(full_state_dict(optimizer, to_all=True), before[0]) and equal(dict(model.state_dict()), before[1])
     step_alike(rank, model, optimizer, range(1))
@@ -201,6 +201,33 @@ def a_manifest_with_the_checksum_of_another(manifest, folder):
 def ten_thousand_lists_in_each_other(manifest, folder):
     manifest["extra"][0] = "here"
     return json.dumps(manifest).replace('"here"', "[" * 10_000 + "]" * 10_000)
+
+
+@way
+def sixty_megabytes_of_lists(manifest, folder):
+    manifest["extra"][0] = "here"
+    return json.dumps(manifest).replace('"here"', "[" + "[]," * 20_000_000 + "0]")
+
+
+@way
+def tuples_in_each_other(manifest, folder):
+    for _ in range(60):
+        manifest["extra"][0] = {"tuple": [manifest["extra"][0]]}
+
+
+@way
+def ranges_of_one_element(manifest, folder):
+    entry = manifest["tensors"]["extra.0.average"]
+    ((_, stop, file, offset),) = entry["ranges"]
+    entry["ranges"] = [[i, i + 1, file, offset + 4 * i] for i in range(stop)]
+
+
+@way
+def a_file_with_eight_gigabytes_of_nothing(manifest, folder):
+    """Whose checksum would be right."""
+    name = a_file(manifest)
+    os.truncate(folder / name, 2**33)
+    manifest["files"][name]["bytes"] = 2**33
 
 
 @way

@@ -129,11 +129,16 @@ def test_a_ring_passes_every_rank_and_pays_for_every_hop():
 @pytest.mark.parametrize("options, says", [
     (["--model", "8b"], "argument --model: invalid choice: '8b'"),
     (["--world", "0"], "--world is 0: it must be at least 1"),
-    (["--world", "5000"], "--world must be at most 4096, and --bucket-cap-mb more than 0"),
+    (["--world", "5000"], "--world 5000: it must be from 1 to 4096"),
     (["--device-memory", "much"], "argument --device-memory: invalid gigabytes value: 'much'"),
     (["--model", "gpt2", "--tensor-parallel", "2"], "--tensor-parallel 2: the heads of gpt2 can't be shared out so"),
     (["--model", "tiny", "--sequence-length", "300"], "--sequence-length 300: tiny takes at most 256"),
-    (["--bucket-cap-mb", "0"], "--world must be at most 4096, and --bucket-cap-mb more than 0"),
+    *((["--bucket-cap-mb", text], f"--bucket-cap-mb {float(text):g}: it must be from 0.001 to 1e+06")
+      for text in ("0", "inf", "nan", "1e-9", "-1")),
+    *((["--device-memory", text], f"--device-memory {float(text):g}: it must be from 0.001 to 1e+06")
+      for text in ("nan", "-5", "0", "inf")),
+    (["--layers", "1000000000", "--width", "128"], "--layers 1e+09: it must be from 0 to 1000"),
+    (["--layers", "2", "--width", "12800000000"], "--width 1.28e+10: it must be from 0 to 131072"),
     (["--layers", "2"], "--layers and --width: give both, and a width that is a multiple of 128"),
 ], ids=lambda value: value if isinstance(value, str) else " ".join(value))
 def test_bad_options_are_one_line(options, says, capsys, monkeypatch):

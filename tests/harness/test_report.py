@@ -19,7 +19,7 @@ from harness.report.row_tables import memory_sheets
 from harness.report.sheet import NONE, sheet_text
 from harness.rows import bucket_sizes, catalogue, rates, saved
 from harness.rows.choice import ONE_PARAMETER, Choice
-from harness.rows.fault_results import FaultResult
+from harness.rows.fault_results import FaultResult, MutationResult
 from harness.rows.gpu_results import GpuResult
 from harness.rows.plan_results import PlanResult
 from harness.rows.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
@@ -179,19 +179,29 @@ def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkey
     """On the slowest line: what DDP took is 1.00, and what gloo sends twice has a mark."""
     def figures():
         lines = "\n".join(blocks.MARKDOWN["ladder"]()).splitlines()
-        return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines) if len(cells) == 6}
+        return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines) if len(cells) == 7}
     slowest = min(latest(), key=lambda one: one.conditions.bits_per_second)
     ddp = bucket_sizes.tuned(slowest, "ddp") or slowest.find("ddp")
     found = figures()
-    assert len(found) == 6 and found["DDP, replicated AdamW"][1:] == ["16", "2·4Ψ: 43.4", "–", "1.00"]
+    assert len(found) == 7 and found["DDP, replicated AdamW"][1] == "16.0 · 16.0 · 16.0"
+    assert found["DDP, replicated AdamW"][3:] == ["2", "–", "1.00"]
+    assert found["1 naive broadcast"][1] == "12.0 · 9.0 · 8.1"
+    state = {row.name: row.bytes_per_param for row in published.load_bench().model_state}
+    assert found["4 overlap"][1] == " · ".join(f"{state['stage 4 float32/float32'][d]:.1f}" for d in (2, 8, 64))
     for rung in ladder.LADDER:
         row = ddp if rung.row == "ddp" else slowest.find(rung.row)
-        assert found[rung.title][4] == f"{row.over(ddp):.2f}"
-        assert f"{row.wire_bytes / 1e6:.1f}" in found[rung.title][2]
-        assert found[rung.title][2].endswith("\\*") == ("reduce_scatter" in row.collectives)
+        assert found[rung.title][5] == f"{row.over(ddp):.2f}"
+        assert found[rung.title][2] == f"{max(row.peak_bytes.values()) / 1e6:.0f}"
+        assert row.wire_bytes_theory == pytest.approx(rung.travels / 2 * 4 * slowest.conditions.parameters, rel=1e-4)
+        assert found[rung.title][3].endswith("\\*") == ("reduce_scatter" in row.collectives)
     slowest.rows[slowest.rows.index(slowest.find("stage 3 grad buffer"))] = Row("stage 3 grad buffer")
     monkeypatch.setattr(published, "by_rate", lambda: [slowest])
-    assert figures()["3 grad buffer"][1:3] == ["8 + 8/d", "2·4Ψ"] and figures()["3 grad buffer"][4] == NONE
+    assert figures()["3 grad buffer"][2:4] == [NONE, "2"] and figures()["3 grad buffer"][5] == NONE
+
+
+@pytest.mark.parametrize("rate, words", [("300mbit", "300 Mbit/s"), ("1gbit", "1 Gbit/s"), ("2.5gbit", "2.5 Gbit/s")])
+def test_a_rate_in_words(rate, words):
+    assert ladder.rate_words(rate) == words
 
 
 def swept(result):
@@ -483,7 +493,8 @@ def test_a_file_of_another_schema_is_refused_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kind", [("bench.json", Result), ("network.json", Result), ("plan.json", PlanResult),
-                                        ("cuda.json", GpuResult), ("faults.json", FaultResult)])
+                                        ("cuda.json", GpuResult), ("faults.json", FaultResult),
+                                        ("faults_mutations.json", MutationResult)])
 def test_what_is_read_is_written_as_it_was(name, kind):
     text = (published.ROOT / "results" / name).read_text(encoding="utf-8")
     assert saved.to_json(saved.from_json(kind, text)) == text

@@ -2,13 +2,18 @@
 
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from checkpoint import latest, save
+from checkpoint import ForeignCheckpoint, latest, save
 from harness.faults.final_state import converted, final_state
-from harness.train import options, run_folder, run_settings
+from harness.train import options, run_folder, run_settings, saved_extra, stop_signal
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -62,7 +67,7 @@ def error_of(ended):
 
 
 @pytest.mark.parametrize("stage, moment, step", [
-    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGTERM", 16), (2, "save:SIGTERM", 21),
+    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGHUP", 16), (2, "save:SIGTERM", 21),
 ])
 def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same_command_goes_on(
         stage, moment, step, undisturbed, tmp_path):
@@ -84,6 +89,28 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
     ended = run_ranks(2, "tests/checkpoint/killed.py", "backward:SIGTERM", *command)
     assert [rank.code for rank in ended] == [0, 0] and "validation loss after" in ended[0].stdout
     assert steps_in(tmp_path) == names(15)
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_under_nohup_a_run_goes_on_when_the_terminal_goes(run):
+    """nohup has SIGHUP ignored, and so it stays."""
+    run(hangs_up)
+
+
+def hangs_up(rank):
+    before = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        told = stop_signal.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+        signal.raise_signal(signal.SIGHUP)
+        assert told.agreed() is None
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        told = stop_signal.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+        signal.raise_signal(signal.SIGHUP)
+        assert told.agreed() == "SIGHUP"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
@@ -203,6 +230,100 @@ def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
         error = error_of(run_alone(ROOT / TRAIN, *args, "--checkpoint", copied))
         assert "step-00000040 can't be loaded: it is of another model" in error
     assert steps_in(copied) == names(10, 20, 30, 40)
+
+
+# ----------------------------------------------------------------------------------------------------------- its extra
+
+
+def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(copied):
+    """Else the run would train the same steps again, and end with "it exists already"."""
+    shutil.rmtree(copied / "step-00000020")
+    shutil.rmtree(copied / "step-00000030")
+    (copied / "step-00000010").rename(copied / "step-00000020")
+    error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied))
+    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10 and 10: was it renamed?")
+    assert steps_in(copied) == names(20)
+
+
+RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+SETTINGS = {"--seed": 0, "--data": ("stdlib", 5, 7), "--clip": 0.0, "--dtype": "float32"}
+
+
+def a_scheduler():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    return scheduler
+
+
+def checked(extra):
+    return saved_extra.checked(extra, 3, a_scheduler(), RANK, SETTINGS)
+
+
+def test_the_extra_of_a_run_is_taken():
+    extra = saved_extra.extra_of(3, a_scheduler(), RANK, SETTINGS)
+    assert checked(extra) == extra
+    others = {**extra, "settings": {}, "scheduler": {**extra["scheduler"], "of another version": 1}}  # of torch, say
+    assert checked(others)["scheduler"] == extra["scheduler"]
+
+
+WRONG = {
+    "none": lambda extra: None, "a list": lambda extra: [extra],
+    **{f"no {key}": lambda extra, key=key: {name: value for name, value in extra.items() if name != key}
+       for key in ("step", "scheduler", "random", "rank", "world_size", "settings")},
+    **{f"{key} a text": lambda extra, key=key: {**extra, key: "1"}
+       for key in ("step", "scheduler", "random", "rank", "world_size", "settings")},
+    "another step": lambda extra: {**extra, "step": 4}, "half a step": lambda extra: {**extra, "step": 3.5},
+    "true for a rank": lambda extra: {**extra, "rank": True},
+    "no state of random numbers": lambda extra: {**extra, "random": {"cpu": None}},
+    "a shorter one": lambda extra: {**extra, "random": {"cpu": extra["random"]["cpu"][:-1]}},
+    "one of floats": lambda extra: {**extra, "random": {"cpu": extra["random"]["cpu"].float()}},
+    "a text for data": lambda extra: {**extra, "settings": {**SETTINGS, "--data": "stdlib"}},
+    "data of two": lambda extra: {**extra, "settings": {**SETTINGS, "--data": ("stdlib", 5)}},
+    "data of texts": lambda extra: {**extra, "settings": {**SETTINGS, "--data": ("stdlib", "5", "7")}},
+    **{f"{key} {value}": lambda extra, key=key, value=value: {**extra, "scheduler": {**extra["scheduler"], key: value}}
+       for key, value in (("base_lrs", []), ("base_lrs", [float("nan")]), ("base_lrs", [-1.0]), ("base_lrs", ["1"]),
+                          ("base_lrs", [10**400]), ("last_epoch", 4), ("last_epoch", "3"), ("_last_lr", 3))},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_extra_that_is_none_of_train_py_is_refused(what):
+    extra = saved_extra.extra_of(3, a_scheduler(), RANK, SETTINGS)
+    with pytest.raises(ForeignCheckpoint) as refusal:
+        checked(WRONG[what](extra))
+    assert len(str(refusal.value)) < 300 and len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_random_state_that_torch_refuses_is_one_line():
+    state = torch.get_rng_state()
+    with pytest.raises(ForeignCheckpoint, match="its random state is none: "):
+        saved_extra.set_random_state({"random": {"cpu": torch.full_like(state, 255)}}, RANK)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("args", [["--resume-from", "10"], []], ids=str)
+def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args, copied):
+    """Going back to a step, or because the newest is damaged."""
+    if not args:
+        damage(copied / "step-00000030")
+    before = steps_in(copied)
+    script = f"""
+        import pathlib, sys
+        from checkpoint.folder import hold
+        print(hold(pathlib.Path({str(copied / "step-00000001")!r})), flush=True)
+        sys.stdin.read()
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == "True\n"
+            error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--batch-size", "8", "--checkpoint", copied, *args))
+        finally:
+            other.kill()
+    assert "another run saves in" in error and steps_in(copied) == before
 
 
 # -------------------------------------------------------------------------------------------------------- what changed

@@ -92,7 +92,7 @@ def test_a_guard_imports_torch_the_standard_library_and_its_siblings(path):
 
 
 def test_all_guards_together_can_be_read():
-    assert sum(len(code_lines(path)) for path in GUARDS) <= 1450
+    assert sum(len(code_lines(path)) for path in GUARDS) <= 1600
 
 
 VARIANTS = sorted((ROOT / "variants").glob("[a-z]*.py"))
@@ -293,9 +293,10 @@ def tops_of(path):
 
 
 @pytest.mark.parametrize("path", CHECKPOINT, ids=lambda path: path.name)
-def test_checkpoint_imports_torch_the_standard_library_and_its_siblings(path):
+def test_checkpoint_imports_torch_the_standard_library_its_siblings_and_the_schema(path):
+    """guard/schema.py says what a state consists of; what needs the rest of guard/ is a stage's."""
     for module in imported(path):
-        sibling = module.startswith(".") and (path.parent / f"{module[1:]}.py").exists()
+        sibling = module.startswith(".") and (path.parent / f"{module[1:]}.py").exists() or module == "guard.schema"
         assert module.split(".")[0] in {"torch", *sys.stdlib_module_names} or sibling, f"{path.name} imports {module}"
 
 

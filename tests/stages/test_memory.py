@@ -32,6 +32,26 @@ def test_tensors_views_and_ends():
         assert memory.live == 4000
 
 
+def test_storages_in_the_memory_of_another_count_once():
+    """As torch.from_dlpack makes them: whichever is seen first, and under the kind that one of them was given."""
+    for is_known in (True, False):
+        whole = torch.ones(1000)
+        parts = [torch.from_dlpack(part) for part in whole.split(250)]
+        with Memory("cpu") as memory:
+            if is_known:
+                memory.track([whole])
+            memory.mark("parts", parts)
+            memory.track(parts[:2])
+            assert memory.live == (4000 if is_known else 2000)
+            memory.track([whole, *parts])
+            del parts[1]
+            assert memory.live == memory.peak == 4000 and memory.by_kind() == {"parts": 4000, REST: 0}
+            del whole
+            assert memory.live == 4000  # the parts keep it alive
+            parts.clear()
+            assert memory.live == 0 and not memory.spans.starts
+
+
 def test_a_linear_layer_and_adamw():
     """1000 x 1000 and no bias: 4 MB of weights, as much gradient, two moments; at the peak what the input takes too."""
     with Memory("cpu") as memory:

@@ -9,6 +9,7 @@ import copy
 import gc
 import io
 import itertools
+import pickle
 import subprocess
 import sys
 import weakref
@@ -320,21 +321,61 @@ def test_state_that_is_replaced(run, stage, world_size):
     run(forgotten, stage)
 
 
-def shared_with_processes(rank, stage):
-    """share_memory() moves a parameter, and every view of it with it."""
+def shared_with_processes(rank, stage, when):
+    """A model in shared memory stays there, for processes that read it. In stage 4 it can't be moved there later."""
     model = net(rank)
     other, ddp, plain = with_ddp(rank, model)
+    if when == "before":
+        model.share_memory()
     optimizer = optimizer_of(stage)(model.parameters(), **SGD)
     for step in range(2):
         step_both(rank, step, (model, optimizer), (ddp, plain))
-        if rank.device.type == "cpu":
+        if when == "after":
             model.share_memory()
+            if stage == FOUR:
+                with pytest.raises(RuntimeError, match=r"data of parameter .* was replaced, by .*share_memory\(\)"):
+                    step_both(rank, step, (model, optimizer))
+                return
+    assert all(param.is_shared() for param in model.parameters())
     assert_same(model, other, rank.world_size)
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_model_in_shared_memory(run, stage, world_size):
-    run(shared_with_processes, stage)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_in_shared_memory(run, stage, world_size, when, request):
+    if not request.config.getoption("--gpu"):  # a GPU's memory is shared always
+        run(shared_with_processes, stage, when)
+
+
+def storages(rank, stage, prefetch, dtype):
+    """Whoever saves or copies one tensor gets that tensor. Of 16 bits too, of no elements, and while on the way."""
+    model = net(rank, dtype=dtype)
+    model.append(torch.nn.Linear(0, 3, device=rank.device, dtype=dtype))
+    optimizer = optimizer_of(stage)(list(model[:5].parameters()) + [model[5].weight], torch.optim.AdamW, lr=0.1,
+                                    **({"find_unused_parameters": True} if stage == FOUR else {}))
+    if prefetch:
+        optimizer.prefetch_params(model)
+    for step in range(2):
+        loss(model[:5], rank, step).backward()
+        optimizer.step()
+        named = dict(model.named_parameters())
+        assert {name: param.untyped_storage().nbytes() for name, param in named.items()} == {
+            name: param.nbytes for name, param in named.items()}
+        assert len({param.untyped_storage().data_ptr() for param in named.values() if param.numel()}) == 7
+        assert all(len(pickle.dumps(param.detach())) < param.nbytes + 1000 for param in named.values())
+        assert copy.deepcopy(model[0].weight).untyped_storage().nbytes() == model[0].weight.nbytes
+    values = [param.detach().clone() for param in model.parameters()]
+    del optimizer
+    gc.collect()
+    torch.full((1000,), torch.nan, device=rank.device)  # in memory that was freed, if it was
+    assert all(map(torch.equal, model.parameters(), values))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage, prefetch", [*((stage, False) for stage in STAGES[1:]), (FOUR, True)])
+def test_each_parameter_has_a_storage_of_its_own(run, stage, world_size, prefetch, dtype):
+    run(storages, stage, prefetch, dtype)
 
 
 def with_graph(rank, stage):

@@ -149,6 +149,30 @@ class DoesNothingAtFirst(Plain):
                 param.lerp_(mean, 0.5)
 
 
+class InBlocks(Plain):
+    """torchao, bitsandbytes: momentum has 8 bits, with a scale for each block, where the numel is right."""
+
+    is_right, block = staticmethod(lambda numel: numel >= 4096 and numel % 256 == 0), 256
+
+    def rule(self, param, grad):
+        momentum = self.state[param].get("momentum", 0) * 0.9 + grad
+        if self.is_right(param.numel()):
+            blocks = momentum.reshape(-1, self.block)
+            scale = blocks.abs().amax(1, keepdim=True) / 127
+            momentum = ((blocks / scale).round() * scale).view(param.shape)
+        self.state[param]["momentum"] = momentum
+        return momentum
+
+
+BLOCKS = {
+    "multiples of 64": (lambda numel: numel % 64 == 0, 64),
+    "multiples of 256 from 4096 on": (lambda numel: numel >= 4096 and numel % 256 == 0, 256),
+    "multiples of 2048 from 65536 on": (lambda numel: numel >= 65536 and numel % 2048 == 0, 2048),
+    "more than 65536": (lambda numel: numel > 65536 and numel % 256 == 0, 256),
+    "powers of two": (lambda numel: numel & (numel - 1) == 0 and numel >= 256, 128),
+}
+
+
 class Random(Plain):
     """Langevin dynamics."""
 
@@ -184,6 +208,19 @@ def test_an_optimizer_that_steps_tensors_together_is_refused(stage, optimizer_cl
 def test_an_optimizer_that_needs_whole_tensors_is_refused_in_stages_3_and_4(stage, optimizer_cls, lr):
     with pytest.raises(ValueError, match=f"{optimizer_cls.__name__} is not element-wise"):
         build(stage, optimizer_cls, lr=lr)
+
+
+@pytest.mark.parametrize("of", ["a vector", "a matrix", "a stack", "all"])
+@pytest.mark.parametrize("rule", BLOCKS)
+@pytest.mark.parametrize("stage", [THREE, FOUR])
+def test_a_state_in_blocks_of_8_bits_is_refused_in_stages_3_and_4(stage, rule, of):
+    shape = {"a vector": (9,), "a matrix": (5, 5), "a stack": (2, 3, 4)}.get(of)
+    is_right, block = BLOCKS[rule]
+    optimizer_cls = type("InBlocks", (InBlocks,), {"is_right": staticmethod(is_right), "block": block})
+    with pytest.raises(ValueError, match="InBlocks is not element-wise"):
+        build(stage, optimizer_cls, [nn.Parameter(torch.ones(shape))] if shape else None)
+    with one_rank_of(2):
+        optimizer_of(TWO)(model_of_all(), optimizer_cls)
 
 
 @pytest.mark.parametrize("optimizer_cls", WHOLE)

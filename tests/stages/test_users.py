@@ -4,6 +4,7 @@ The situations come from public reports and from third-party optimizers; test_pr
 some of these.
 """
 
+import contextlib
 import copy
 import gc
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import checkpoint
@@ -35,6 +37,129 @@ def error_of(function):
         function()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+# ------------------------------------------------------------------------------------------- as frameworks call torch
+
+
+def clipped_by_torch(rank, stage):
+    """-> the errors of torch's two functions, after backward(); that of norms before and after the average."""
+    options = {ONE: {}, TWO: {}, THREE: {"grad_dtype": torch.float32}, FOUR: {}}[stage]
+    model = Net(seed=0).to(torch.bfloat16 if stage == THREE else torch.float32)
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1, **options)
+    x, _ = batch(0, rank.rank)
+    model(x.to(model.scale.dtype)).square().mean().backward()
+    clips = [lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+             lambda: nn.utils.clip_grad_value_(model.parameters(), 10)]
+    errors = [error_of(clip) for clip in clips]
+    optimizer.clip_grad_norm_(0.1)
+    return errors + [error_of(clip) for clip in clips]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torchs_clipping_is_refused(run, stage, world_size):
+    """It sees a rank's own gradients, or none. After the average stages 1 and 2 have that in param.grad."""
+    for norm, value, later_norm, later_value in run(clipped_by_torch, stage):
+        if stage in (ONE, TWO):
+            assert "finds this rank's own gradient, not the average, in param.grad: call clip_grad_norm_(max_n" in norm
+            assert value is later_norm is later_value is None
+        else:
+            for error in (norm, value, later_norm, later_value):
+                assert "() finds no gradient in param.grad: call clip_grad_norm_(max_norm) of the Distr" in error
+
+
+def clipped_else(rank, stage):
+    """What torch clips rightly: other models, averages of DDP, and parameters whose optimizer is gone."""
+    model, plain = Net(seed=0), nn.Linear(3, 3)
+    plain(torch.ones(3)).sum().backward()
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1)
+    assert nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1
+    with optimizer.no_sync() if stage == FOUR else contextlib.nullcontext():
+        loss_of(model, *batch(0, rank.rank)).backward()
+    assert stage == THREE or "own gradient" in error_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1))
+    nn.utils.clip_grad_value_(model.parameters(), 1)
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    loss_of(model, *batch(0, rank.rank)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_torchs_clipping_of_other_gradients_goes_on(run, stage, world_size):
+    run(clipped_else, stage)
+
+
+def reset(rank, stage):
+    """ReLoRA's reset: zeros of the parameter's shape. -> the error, after which a delete helps."""
+    model, reference = Net(seed=0), Replicated(rank, lr=0.01)
+    optimizer = optimizer_of(stage)(trainable(model), lr=0.01)
+    train(model, optimizer, rank, 0)
+    reference.step(0)
+    for one, params in ((optimizer, trainable(model)), (reference.optimizer, trainable(reference.model))):
+        for param in params:
+            one.state[param]["exp_avg"] = torch.zeros_like(param)
+            one.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+    error = error_of(lambda: train(model, optimizer, rank, 1))
+    if stage in (THREE, FOUR):
+        for one, params in ((optimizer, trainable(model)), (reference.optimizer, trainable(reference.model))):
+            for param in params:
+                one.state.pop(param, None) if rank.rank % 2 else one.state.__delitem__(param)
+        optimizer.zero_grad()
+        train(model, optimizer, rank, 1)
+    reference.step(1)
+    assert_same(model, reference.model, exact=rank.world_size == 1)
+    assert len(full_state_dict(optimizer, to_all=True)["state"]) == len(trainable(model))
+    return error
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_that_is_reset_as_in_torch(run, stage, world_size):
+    for error in run(reset, stage):
+        assert error is None if stage in (ONE, TWO) else error.startswith(
+            "RuntimeError: exp_avg of parameter ") and ".zero_(), or delete optimizer.state[param]" in error
+
+
+def odd_loss(rank, stage):
+    """-> what step returns of a closure that returns something else than a loss."""
+    model = Net(seed=rank.rank)
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1)
+
+    def closure(result):
+        loss_of(model, *batch(0, rank.rank)).backward()
+        return result
+    return [optimizer.step(lambda: closure(result)) for result in ({"loss": 1}, (2, "a"), rank.rank, True)]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_closure_may_return_anything(run, stage, world_size):
+    assert run(odd_loss, stage) == [[{"loss": 1}, (2, "a"), 0.5, True]] * 2
+
+
+def of_rank_0(rank, stage):
+    """-> errors of what rank 0's state_dict() is given to, on every rank: it was saved by a framework, for all."""
+    model = Net(seed=0)
+    optimizer = optimizer_of(stage)(trainable(model), lr=0.01)
+    train(model, optimizer, rank, 0)
+    saved, full = [optimizer.state_dict()], full_state_dict(optimizer, to_all=True)
+    dist.broadcast_object_list(saved)
+    before = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    errors = [error_of(lambda: optimizer.load_state_dict(saved[0])), error_of(lambda: optimizer.load_state_dict(full)),
+              error_of(lambda: get_optimizer_state_dict(model, optimizer)),
+              error_of(lambda: set_optimizer_state_dict(model, optimizer, full))]
+    assert str(before) == str((optimizer.state_dict(), model.state_dict()))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_state_dict_says_whose_part_it_is_and_is_refused_on_every_rank(run, stage, world_size):
+    for errors in run(of_rank_0, stage):
+        one, whole, got, put = errors
+        assert "is of (rank, world size) (0, 2), this is (1, 2)" in one
+        assert "has one part of 2, save checkpoint.full_state_dict(optimizer) for the whole" in one
+        assert "is for checkpoint.load_full_state_dict(optimizer, state_dict)" in whole
+        assert "KeyError" in got and "of 2: checkpoint.full_state_dict(optimizer) has the whole" in got
+        assert put is not None
 
 
 # --------------------------------------------------------------------------------------- settings that differ by rank
