@@ -19,7 +19,7 @@ MOST_WORDS = {
     "docs/plan.md": 700,
     "variants/README.md": 700,
 }
-MOST_WORDS_ELSEWHERE = 8000
+MOST_WORDS_ELSEWHERE = 9000
 SENTENCES = ("planned", "checked")  # blocks of `make report` that are no tables
 
 
