@@ -105,7 +105,8 @@ def is_there(module, name, project):
 
 def libraries(project):
     """What the extra `frameworks` installs: docs/frameworks.md is about these, and a machine may lack them."""
-    settings = (project.root / "pyproject.toml").read_text(encoding="utf-8") if "pyproject.toml" in project.files else ""
+    has = "pyproject.toml" in project.files
+    settings = (project.root / "pyproject.toml").read_text(encoding="utf-8") if has else ""
     extra = re.search(r"^frameworks = \[(.*?)\]", settings, re.MULTILINE | re.DOTALL)
     return re.findall(r'"(\w+)', extra[1]) if extra else []
 
