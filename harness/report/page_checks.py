@@ -94,12 +94,21 @@ def is_there(module, name, project):
     if f"{path}.py" in project.of_readers:
         return True
     if path.split("/")[0] not in project.folders | {file.removesuffix(".py") for file in project.files}:
-        return importlib.util.find_spec(module.split(".")[0]) is not None or is_placeholder(module)
+        top = module.split(".")[0]
+        return importlib.util.find_spec(top) is not None or is_placeholder(module) or top in libraries(project)
     file = next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in project.files), None)
     if file is None:
         return path in project.folders and not name
     source = (project.root / file).read_text(encoding="utf-8")
     return not name or re.search(rf"\b{name}\b", source) is not None or f"{path}/{name}.py" in project.files
+
+
+def libraries(project):
+    """What the extra `frameworks` installs: docs/frameworks.md is about these, and a machine may lack them."""
+    has = "pyproject.toml" in project.files
+    settings = (project.root / "pyproject.toml").read_text(encoding="utf-8") if has else ""
+    extra = re.search(r"^frameworks = \[(.*?)\]", settings, re.MULTILINE | re.DOTALL)
+    return re.findall(r'"(\w+)', extra[1]) if extra else []
 
 
 def gone_names(page, project):

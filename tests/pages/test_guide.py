@@ -38,7 +38,7 @@ PROGRAMS = [(page, heading, code) for page, heading, code in ALL if not file_nam
 
 @pytest.fixture
 def folder(tmp_path):
-    """A reader's: stages, guard/, checkpoint/ and variants/ are beside the program; all else isn't."""
+    """A reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
     for name in [*STAGES, "guard", "checkpoint", "variants"]:
         (tmp_path / name).symlink_to(ROOT / name)
     for name, code in FILES.items():
