@@ -48,7 +48,7 @@ def parse(rows, models):
     args = parser.parse_args()
     check_model(args, args.model or "medium", models)  # which of the defaults it is the ranks will say
     choices = [Choice(row.name) for row in rows if args.rows in row.name and row.dtype == args.dtype
-               or row.kind in ("reference", "noise")]
+               and (args.rows or row not in catalogue.VARIANTS) or row.kind in ("reference", "noise")]
     if args.rows and not any(args.rows in choice.name for choice in choices):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
     return args, choices
@@ -60,7 +60,7 @@ def check_model(args, model, models):
 
 
 def main():
-    args, choices = parse(catalogue.ROWS, MODELS)
+    args, choices = parse([*catalogue.ROWS, *catalogue.VARIANTS], MODELS)
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     try:
         train, _ = corpus.split(corpus.load_bytes(args.data))

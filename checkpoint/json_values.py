@@ -135,7 +135,10 @@ def pack_data(tensor) -> dict:
 
 def bytes_of(tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    # By a storage of its own: numpy() makes the one that it is called on unfit to be resized, as a variant does.
+    return memoryview(torch.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).numpy())
 
 
 def unpack_data(what) -> torch.Tensor:

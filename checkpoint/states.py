@@ -232,11 +232,11 @@ def check_states(optimizer, names, states, saved_groups):
     """Raise ValueError unless `states`, name -> described state, are what this optimizer keeps. -> its schemas."""
     schemas = schemas_of(optimizer, saved_groups)
     for name, param, schema in zip(names, all_params(optimizer), schemas):
-        state = dict(states.get(name, {})) if isinstance(states.get(name, {}), dict) else states[name]
+        state = states.get(name, {})
         if isinstance(state, dict) and "main_param" in state:
-            main_param = state.pop("main_param")
-            if not isinstance(main_param, Spec) or main_param[:2] != (param.shape, main_param.dtype) \
-                    or main_param.dtype not in COMPUTABLE:
+            main_param, state = state["main_param"], {key: state[key] for key in state if key != "main_param"}
+            is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE
+            if not is_tensor or main_param.shape != param.shape:
                 raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {param.shape}")
         check_state(schema, state, param.shape, name)
     return schemas

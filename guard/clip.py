@@ -20,8 +20,12 @@ class Clipped:
         """
         self.finish_grad_sync()
         total_norm = self._total_norm(norm_type)
-        torch.nn.utils.clip_grads_with_norm_(all_params(self.optimizer), max_norm, total_norm)
+        torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, total_norm)
         return total_norm
+
+    def _averaged_params(self):
+        """-> those whose averaged gradients this rank has."""
+        return all_params(self.optimizer)
 
     def _total_norm(self, norm_type):
         grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from .amp import Scaled
+from .clip import Clipped
 from .modes import Modes
 from .probe import check_one_by_one
 from .refuse import refuse_dtensors, refuse_mixed_dtypes
@@ -18,7 +19,7 @@ from .whole_grads import AnyGrads
 from .wrap import Wrapper
 
 
-class OfWholeParams(AnyGrads, Scaled, Modes, WholeState, Wrapper):
+class OfWholeParams(AnyGrads, Clipped, Scaled, Modes, WholeState, Wrapper):
     _probe = staticmethod(check_one_by_one)
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,

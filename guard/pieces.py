@@ -94,4 +94,5 @@ class StateOfPieces:
 
 def follow(main_param, now):
     """Somebody has written `now` into the model. An element that main_param rounds to keeps its fp32 value."""
+    now = now.to(main_param.device)  # which variants/offload.py has on the host
     main_param.copy_(torch.where(now != main_param.to(now.dtype), now, main_param))

@@ -5,6 +5,7 @@ tensors of its own, before anything is changed. Shown by tests/stages/test_probe
 """
 
 import copy
+import functools
 import itertools
 import math
 import numbers
@@ -26,9 +27,12 @@ PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 PASSED: set[tuple] = set()  # trials that went well in this process: whoever builds many optimizers alike waits for one
 
 
-def check_elementwise(make_optimizer, groups):
-    """Refuse an optimizer that steps shards of tensors otherwise than whole ones, for stages 3 and 4; see `check`."""
-    check(make_optimizer, groups, shards_of,
+def check_elementwise(make_optimizer, groups, unit=1):
+    """Refuse an optimizer that steps shards of tensors otherwise than whole ones, for stages 3 and 4; see `check`.
+
+    `unit`: tensors are cut after so many elements, or a multiple, as variants/blocks.py does.
+    """
+    check(make_optimizer, groups, cut_at(unit),
           "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
 
 
@@ -66,10 +70,18 @@ def check(make_optimizer, groups, share_out, refusal):
         PASSED.add(known)
 
 
-def shards_of(flat, shapes, n_ranks):
+@functools.cache
+def cut_at(unit):
+    """-> the function below, one for each unit: PASSED knows trials by it."""
+    return functools.partial(shards_of, unit=unit)
+
+
+def shards_of(flat, shapes, n_ranks, unit):
     """-> what each rank steps of the tensors of `shapes` in `flat`, (numel,): pieces, of what lies in its shard."""
     starts = [flat.numel() * rank // n_ranks for rank in range(1, n_ranks)]
     ends = list(itertools.accumulate(map(math.prod, shapes)))
+    begins = [max((end for end in ends if end <= start), default=0) for start in starts]  # of the tensors that are cut
+    starts = [begin + (start - begin) // unit * unit for start, begin in zip(starts, begins)]
     shares, start = [[] for _ in range(n_ranks)], 0
     for end in sorted({*starts, *ends}):
         shares[sum(start >= other for other in starts)].append(flat[start:end])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .groups import all_params, hyperparameters
+from .groups import hyperparameters
 from .hooks import without_global_hooks
 
 LISTS = list, tuple, collections.deque
@@ -134,16 +134,17 @@ def checked_state_dict(make_optimizer, inner, state_dict):
 
     Raises ValueError, before anything is changed, unless the state is what the schema says.
     """
-    ours, theirs = ([group for group in groups for _ in group["params"]]
+    ours, theirs = ([(group, key) for group in groups for key in group["params"]]
                     for groups in (inner.param_groups, state_dict["param_groups"]))
     if len(ours) != len(theirs):
         raise ValueError("this state_dict has other parameter groups than this optimizer")
     states = dict(state_dict["state"])
-    for index, (param, *both) in enumerate(zip(all_params(inner), ours, theirs)):
-        schema = schema_of(make_optimizer, *map(hyperparameters, both), param.shape, param.dtype, param.device)
-        check_state(schema, described(states.get(index, {})), param.shape, f"parameter {index} of this rank")
-        if index in states:
-            states[index] = {key: torch.empty_like(param, dtype=value.dtype).copy_(value)
-                             if isinstance(value, torch.Tensor) and value.shape == param.shape else value
-                             for key, value in states[index].items()}
+    for index, ((group, param), (saved, key)) in enumerate(zip(ours, theirs)):
+        options = hyperparameters(group), hyperparameters(saved)
+        schema = schema_of(make_optimizer, *options, param.shape, param.dtype, param.device)
+        check_state(schema, described(states.get(key, {})), param.shape, f"parameter {index} of this rank")
+        if key in states:
+            states[key] = {name: torch.empty_like(param, dtype=value.dtype).copy_(value)
+                           if isinstance(value, torch.Tensor) and value.shape == param.shape else value
+                           for name, value in states[key].items()}
     return {**state_dict, "state": states}

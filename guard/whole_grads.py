@@ -63,16 +63,12 @@ class AnyGrads:
         super().zero_grad(set_to_none)
         self._grads_synced = False
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
+    def _averaged_params(self):
+        return all_params(self)
 
-        Returns the norm before clipping, a scalar tensor.
-        """
-        self.finish_grad_sync()
-        grads = [param.grad for param in all_params(self) if param.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(grads, norm_type)
-        torch.nn.utils.clip_grads_with_norm_(all_params(self), max_norm, total_norm)
-        return total_norm
+    def _total_norm(self, norm_type):
+        """Each rank has all of them."""
+        return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
 
 
 def dense_grad(param):

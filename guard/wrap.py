@@ -27,7 +27,7 @@ class Wrapper(SeenThroughWrappers):
     """
 
     _known_params = None  # param_ids() of what has been sharded; None while torch's constructor runs
-    _elsewhere = frozenset()  # parameters of which other ranks step all
+    _elsewhere: frozenset = frozenset()  # parameters of which other ranks step all
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""

@@ -12,9 +12,10 @@ import torch
 
 class SeenThroughWrappers:
     def __new__(cls, *args, **kwargs):
-        for name, value in list(vars(cls).items()):
-            if isinstance(value, OfTheOptimizer):  # it is built like any optimizer: the other base is no wrapper
-                delattr(cls, name)
+        for kind in cls.__mro__:
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, OfTheOptimizer):  # it is built like any optimizer: the other base is no wrapper
+                    delattr(kind, name)
         optimizer = super().__new__(cls)
         optimizer._itself = weakref.ref(optimizer)  # wrappers hand attributes on, or copy them
         return optimizer

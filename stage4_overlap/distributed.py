@@ -1,5 +1,6 @@
 """The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and a file here each."""
 
+import functools
 from typing import Any
 
 import torch
@@ -16,19 +17,10 @@ from guard.wrap import Wrapper
 
 from .agreement import Agreement
 from .awaited import AwaitedBucket, AwaitsReaders
-from .buffer import Bucket
 from .drops import Drops
 from .dtensor import LocalBucket, TensorParallel, local_parts
 from .optimizer import ShardedOptimizer
 from .rounds import Rounds
-
-
-class GuardedBucket(AwaitedBucket, Bucket):
-    pass
-
-
-class BucketOfDTensors(LocalBucket, GuardedBucket):
-    pass
 
 
 class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Drops, Clipped, Scaled, Modes,
@@ -73,7 +65,7 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
 
     def bucket_class(self, params, transport):
         is_spread = any(hasattr(param, "device_mesh") for param in params)
-        return (BucketOfDTensors if is_spread else GuardedBucket)(params, transport)
+        return guarded_bucket(super().bucket_class, is_spread)(params, transport)
 
     def _refuse(self, named):
         """Buckets view parameters as flat. -> what of each is on this rank"""
@@ -88,3 +80,10 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
             if not tensor.is_contiguous():
                 raise not_contiguous(name, tensor)
         return here
+
+
+@functools.cache
+def guarded_bucket(core, is_spread):
+    """-> `core`, the class of a core's buckets or a variant's, with what guards add; `is_spread`: of DTensors."""
+    guards = (LocalBucket, AwaitedBucket) if is_spread else (AwaitedBucket,)
+    return type("GuardedBucket", (*guards, core), {})

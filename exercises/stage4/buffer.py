@@ -65,17 +65,20 @@ class Bucket:
     def __init__(self, params, transport):
         self.params, self.transport, self.ready = params, transport, set()
         self.tensors = [self.tensor_of(param) for param in params]
-        numels = [tensor.numel() for tensor in self.tensors]
-        alignment = ALIGNMENT // params[0].dtype.itemsize  # in elements
-        *self.starts, end = param_starts(numels, alignment)
-        self.numel = padded_numel(end, transport.world_size, alignment)
-        shard_numel = self.numel // transport.world_size
-        shard_start = transport.rank * shard_numel
-        self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + shard_numel)
         self.param_sync = None  # the works of the all-gather that is under way
+        self.place(ALIGNMENT // params[0].dtype.itemsize)
 
     def tensor_of(self, param):
         return param
+
+    def place(self, alignment):
+        """Where each parameter begins, at a multiple of `alignment` elements, and what of them this rank owns."""
+        numels, world_size = [tensor.numel() for tensor in self.tensors], self.transport.world_size
+        *self.starts, end = param_starts(numels, alignment)
+        self.numel = padded_numel(end, world_size, alignment)
+        shard_numel = self.numel // world_size
+        shard_start = self.transport.rank * shard_numel
+        self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + shard_numel)
 
     def move_in(self, flat_params):
         """Make the parameters views of `flat_params`, (numel,)."""
@@ -86,12 +89,15 @@ class Bucket:
 
     def partition(self):
         """Take this rank's 1/d of the parameters, as they are now, and make room for 1/d of the gradients."""
-        self.parameter = PartitionedParameter(self.shards[self.transport.rank])
+        self.parameter = self.parameter_of(self.shards[self.transport.rank])
         self.gradient = PartitionedGradient(self.parameter.main_shard)
         main_params = cut_ranges(self.parameter.main_shard, self.ranges)
         for main_param, main_grad in zip(main_params, cut_ranges(self.gradient.shard, self.ranges)):
             main_param.grad = main_grad
         self.main_params = {self.params[r.index]: main for r, main in zip(self.ranges, main_params)}
+
+    def parameter_of(self, shard):
+        return PartitionedParameter(shard)
 
     def is_full(self):
         return len(self.ready) == len(self.params)
@@ -164,14 +170,18 @@ class BucketBuffer:
 
     def __init__(self, buckets, transport):
         self.transport, self.places = transport, {}
-        largest = max((bucket.flat_params for bucket in buckets), key=lambda flat: flat.nbytes)
-        self.sent = torch.zeros(largest.nbytes, dtype=torch.uint8, device=largest.device)
+        nbytes = max(bucket.numel * self.wire_dtype(bucket).itemsize for bucket in buckets)
+        self.sent = torch.zeros(nbytes, dtype=torch.uint8, device=buckets[0].flat_params.device)
         self.received = torch.zeros_like(self.sent) if transport.needs_receive_buffer else self.sent
         for bucket in buckets:
-            sent, received = [memory[: bucket.flat_params.nbytes].view(bucket.flat_params.dtype)
+            dtype = self.wire_dtype(bucket)
+            sent, received = [memory[: bucket.numel * dtype.itemsize].view(dtype)
                               for memory in (self.sent, self.received)]
             slots = views_of(sent, bucket.tensors, bucket.starts)
             self.places[bucket] = slots, sent.view_as(bucket.shards), received.view_as(bucket.shards)
+
+    def wire_dtype(self, bucket):
+        return bucket.flat_params.dtype
 
     def start_grad_sync(self, bucket):
         """Take the gradients of `bucket` out of its parameters, and send them off."""

@@ -112,6 +112,11 @@ class StorageMemory(TorchDispatchMode):
         size[:] = n_bytes, span
         self.peak = max(self.peak, self.live)
 
+    def hold(self, n_bytes):
+        """Counts bytes of which no tensor is known; fewer than 0: they are freed."""
+        self.live += n_bytes
+        self.peak = max(self.peak, self.live)
+
     def _resized(self, storage, size):
         self.resize(storage, size)
         if storage in self.sizes:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness.measure import accumulation, every_row, recorder
 from harness.measure.namespaces import TCP
 from harness.measure.setup import Settings
-from harness.measure.two_host_options import ROWS, bits_per_second
+from harness.measure.two_host_options import ROWS, VARIANTS, bits_per_second
 from harness.rows import bucket_sizes, saved
 from harness.rows.results import Accumulation, Sweep
 from harness.run import meeting
@@ -53,7 +53,8 @@ def measure_here(args):
         short = settings._replace(rounds=min(args.rounds, SWEEP_ROUNDS), steps=min(args.steps, SWEEP_STEPS))
         found = every_row.measure_rows(together, short, bucket_sizes.choices(args.rows), progress)
         sweep, tuned = Sweep(found.conditions, found.rows), bucket_sizes.best(found.rows)
-    chosen = [choice for choice in ROWS if args.rows in choice.name or choice.name in always]
+    named = [*ROWS, *VARIANTS] if args.rows else ROWS
+    chosen = [choice for choice in named if args.rows in choice.name or choice.name in always]
     sized = [choice for choice in tuned if args.rows in choice.name or choice.base == "ddp"]
     result = every_row.measure_rows(together, settings, bucket_sizes.beside(chosen, sized), progress)
     result.sweep = sweep

@@ -16,6 +16,9 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 1",
                       "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16"))]
+# Where --rows asks for them.
+VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "whole_matrices", "hybrid", "wire16", "moments16",
+                                                    "finite", "blocks", "offload")]
 
 
 def parse(description):
@@ -41,7 +44,7 @@ def parse(description):
     args = parser.parse_args()
     bits_per_second(args.rate)
     args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
-    names = [one.name for one in ROWS]
+    names = [one.name for one in [*ROWS, *VARIANTS]]
     if not any(args.rows in name for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
     return args

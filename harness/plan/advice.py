@@ -12,8 +12,7 @@ def advice(planner, result):
     fitting = {row.choice: planner.ms(row.choice, world) for row in result.rows if row.fits_from}
     room, stage4 = f"{args.device_memory:g} GB", planner.recorded[ours, world]
     fastest = "; ".join(f"{choice.name}, {fitting[choice]:,.0f} ms" for choice in sorted(fitting, key=fitting.get)[:3])
-    sizes = planner.sizes(ours.base)
-    by_size = ", ".join(f"{ms:,.0f} ms with {choice.size}" for choice, ms in sizes.items())
+    by_size = ", ".join(f"{ms:,.0f} ms with {choice.size}" for choice, ms in planner.sizes(ours.base).items())
     once, each = (planner.ms(ours, world, 8, exchange_each) for exchange_each in (False, True))
     said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fastest} a micro-batch." if fitting else
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",

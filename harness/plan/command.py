@@ -28,6 +28,8 @@ from harness.run import command_line
 from harness.run.files import write
 
 fail = functools.partial(command_line.fail, "plan")
+BOUNDS = {"world": (1, 4096), "layers": (0, 1000), "width": (0, 2**17), "device_memory": (0.001, 10**6),
+          "bucket_cap_mb": (0.001, 10**6)}
 
 
 def gigabytes(text):
@@ -54,21 +56,15 @@ def parse():
     add("--advise", action="store_true", help="also say in words what to take")
     add("--json", type=Path, metavar="PATH", help="write the result there as well, and the picture as .svg")
     args = parser.parse_args()
-    counts = "world", "batch_size", "sequence_length", "accumulate", "tensor_parallel"
-    command_line.check_at_least_1(args, counts, fail)
+    command_line.check_at_least_1(args, ("batch_size", "sequence_length", "accumulate", "tensor_parallel"), fail)
     if args.layers < 0 or args.width < 0 or args.width % 128 or (args.layers > 0) != (args.width > 0):
         fail("--layers and --width: give both, and a width that is a multiple of 128")
-    command_line.check_between("--layers", args.layers, 0, 1000, fail)
-    command_line.check_between("--width", args.width, 0, 2**17, fail)
-    command_line.check_between("--device-memory", args.device_memory, 0.001, 10**6, fail)
-    if args.bucket_cap_mb is not None:
-        command_line.check_between("--bucket-cap-mb", args.bucket_cap_mb, 0.001, 10**6, fail)
+    command_line.check_bounds(args, BOUNDS, fail)
     args.spec = spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
-    command_line.check_between("--world", args.world, 1, 4096, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
     args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model

@@ -73,11 +73,11 @@ def plan(planner):
     planner.run([Choice(base) for base in ROWS[args.dtype]], [args.world])  # all at once
     choices = [planner.tuned(base) for base in ROWS[args.dtype]]
     planner.run(choices, ranks)
-    rows = [plan_row(planner, choice, ranks) for choice in choices]
     asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "advise", "spec")}
     numel = planner.recorded[choices[-1], args.world].numel
-    return PlanResult(PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
-                                     efficiency=EFFICIENCY, **planner.hardware._asdict()), rows)
+    conditions = PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
+                                efficiency=EFFICIENCY, **planner.hardware._asdict())
+    return PlanResult(conditions, [plan_row(planner, choice, ranks) for choice in choices])
 
 
 def plan_row(planner, choice, ranks):

@@ -22,7 +22,15 @@ from pathlib import Path
 
 from harness.report.command_checks import commands_exist
 from harness.report.command_runs import quick, run
-from harness.report.page_checks import broken_links, long_pages, rows_twice, unknown_names, wrong_quotes, wrong_samples
+from harness.report.page_checks import (
+    broken_links,
+    gone_names,
+    long_pages,
+    rows_twice,
+    unknown_names,
+    wrong_quotes,
+    wrong_samples,
+)
 from harness.report.project_files import ROOT, Project, pages
 from harness.report.reading_time import words
 from harness.run import command_line, signals
@@ -35,7 +43,7 @@ def problems(root=ROOT, of=None):
     found = []
     for page in every:
         if of is None or page.name in of:
-            checks = (long_pages, broken_links, unknown_names, wrong_samples, wrong_quotes, commands_exist)
+            checks = (long_pages, broken_links, unknown_names, wrong_samples, wrong_quotes, gone_names, commands_exist)
             found += [f"{page.name}:{line}: {text}" for check in checks for line, text in check(page, project)]
     twice = [(page, *rest) for page, *rest in rows_twice(every)]
     return found + [f"{page.name}:{line}: {text}" for page, line, text in twice if of is None or page.name in of]

@@ -8,9 +8,11 @@ import torch
 
 from harness.rows.choice import Choice
 from harness.rows.formulas import (
+    on_two_lines,
     replicated,
     replicated_and_two_pieces,
     replicated_main_params,
+    replicated_pairs,
     sharded_all,
     sharded_by_owner,
     sharded_gradients,
@@ -31,9 +33,12 @@ from harness.rows.ways import (
     ddp_16bit,
     ddp_and_zero,
     fsdp2,
+    hybrid,
     leaves_late,
     owner_reduce,
     replicated_16bit,
+    rounded_gradients,
+    rounded_moments,
     stage,
     stage_with_prefetch,
 )
@@ -100,6 +105,28 @@ APART = [
 ]
 
 
+def variant(name, build=None, wire=8, whole=4, shared=12, reference=ddp):
+    """A row of a file of variants/: a parameter takes `wire` bytes of the line, `whole` + `shared` / d of the rank, and
+    its share of buffers."""
+    return Way(f"variants {name}", "stage", build or stage_with_prefetch(f"variants.{name}"),
+               lambda numel, d: wire * numel * (d - 1) / d, lambda numel, d, optimizer:
+               whole + shared / d + getattr(optimizer, "bucket_buffer_bytes", 0) / numel, reference=reference)
+
+
+# Shown where --rows asks for them. whole_matrices sends, and holds, its padding besides. remainder16 is no row: its
+# parameters differ from the reference's at ties.
+VARIANTS = [
+    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
+    variant("whole_matrices"),
+    Way("variants hybrid", "stage", hybrid, on_two_lines, replicated_pairs),
+    variant("wire16", wire=6, reference=rounded_gradients),
+    variant("moments16", shared=8, reference=rounded_moments),
+    variant("finite"),
+    variant("blocks"),
+    variant("offload", shared=16),
+]
+
+
 def planned(name, make, whole, shared, **settings):
     """A row of make plan: after a step a parameter takes `whole` + `shared` / d bytes, and its share of buffers."""
     return Way(name, "stage", make(**settings), travels(1), lambda numel, d, optimizer:
@@ -121,7 +148,7 @@ PLANNED = [
 
 def find(base, bucket_mb=None):
     """The row of that name -> Way, with buckets of `bucket_mb` MiB; None: of its default size."""
-    way = next((way for way in [*ROWS, *APART, *PLANNED] if way.name == base), None)
+    way = next((way for way in [*ROWS, *APART, *PLANNED, *VARIANTS] if way.name == base), None)
     if way is None or bucket_mb is not None and way.sized is None:
         raise LookupError(f"there is no row {Choice(base, bucket_mb).name!r}")
     if bucket_mb is None:

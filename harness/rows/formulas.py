@@ -42,3 +42,19 @@ def sharded_main_params(numel, d, optimizer):
     return 2 + 4 * BYTES / d + optimizer.bucket_buffer_bytes / numel
 
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
+
+
+def ranks_in_a_group(d):
+    """Of hybrid: pairs, where that leaves several."""
+    return 2 if d > 2 and d % 2 == 0 else 1
+
+
+def on_two_lines(numel, d):
+    """Within a group, and the shards across."""
+    s = ranks_in_a_group(d)
+    r = d // s
+    return (2 * BYTES * (s - 1) / s + 2 * BYTES / s * (r - 1) / r) * numel
+
+
+def replicated_pairs(numel, d, optimizer):
+    return BYTES + 3 * BYTES / ranks_in_a_group(d) + optimizer.bucket_buffer_bytes / numel

@@ -120,6 +120,40 @@ def stage_with_prefetch(package, **settings):
     return build
 
 
+def hybrid(model, adamw):
+    """Pairs of ranks, and replicas across; where there are two ranks, or an odd number, replicas alone."""
+    d = dist.get_world_size()
+    shape = (d // 2, 2) if d > 2 and d % 2 == 0 else (d, 1)
+    mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
+    return stage_with_prefetch("variants.hybrid", mesh=mesh)(model, adamw)
+
+
+class RoundedTraining(Training):
+    """What wire16 and moments16 must agree with: everything on every rank, and what they round, rounded."""
+
+    wire_dtype, moments_dtype = torch.bfloat16, torch.float32
+
+    def update(self):
+        for param in self.model.parameters():
+            param.grad = (param.grad.to(self.wire_dtype) / dist.get_world_size()).float()
+            dist.all_reduce(param.grad)
+        self.optimizer.step()
+        for state in self.optimizer.state.values():
+            state.update({name: state[name].to(self.moments_dtype).float() for name in ("exp_avg", "exp_avg_sq")})
+
+
+class RoundedMoments(RoundedTraining):
+    wire_dtype, moments_dtype = torch.float32, torch.bfloat16
+
+
+def rounded_gradients(model, adamw):
+    return RoundedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+
+
+def rounded_moments(model, adamw):
+    return RoundedMoments(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+
+
 def owner_reduce(bucket_cap_mb=None):
     def build(model, adamw):
         return Training(model, model, OwnerReduce(model.parameters(), bucket_cap_mb=bucket_cap_mb, **adamw))

@@ -28,6 +28,13 @@ def check_between(option, value, lowest, highest, fail):
         fail(f"{option} {value:g}: it must be from {lowest:g} to {highest:g}")
 
 
+def check_bounds(args, bounds, fail):
+    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None."""
+    for name, (least, most) in bounds.items():
+        if getattr(args, name) is not None:
+            check_between(f"--{name.replace('_', '-')}", getattr(args, name), least, most, fail)
+
+
 def check_workload(args, at_least_1, models, fail):
     """`fail` where one of these options is less than 1, or there is no such model, or not for such sequences."""
     check_at_least_1(args, ("batch_size", "sequence_length", *at_least_1), fail)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import rank_files, ranks, reshard, states, writing
+from checkpoint import rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
@@ -267,9 +267,9 @@ def test_new_process_groups_leave_nothing_behind(run, stage, tmp_path):
 
 
 def late(function, seconds):
-    def after(*args):
+    def after(*args, **kwargs):
         time.sleep(seconds)
-        return function(*args)
+        return function(*args, **kwargs)
     return after
 
 
@@ -279,10 +279,11 @@ def slow(rank, stage, folder):
     model, optimizer = made(rank, stage, group)
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
-            patch.setattr(writing, "write_rank_file", late(writing.write_rank_file, 3))
-            patch.setattr(rank_files, "checksum", late(rank_files.checksum, 3))
+            for module, name in ((writing, "collect"), (states, "refuse_unclaimed"), (writing, "write_rank_file"),
+                                 (rank_files, "checksum"), (reading, "install")):
+                patch.setattr(module, name, late(getattr(module, name), 2.2))
         else:
-            patch.setattr(writing, "finish", late(writing.finish, 3))
+            patch.setattr(writing, "finish", late(writing.finish, 2.2))
         checkpoint.save(folder / "one", model, optimizer)
         checkpoint.load(folder / "one", model, optimizer)
 

@@ -1,6 +1,7 @@
 """What is loaded is what the optimizer keeps: shapes, dtypes, which entries belong together. Nothing changes before."""
 
 import copy
+import json
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import torch
 
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
+from checkpoint.manifest import sealed
 from guard.schema import Schema, Spec, check_state, described, schema_of
 from tests.checkpoint.test_checkpoint import SHARDED, a_run, equal, step_alike
 from tests.checkpoint.test_states import KEPT
@@ -204,8 +206,9 @@ def own_state_dict(rank, stage, what):
     before = copy.deepcopy(optimizer.state_dict())
     key, change = WRONG[what]
     wrong = copy.deepcopy(before)
-    index = max(wrong["state"], key=lambda index: wrong["state"][index]["exp_avg"].numel())
-    wrong["state"][index] = changed(wrong["state"][index], key, change(wrong["state"][index][key]))
+    name = max(wrong["state"], key=lambda name: wrong["state"][name]["exp_avg"].numel())
+    index = [name for group in wrong["param_groups"] for name in group["params"]].index(name)
+    wrong["state"][name] = changed(wrong["state"][name], key, change(wrong["state"][name][key]))
     if "main_params" in wrong:
         for param in wrong["main_params"].values():
             param.fill_(7)
@@ -279,3 +282,60 @@ def test_a_moment_that_is_too_small_ends_no_process(tmp_path):
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "exp_avg in the state of parameter 0 is of another optimizer: float32 of shape (1,)" in ended.stdout
+
+
+# ------------------------------------------------------------------------------------------------------- main_param
+
+MAIN_PARAMS = {
+    "of whole numbers": lambda value: value.view(torch.int32), "of 8 bits": lambda value: value.to(torch.float8_e5m2),
+    "bool": lambda value: value.bool(), "a row less": lambda value: value[:-1],
+    "one element": lambda value: value[:1, :1],
+    "a stack": lambda value: value[None], "none": lambda value: None,
+}
+
+
+def wrong_main_param(rank, stage, what):
+    """Nothing is changed: no parameter either, which it would become."""
+    model, optimizer = a_run(rank, stage, None, dtype=torch.bfloat16)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before, params = full_state_dict(optimizer, to_all=True), copy.deepcopy(dict(model.state_dict()))
+    index = next(i for i, state in before["state"].items() if state["exp_avg"].shape == (7, 5))
+    state = {**before["state"][index]}
+    state["main_param"] = MAIN_PARAMS[what](state["main_param"])
+    with pytest.raises(ValueError, match=f"main_param in the state of parameter {index} is .*, and none of shape"):
+        load_full_state_dict(optimizer, {**before, "state": {**before["state"], index: state}})
+    assert equal(full_state_dict(optimizer, to_all=True), before) and equal(dict(model.state_dict()), params)
+
+
+@pytest.mark.parametrize("what", MAIN_PARAMS)
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_main_param_is_checked_before_it_becomes_the_weights(run, stage, what):
+    run(wrong_main_param, stage, what)
+
+
+def wrong_main_param_in_files(rank, stage, path):
+    """An int32 has as many bytes: its checksums are right, and its shape is."""
+    model, optimizer = a_run(rank, stage, None, dtype=torch.bfloat16)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    checkpoint.save(path, model, optimizer)
+    if rank.rank == 0:
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["crc32"]
+        manifest["tensors"]["optimizer.state.embed.weight.main_param"]["dtype"] = "int32"
+        (path / "manifest.json").write_bytes(sealed(manifest))
+    torch.distributed.barrier()
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(checkpoint.ForeignCheckpoint, match="main_param in the state of embed.weight is int32 of shape"):
+        checkpoint.load(path, model, optimizer)
+    assert equal(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_main_param_in_files_too(run, stage, tmp_path):
+    run(wrong_main_param_in_files, stage, tmp_path / "one")

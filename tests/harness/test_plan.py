@@ -128,7 +128,7 @@ def test_a_ring_passes_every_rank_and_pays_for_every_hop():
 
 @pytest.mark.parametrize("options, says", [
     (["--model", "8b"], "argument --model: invalid choice: '8b'"),
-    (["--world", "0"], "--world is 0: it must be at least 1"),
+    (["--world", "0"], "--world 0: it must be from 1 to 4096"),
     (["--world", "5000"], "--world 5000: it must be from 1 to 4096"),
     (["--device-memory", "much"], "argument --device-memory: invalid gigabytes value: 'much'"),
     (["--model", "gpt2", "--tensor-parallel", "2"], "--tensor-parallel 2: the heads of gpt2 can't be shared out so"),

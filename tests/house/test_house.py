@@ -95,6 +95,20 @@ def test_all_guards_together_can_be_read():
     assert sum(len(code_lines(path)) for path in GUARDS) <= 1600
 
 
+VARIANTS = sorted((ROOT / "variants").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("path", VARIANTS, ids=name_of)
+def test_a_variant_imports_stages_and_guard(path):
+    for module in imported(path):
+        assert module.split(".")[0] in {"torch", "functools", "guard", *STAGES} or is_sibling(path, module), module
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *CHECKPOINT], ids=name_of)
+def test_nothing_that_is_taken_home_imports_a_variant(path):
+    assert "variants" not in {module.split(".")[0] for module in imported(path)}
+
+
 def opening(path):
     return ast.get_docstring(ast.parse(path.read_text()))
 

@@ -38,8 +38,8 @@ PROGRAMS = [(page, heading, code) for page, heading, code in ALL if not file_nam
 
 @pytest.fixture
 def folder(tmp_path):
-    """A reader's: the stages, guard/ and checkpoint/ are beside the program, and the rest of the repository isn't."""
-    for name in [*STAGES, "guard", "checkpoint"]:
+    """A reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
+    for name in [*STAGES, "guard", "checkpoint", "variants"]:
         (tmp_path / name).symlink_to(ROOT / name)
     for name, code in FILES.items():
         (tmp_path / name).write_text(code)

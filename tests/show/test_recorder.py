@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from show import __main__ as command
-from show import frames, programs, record, replicated
+from show import clock, frames, programs, record, replicated
 from show.memory import Memory
+from show.trace import Place
+from show.wires import Operation
 from tests.common import STAGES
 from tests.ranks import ROOT
 
@@ -159,6 +161,31 @@ def test_a_run_can_be_varied(run, world_size, settings):
 def test_buckets_are_as_many_as_asked_for(run, world_size, buckets):
     recording = recorded(run, world_size, FOUR, buckets=buckets)
     assert sum(one["what"] == "gradients" for one in recording["operations"]) == buckets
+
+
+def moment(line, starts=(), ends=()):
+    operations = [Operation(key, "all-reduce", (), ()) for key in starts]
+    return clock.Moment((Place("loop.py", line, "train", 1),), 1, "", {}, {}, {}, True, operations, list(ends))
+
+
+def test_a_collective_ends_a_tick_after_the_last_rank_has_begun_it_and_who_comes_first_waits():
+    early = [moment(1), moment(2, starts=["sum"]), moment(2, ends=["sum"]), moment(3)]
+    late = [moment(1), moment(1), moment(1), moment(2, starts=["sum"]), moment(2, ends=["sum"]), moment(3)]
+    clock.set_ticks([early, late], [0, 0])
+    assert [one.tick for one in early] == [0, 1, 4, 5]
+    assert [one.tick for one in late] == [0, 1, 2, 3, 4, 5]
+
+
+def test_ranks_begin_the_loop_in_the_same_tick():
+    short, long = [moment(1), moment(2)], [moment(1), moment(1), moment(1), moment(2)]
+    clock.set_ticks([short, long], [1, 3])
+    assert short[1].tick == long[3].tick == 3
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_an_error():
+    waits = [[moment(1, ends=[key]), moment(2, starts=[other])] for key, other in (("a", "b"), ("b", "a"))]
+    with pytest.raises(RuntimeError, match="for ever"):
+        clock.set_ticks(waits, [0, 0])
 
 
 # ---------------------------------------------------------------------------------------------------- the command

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.distributed import GuardedBucket
+from stage4_overlap.awaited import AwaitedBucket
 from tests.common import assert_same
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
@@ -299,7 +299,7 @@ def interrupted(rank):
         for step in range(4):
             x = torch.full((2, 5), float(rank.rank + step))
             if interrupt and step == 2:
-                grads = GuardedBucket.grads
+                grads = AwaitedBucket.grads
 
                 def watched(bucket):
                     if next(calls) == 3:
@@ -307,7 +307,7 @@ def interrupted(rank):
                     return grads(bucket)
 
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(GuardedBucket, "grads", watched)
+                    patch.setattr(AwaitedBucket, "grads", watched)
                     with pytest.raises(KeyboardInterrupt):
                         model(x).square().sum().backward()
                 optimizer.zero_grad()

@@ -1,0 +1,91 @@
+"""Two optimizers as one: a clip over both equals torch's over the whole model; so do accumulation and a state_dict."""
+
+import pytest
+import torch
+
+from guard.chained import Chained
+from harness.report.reading_time import code_lines
+from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
+from tests.ranks import ROOT
+
+SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+ADAMW = {"lr": 0.01, "foreach": False}
+MUON = {"lr": 0.02}
+
+
+def two_of(stage, model, optimizer_cls, kwargs):
+    """-> for matrices and for the rest."""
+    matrices = [param for param in trainable(model) if param.dim() == 2]
+    others = [param for param in trainable(model) if param.dim() != 2]
+    of_matrices = "variants.whole_matrices" if optimizer_cls is torch.optim.Muon and stage == STAGES[3] else stage
+    return Chained(optimizer_of(of_matrices)(matrices, optimizer_cls, **kwargs),
+                   optimizer_of(stage)(others, torch.optim.AdamW, **ADAMW))
+
+
+class Two:
+    """The same in one process, with torch's own."""
+
+    def __init__(self, rank, optimizer_cls, kwargs):
+        self.replicated = Replicated(rank, torch.optim.SGD, lr=0.0)
+        params = trainable(self.replicated.model)
+        self.optimizers = [optimizer_cls([param for param in params if param.dim() == 2], **kwargs),
+                           torch.optim.AdamW([param for param in params if param.dim() != 2], **ADAMW)]
+
+    def step(self, *steps, max_norm, norm_type):
+        self.replicated.backward(*steps)
+        norm = torch.nn.utils.clip_grad_norm_(trainable(self.replicated.model), max_norm, norm_type)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return norm
+
+
+def one_clip(rank, stage, optimizer_cls, kwargs, norm_type):
+    """With two micro-batches a step, of which one travels alone, and a new pair in the middle."""
+    model, reference = Net(seed=0), Two(rank, optimizer_cls, kwargs)
+    optimizer = two_of(stage, model, optimizer_cls, kwargs)
+    for step in range(0, 6, 2):
+        if step == 4:
+            kept = optimizer.state_dict()
+            optimizer = two_of(stage, model, optimizer_cls, kwargs)
+            optimizer.load_state_dict(kept)
+        with optimizer.no_sync():
+            loss_of(model, *batch(step, rank.rank)).backward()
+        loss_of(model, *batch(step + 1, rank.rank)).backward()
+        norm = optimizer.clip_grad_norm_(0.05, norm_type)
+        expected = reference.step(step, step + 1, max_norm=0.05, norm_type=norm_type)
+        assert torch.allclose(norm, expected, rtol=1e-5) and norm > 0.05
+        optimizer.step()
+        optimizer.zero_grad()
+    if optimizer_cls is torch.optim.SGD:  # Newton–Schulz works in bf16, and shows its last bit
+        assert_same(model, reference.replicated.model, exact=False)
+    else:
+        pairs = zip(model.parameters(), reference.replicated.model.parameters())
+        assert max((a - b).abs().max() for a, b in pairs) < 3e-3
+
+
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+def test_two_optimizers_are_clipped_together(run, stage, norm_type):
+    run(one_clip, stage, torch.optim.SGD, SGD, norm_type)
+
+
+@pytest.mark.parametrize("stage", [STAGES[1], STAGES[3]])
+def test_muon_for_matrices_and_adamw_for_the_rest(run, stage):
+    run(one_clip, stage, torch.optim.Muon, MUON, 2.0)
+
+
+def schedulers(rank, stage):
+    model = Net(seed=0)
+    optimizer = two_of(stage, model, torch.optim.SGD, SGD)
+    for one in optimizer.optimizers:
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.5)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_each_has_its_scheduler(run, stage):
+    assert run(schedulers, stage) == [[0.05, 0.005]]
+
+
+def test_it_has_forty_lines():
+    assert len(code_lines(ROOT / "guard" / "chained.py")) <= 40

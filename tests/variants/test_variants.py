@@ -1,0 +1,385 @@
+"""The variants: each equals replicated training on 1 to 4 ranks, sends and holds what its formula says, and takes the
+guard.
+
+The contract of stages runs over each of them: `pytest tests/stages/test_contract.py --stage variants.finite`.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import stage4_overlap
+from checkpoint import full_state_dict, load_full_state_dict
+from harness.measure import two_host_options
+from harness.measure.ledger import Ledger
+from harness.report.reading_time import code_lines
+from harness.rows import catalogue
+from tests.checkpoint import test_checkpoint
+from tests.common import Net, Replicated, batch, loss_of, one_rank_of, optimizer_of, trainable
+from tests.ranks import ROOT
+from tests.stages import test_contract, test_cores
+from tests.stages.test_cores import core_of
+from tests.variants import on_pairs
+from variants import hybrid, wire16
+from variants.__main__ import ROWS, counted, table
+
+FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py"))
+ADAMW = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
+# With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
+AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "whole_matrices", "finite", "blocks", "offload")),
+                 "tests.variants.on_pairs"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_variant_has_thirty_lines(path):
+    assert len(code_lines(path)) <= 30
+
+
+# ------------------------------------------------------------------------------------------------------------ equality
+
+
+@pytest.mark.parametrize("variant", AS_REPLICATED)
+def test_a_variant_equals_replicated_training(run, variant):
+    run(test_cores.equals_replicated, variant, "AdamW", test_cores.by_dimension, False, 1)
+
+
+@pytest.mark.parametrize("variant", AS_REPLICATED)
+def test_a_variant_adds_up_micro_batches(run, variant):
+    run(test_cores.equals_replicated, variant, "AdamW", nn.Module.parameters, False, 3)
+
+
+class BlockSGD(torch.optim.Optimizer):
+    """Divides each gradient by the largest in its block of 256 elements: element-wise it is not."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    for part, grad in zip(param.view(-1).split(256), param.grad.view(-1).split(256)):
+                        part -= group["lr"] * grad / grad.abs().max().clamp(min=1e-6)
+
+
+def own_optimizer(rank, of, variant, cap_mb, optimizer_cls, shapes, kwargs):
+    """Gradients are drawn for each step and rank. -> largest difference from one process with all of them"""
+    drawn = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
+    params = [nn.Parameter(torch.randn_like(param)) for param in whole]  # others: the constructor broadcasts
+    for param, first in zip(params, whole):
+        if rank.rank == 0:
+            param.data.copy_(first.data)
+    plain = optimizer_cls(whole, **kwargs)
+    optimizer = of(variant)(params, optimizer_cls, bucket_cap_mb=cap_mb, **kwargs)
+    for _ in range(4):
+        grads = [[torch.randn(shape, generator=drawn) for shape in shapes] for _ in range(rank.world_size)]
+        for param, grad in zip(params, grads[rank.rank]):
+            (param * grad).sum().backward()
+        optimizer.step()
+        for param, *its in zip(whole, *grads):
+            param.grad = sum(grad / rank.world_size for grad in its)
+        plain.step()
+    return max((a - b).abs().max().item() for a, b in zip(params, whole))
+
+
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("cap_mb", [1e-6, 2e-3, 1])
+def test_muon_steps_whole_matrices(run, of, cap_mb, world_size):
+    """At d = 2 to the bit. Beyond, the order of a sum: Newton–Schulz works in bf16, and shows its last bit."""
+    shapes = [(24, 16), (16, 24), (8, 8), (40, 16), (16, 3)]
+    (worst, *_) = run(own_optimizer, of, "variants.whole_matrices", cap_mb, torch.optim.Muon, shapes, {"lr": 0.02})
+    assert worst <= (0 if world_size <= 2 else 2e-3)
+
+
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+def test_blocks_are_stepped_as_in_the_whole_tensor(run, of, world_size):
+    shapes = [(40, 40), (10,), (513,), (300,)]
+    (worst, *_) = run(own_optimizer, of, "variants.blocks", 2e-3, BlockSGD, shapes, {"lr": 0.1})
+    assert worst <= (0 if world_size <= 2 else 1e-6)
+
+
+def refused(rank, variant, optimizer_cls, shape, kwargs):
+    with pytest.raises(ValueError, match="is not element-wise"):
+        optimizer_of(variant)([nn.Parameter(torch.zeros(shape))], optimizer_cls, **kwargs)
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_other_stages_refuse_what_these_variants_are_for(run):
+    run(refused, "stage4_overlap", torch.optim.Muon, (8, 8), {"lr": 0.1})
+    run(refused, "stage4_overlap", BlockSGD, (40, 40), {"lr": 0.1})
+    run(refused, "variants.blocks", torch.optim.Muon, (8, 8), {"lr": 0.1})
+
+
+class BlockMoment(BlockSGD):
+    """And keeps a scale for each block."""
+
+    def step(self):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["scale"] = torch.stack([grad.abs().max() for grad in param.grad.view(-1).split(256)])
+
+
+def keeps_no_block_state(rank):
+    params = [nn.Parameter(torch.ones(40, 40))]
+    optimizer = optimizer_of("variants.blocks")(params, BlockMoment, lr=0.1)
+    (params[0] * (rank.rank + 1) * torch.arange(1600.0).view(40, 40)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="scale"):
+        full_state_dict(optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_state_of_blocks_is_refused_by_a_full_state(run):
+    run(keeps_no_block_state)
+
+
+# -------------------------------------------------------------------------------------------------------- with a guard
+
+
+@pytest.mark.parametrize("variant", AS_REPLICATED)
+@pytest.mark.parametrize("with_no_sync", [True, False], ids=["no_sync", "every backward"])
+def test_a_guarded_variant_accumulates(run, variant, with_no_sync):
+    run(test_contract.accumulate, variant, with_no_sync)
+
+
+@pytest.mark.parametrize("variant", AS_REPLICATED)
+def test_a_guarded_variant_clips(run, variant):
+    run(test_contract.clip, variant, 2.0, 0.05)
+
+
+@pytest.mark.parametrize("variant", AS_REPLICATED[:-1])
+def test_a_guarded_variant_goes_on_in_plain_torch_and_back(run, variant):
+    run(test_checkpoint.to_plain_and_back, variant)
+
+
+# ------------------------------------------------------------------------------------------------------- fewer bits
+
+
+ELEMENTWISE = [(40, 40), (10,), (513,), (300,)]
+
+
+def drawn(generator, rank, dtype=torch.float32):
+    """-> gradients of this rank, and of all; the same for the same state of the generator."""
+    everyone = [[torch.randn(shape, generator=generator).to(dtype) for shape in ELEMENTWISE]
+                for _ in range(rank.world_size)]
+    return everyone[rank.rank], everyone
+
+
+def of_fewer_bits(rank, of, variant, on_wire, kept_in):
+    """To the bit: one process that rounds what the variant rounds, and adds in rank order."""
+    generator, d = torch.Generator().manual_seed(0), rank.world_size
+    params, whole = ([nn.Parameter(torch.ones(shape)) for shape in ELEMENTWISE] for _ in range(2))
+    optimizer = of(variant)(params, torch.optim.AdamW, bucket_cap_mb=2e-3, **ADAMW)
+    plain = torch.optim.AdamW(whole, **ADAMW)
+    for _ in range(4):
+        mine, everyone = drawn(generator, rank)
+        for param, grad in zip(params, mine):
+            (param * grad).sum().backward()
+        optimizer.step()
+        for param, *grads in zip(whole, *everyone):
+            parts = [(grad.to(on_wire) / d).float() for grad in grads]
+            param.grad = sum(parts[1:], parts[0])
+        plain.step()
+        for state in plain.state.values():
+            state.update({name: state[name].to(kept_in).float() for name in ("exp_avg", "exp_avg_sq")})
+        assert all(map(torch.equal, params, whole))
+    moments = [state["exp_avg"].dtype for state in optimizer.state.values()]
+    assert set(moments) <= {kept_in}
+
+
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("variant, on_wire, kept_in", [
+    ("variants.wire16", torch.bfloat16, torch.float32), ("variants.moments16", torch.float32, torch.bfloat16)])
+def test_what_is_rounded_is_rounded_once_and_nothing_else(run, of, variant, on_wire, kept_in):
+    run(of_fewer_bits, of, variant, on_wire, kept_in)
+
+
+def beside_stage_4(rank, of):
+    """Gradients don't depend on parameters, steps are multiples of half a unit: many ties. -> number of them, seen
+
+    Rank 0 has the gradient, d times: then d divides it.
+    """
+    generator, ties = torch.Generator().manual_seed(0), 0
+    start = [1 + torch.randint(0, 128, shape, generator=generator) / 128 for shape in ELEMENTWISE]
+    both = [[nn.Parameter(param.bfloat16()) for param in start] for _ in range(2)]
+    stage, variant = [of(name)(params, torch.optim.SGD, lr=2**-8, bucket_cap_mb=2e-3)
+                      for name, params in zip(("stage4_overlap", "variants.remainder16"), both)]
+    for _ in range(4):
+        mine = [torch.randint(-1, 2, shape, generator=generator).bfloat16() for shape in ELEMENTWISE]
+        mine = [grad * (rank.world_size if rank.rank == 0 else 0) for grad in mine]
+        for optimizer, params in zip((stage, variant), both):
+            for param, grad in zip(params, mine):
+                (param * grad).sum().backward()
+            optimizer.step()
+        for bucket, split in zip(stage.buckets, variant.buckets):
+            assert split.parameter.main.untyped_storage().size() == 0
+            main = bucket.parameter.main_shard
+            assert torch.equal(split.parameter.main_shard, main)
+            ours, theirs = (b.parameter.shard.view(torch.int16).int() for b in (split, bucket))
+            is_tie = main.view(torch.int32) & 0xFFFF == 0x8000
+            assert torch.equal(ours - theirs, (ours != theirs).int()) and not (ours != theirs)[~is_tie].any()
+            ties += (ours != theirs).sum().item()
+    return ties
+
+
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(run, of):
+    """Every difference of a bf16 parameter is a tie, and one unit upwards."""
+    assert sum(run(beside_stage_4, of)) > 0
+
+
+LESS = [f"variants.{name}" for name in ("wire16", "moments16")]
+
+
+def goes_on(rank, variant, dtype):
+    """Three steps, a checkpoint, two more; and the same two in a new instance that has loaded it: to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    params, others = ([nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ELEMENTWISE] for _ in range(2))
+    optimizer = optimizer_of(variant)(params, torch.optim.AdamW, **ADAMW)
+
+    def train(optimizer, params, grads):
+        for param, grad in zip(params, grads):
+            (param * grad).sum().backward()
+        optimizer.step()
+    for _ in range(3):
+        train(optimizer, params, drawn(generator, rank, dtype)[0])
+    kept = full_state_dict(optimizer, to_all=True)
+    plain = torch.optim.AdamW([nn.Parameter(param.detach().clone()) for param in params], **ADAMW)
+    plain.load_state_dict(kept)
+    for param, other in zip(params, others):
+        other.data.copy_(param.data)
+    again = optimizer_of(variant)(others, torch.optim.AdamW, **ADAMW)
+    load_full_state_dict(again, kept if rank.rank == 0 else None)
+    for _ in range(2):
+        grads = drawn(generator, rank, dtype)[0]
+        train(optimizer, params, grads)
+        train(again, others, grads)
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("variant, dtype", [*((name, torch.float32) for name in LESS),
+                                            ("variants.remainder16", torch.bfloat16)])
+def test_fewer_bits_go_on_from_a_checkpoint(run, variant, dtype):
+    run(goes_on, variant, dtype)
+
+
+def combine_and_clip(rank, variant):
+    """Accumulation and a clip: as without rounding, to two digits."""
+    model, reference = Net(seed=0), Replicated(rank, **ADAMW)
+    optimizer = optimizer_of(variant)(trainable(model), **ADAMW)
+    for first in (0, 2):
+        with optimizer.no_sync():
+            loss_of(model, *batch(first, rank.rank)).backward()
+        loss_of(model, *batch(first + 1, rank.rank)).backward()
+        reference.backward(first, first + 1)
+        norm = optimizer.clip_grad_norm_(0.05)
+        expected = torch.nn.utils.clip_grad_norm_(trainable(reference.model), 0.05)
+        assert torch.allclose(norm, expected, rtol=1e-2)
+        for each in (optimizer, reference.optimizer):
+            each.step()
+            each.zero_grad()
+    largest = max((a - b).abs().max() for a, b in zip(model.parameters(), reference.model.parameters()))
+    assert largest < 3e-3  # of steps of 0.01
+
+
+@pytest.mark.parametrize("variant", LESS)
+def test_fewer_bits_accumulate_and_clip(run, variant):
+    run(combine_and_clip, variant)
+
+
+class HybridWire16(on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, hybrid.Replicas, wire16.ShardedOptimizer):
+    """Two that combine, in a line."""
+
+
+def both_at_once(rank):
+    model, reference = Net(seed=rank.rank), Replicated(rank, **ADAMW)
+    optimizer = HybridWire16(trainable(model), torch.optim.AdamW, **ADAMW)
+    with Ledger() as ledger:
+        for step in range(3):
+            loss_of(model, *batch(step, rank.rank)).backward()
+            optimizer.step()
+            reference.step(step)
+    assert max((a - b).abs().max() for a, b in zip(model.parameters(), reference.model.parameters())) < 1e-2
+    assert {entry.dtype for entry in ledger.entries if entry.kind == "send"} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_hybrid_and_wire16_combine(run):
+    run(both_at_once)
+
+
+# ------------------------------------------------------------------------------------------------------------- finite
+
+
+def meets_nan(rank, of, value):
+    """The last rank has it, in one element of the second parameter. -> the error, of every rank"""
+    weights = [(name, nn.Parameter(torch.ones(40))) for name in ("first", "second", "third")]
+    optimizer = of("variants.finite")(weights, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    factor = torch.ones(40)
+    factor[7] = value if rank.rank == rank.world_size - 1 else 1
+    sum((param * factor if name == "second" else param).sum() for name, param in weights).backward()
+    with pytest.raises(RuntimeError, match="nan or inf") as error:
+        optimizer.step()
+    assert all((param == 1).all() for _, param in weights)
+    sum(param.sum() for _, param in weights).backward()
+    optimizer.step()
+    assert all((param == 0).all() for _, param in weights)  # nothing is left of it
+    return str(error.value)
+
+
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_an_error_on_every_rank(run, of, value, world_size):
+    line = f"a gradient is nan or inf: of parameter second on rank {world_size - 1}"
+    assert set(run(meets_nan, of, value)) == {line}
+
+
+# -------------------------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name} {row.dtype}")
+@pytest.mark.parametrize("d", [2, 4, 8])
+def test_a_variant_sends_and_holds_what_its_formula_says(row, d):
+    """What is held: to 1 %, the counts of steps."""
+    sent, _, held = counted(row, d)
+    assert sent == pytest.approx(row.sends(d))
+    assert held == pytest.approx(row.holds(d), rel=0.01)
+
+
+def test_every_variant_has_a_row():
+    assert {row.name for row in ROWS if row.module.startswith("variants.")} == {path.stem for path in FILES} - {
+        "by_bucket"}
+
+
+def test_the_page_has_the_table_that_the_command_prints():
+    assert "\n".join(table()) in (ROOT / "variants" / "README.md").read_text()
+
+
+def test_offload_leaves_the_parameters_and_two_buffers_on_the_device():
+    """Of a fake device: the shards, their gradients and the moments are on the host."""
+    with one_rank_of(4), FakeTensorMode():
+        params = [nn.Parameter(torch.empty(64, 64, device="meta")) for _ in range(8)]
+        optimizer = core_of("variants.offload")(params, torch.optim.AdamW, bucket_cap_mb=0.03)
+        for param in reversed(params):
+            param.grad = torch.empty_like(param)
+            optimizer.on_grad_ready(param)
+        optimizer.step()
+        held = [shard for bucket in optimizer.buckets for shard in (bucket.parameter.main_shard, bucket.gradient.shard)]
+        held += [tensor for state in optimizer.optimizer.state.values() for tensor in state.values()]
+        assert all(tensor.device.type == "cpu" for tensor in held)
+        assert sum(tensor.nbytes for tensor in held if tensor.dim()) == 16 * 8 * 64 * 64 / 4
+        assert all(tensor.device.type == "meta" for tensor in (*params, *(buffer.sent for buffer in optimizer.idle)))
+
+
+def test_bench_and_network_have_the_same_rows_of_variants():
+    """remainder16 is none: its parameters differ from a reference's at ties."""
+    in_bench = [row.name for row in catalogue.VARIANTS]
+    assert in_bench == [choice.name for choice in two_host_options.VARIANTS]
+    assert {f"variants {row.name}" for row in ROWS if row.module.startswith("variants.")} - set(in_bench) == {
+        "variants remainder16"}
+    assert all(catalogue.find(name).name == name for name in in_bench)

@@ -1,0 +1,50 @@
+"""Shards within a group of ranks, replicas across groups: what is gathered stays on the fast lines.
+
+Situation: nodes with fast lines inside and slow ones between, or so many ranks that a message to all is all latency.
+Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
+DeepSpeed.
+Wire, of s ranks in a group and r groups: (g+p)Ψ · (s-1)/s bytes within, and across an all-reduce of the shard alone,
+2 · 4Ψ/s · (r-1)/r. Memory: that of s ranks, not of r · s.
+Costs: r times the state. What the guard agrees on, it agrees on within a group: an error that one group alone sees (a
+missing gradient, another lr) is raised there, and the others wait; the loss of a closure is the group's mean; `save` is
+for the ranks of one group.
+
+    mesh = torch.distributed.init_device_mesh("cpu", (r, s))
+    DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
+"""
+
+import torch
+import torch.distributed as dist
+
+import stage4_overlap
+from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
+
+
+class OnMesh:
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, **kwargs):
+        self.across = mesh.get_group(0)  # the ranks that have the same shards
+        super().__init__(params, optimizer_cls, process_group=mesh.get_group(1), **kwargs)
+
+
+class Replicas(OverlapOptimizer):
+    @torch.no_grad()
+    def shard(self, groups):
+        for group in groups:
+            for param in group["params"]:
+                dist.broadcast(param, group=self.across, group_src=0)
+        super().shard(groups)
+
+    def receive_oldest(self):
+        """Also across the groups, each time that a bucket has arrived; what it held before is the same everywhere."""
+        shard = self.travelling[0].bucket.gradient.shard
+        super().receive_oldest()
+        shard /= dist.get_world_size(self.across)
+        dist.all_reduce(shard, group=self.across)
+
+
+class ShardedOptimizer(OnMesh, Replicas):
+    pass
+
+
+class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, Replicas):
+    """Stage 4's, over the second dimension of `mesh`, with replicas over the first."""
