@@ -79,7 +79,7 @@ BACKENDS = [("nccl", "cuda:1"), ("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", 
 def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch, fake_group, stage, config, expected):
     refuse, found = importlib.import_module("guard.refuse"), []
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(refuse, "_agree", lambda error, lines, group, device: found.append((error, str(device))))
+    monkeypatch.setattr(refuse, "agree", lambda error, lines, group, device: found.append((error, str(device))))
     monkeypatch.setattr(refuse, "_check_memory", lambda named: None)  # fake tensors have none
     with FakeTensorMode():
         params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]

@@ -92,7 +92,7 @@ def test_a_guard_imports_torch_the_standard_library_and_its_siblings(path):
 
 
 def test_all_guards_together_can_be_read():
-    assert sum(len(code_lines(path)) for path in GUARDS) <= 1600
+    assert sum(len(code_lines(path)) for path in GUARDS) <= 1610
 
 
 VARIANTS = sorted((ROOT / "variants").glob("[a-z]*.py"))
