@@ -11,3 +11,4 @@ class DistributedOptimizer(Stage1):
         super().shard(groups)
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own["params"] = list(group["params"])
+        self._elsewhere = frozenset()  # or the guard would show nothing of them
