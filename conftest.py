@@ -24,6 +24,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # what a test asks of make is no part of `make test`
+        os.environ.pop(name, None)
     if config.getoption("--gpu"):
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu: torch finds no GPU here")
