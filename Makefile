@@ -15,6 +15,8 @@ ARGS ?=
 PUBLISH ?=
 A ?= 1
 B ?= 2
+# Rows of variants/ have files of their own: with few other rows they are no bench.
+VARIANTS_FILE = $(if $(findstring --rows variants,$(ARGS)),_variants)
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 TOOLS = $(if $(filter .venv/%,$(PYTHON)),.venv/.tools)
 # Whether a value is one of these words; a pattern such as * or % is none.
@@ -27,8 +29,8 @@ PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist loadfile --no
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py layout.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test check lint grade train network timeline show seams take faults cuda host plan report docs-check
-.PHONY: diff clean
+.PHONY: help bench test check lint grade train network curve timeline show seams take faults cuda saving host plan
+.PHONY: report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -37,6 +39,7 @@ help:
 	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
+	@echo 'make curve                  time over computing alone, from 100 Mbit/s to 2.5 Gbit/s  (half an hour)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make seams STAGE=4          which class adds to which method, in the order in which they run'
@@ -45,6 +48,7 @@ help:
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
+	@echo 'make saving                 GB/s of checkpoints beside torch.save and the disk; what a step waits for them'
 	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours  (PUBLISH=1)'
@@ -54,7 +58,7 @@ help:
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
-	exec $(PYTHON) bench.py --json measured/bench.json $(ARGS)
+	exec $(PYTHON) bench.py --json measured/bench$(VARIANTS_FILE).json $(ARGS)
 
 test: $(ENV)
 	exec $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
@@ -76,7 +80,10 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json measured/network.json $(ARGS)
+	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json $(ARGS)
+
+curve: $(ENV)
+	exec $(PYTHON) -m harness.measure.curve $(ARGS)
 
 timeline: $(ENV)
 	$(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all))
@@ -99,6 +106,9 @@ faults: $(ENV)
 cuda: $(ENV)
 	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
 
+saving: $(ENV)
+	exec $(PYTHON) -m harness.measure.saving $(ARGS)
+
 host: $(ENV)
 	exec $(PYTHON) -m harness.measure.host_time $(ARGS)
 
@@ -108,6 +118,7 @@ plan: $(ENV)
 report: $(ENV)
 	$(PYTHON) -m harness.report $(if $(PUBLISH),--publish)
 	$(PYTHON) -m show --pages
+	$(PYTHON) -m variants --page
 
 .PHONY: docs-check
 docs-check: $(ENV)

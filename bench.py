@@ -16,14 +16,14 @@ from harness.run import command_line  # first: from here on Ctrl-C is one word
 import rich.console
 import rich.progress
 
-from harness.measure import any_ranks, conditions, default_buckets, every_row, host_time, recorder
+from harness.measure import any_ranks, conditions, default_buckets, every_row, host_time, recorder, shared_layers
 from harness.measure.setup import Settings
 from harness.report import terminal
 from harness.rows import catalogue, rates, saved
-from harness.rows.choice import Choice
+from harness.rows.choice import Choice, is_asked
 from harness.run.files import write
 from harness.run.workers import WorkerError, Workers
-from harness.train import corpus
+from harness.train import corpus, tensor_parallel
 from harness.train.gpt import MODELS
 
 fail = functools.partial(command_line.fail, "bench.py")
@@ -39,7 +39,9 @@ def parse(rows, models):
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
     add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="rows with such parameters, and ddp")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32",
+        help="rows with such parameters, and ddp (default float32)")
+    add("--tp", type=int, default=1, metavar="N", help="more rows, in which N ranks share each layer (default 1: none)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no exposed time, no model state: a look")
     add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
@@ -47,16 +49,19 @@ def parse(rows, models):
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
     check_model(args, args.model or "medium", models)  # which of the defaults it is the ranks will say
-    choices = [Choice(row.name) for row in rows if args.rows in row.name and row.dtype == args.dtype
+    of_dtype = [row for row in rows if row.dtype == args.dtype or args.rows == "variants"]
+    choices = [Choice(row.name) for row in rows if is_asked(args.rows, row.name) and row in of_dtype
                and (args.rows or row not in catalogue.VARIANTS) or row.kind in ("reference", "noise")]
-    if args.rows and not any(args.rows in choice.name for choice in choices):
+    if args.rows and not any(is_asked(args.rows, choice.name) for choice in choices):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
     return args, choices
 
 
 def check_model(args, model, models):
     args = argparse.Namespace(**{**vars(args), "model": model})
-    command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout"), models, fail)
+    command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout", "tp"), models, fail)
+    if reason := tensor_parallel.misfit(args.tp, args.ranks, models[model].n_heads, args.sequence_length):
+        fail(f"--tp {args.tp}: {reason}")
 
 
 def main():
@@ -77,12 +82,14 @@ def main():
             model = args.model or conditions.default_model(workers)
             check_model(args, model, MODELS)
             settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
-            more = 0 if args.quick else len(choices) + 4
+            more = (2 + rounds) * (args.tp > 1) + (0 if args.quick else len(choices) + 4)
             task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, choices) + more)
 
             def progress(text):
                 bar.update(task, advance=1, description=text)
             result = every_row.measure_rows(workers, settings, choices, progress)
+            if args.tp > 1:
+                result.shared = shared_layers.measure_shared(workers, settings, args.tp, progress)
             if not args.quick:
                 if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
                     recorder.record_rows(workers, settings, result.rows, progress)

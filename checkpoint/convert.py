@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from .boxes import whole_box
 from .json_values import unpack
 from .manifest import manifest_of
-from .rank_files import read, verify
+from .rank_files import read_box, verify
 from .reading import TensorsOf
 
 
@@ -76,7 +77,7 @@ def converted(folder) -> dict:
     stored = {name: manifest.tensors[f"model.{name}"] for name in manifest.model}
     groups = [{**unpack(group["options"], tensors), "params": group["params"]} for group in manifest.groups]
     states = {name: without_deques(unpack(state, tensors)) for name, state in manifest.states.items()}
-    return {"model": {name: read(folder, one).reshape(one.shape) for name, one in stored.items()},
+    return {"model": {name: read_box(folder, one, whole_box(one.shape)) for name, one in stored.items()},
             "optimizer": {"state": states, "param_groups": groups},
             "extra": [without_deques(unpack(extra, tensors)) for extra in manifest.extra]}
 

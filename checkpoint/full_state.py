@@ -56,8 +56,9 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
         return {}
     params, state = all_params(optimizer), {}
     with errors_on_all("the state can't be put together", group):
-        states = local_states(optimizer, pieces_of(optimizer))
-    for index, tree, found in gather(optimizer, states, group, dst):
+        pieces = pieces_of(optimizer)
+        states = local_states(optimizer, pieces)
+    for index, tree, found in gather(optimizer, states, pieces, group, dst):
         state[index] = filled(tree, lambda path: found[path].on_cpu(params[index]))
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
 
@@ -116,7 +117,7 @@ class Whole(NamedTuple):
         """What the inner optimizer keeps for a piece. In memory it lies as that does: fused kernels don't look."""
         if not self.is_cut:
             return self.tensor
-        part = self.tensor[..., piece.start : piece.stop]
+        part = self.tensor[..., slice(*piece.in_whole)]
         if part.dim() > 1:
             return part.reshape((*part.shape[:-1], *piece.main.shape)).clone()
         return torch.empty_like(piece.main, dtype=part.dtype).copy_(part.view(piece.main.shape))
@@ -127,38 +128,39 @@ def filled(tree, tensor_of):
     return unpack(tree, lambda name, what: unpack_data(what) if name == "data" else tensor_of(what))
 
 
-def gather(optimizer, states, group, dst):
+def gather(optimizer, states, pieces, group, dst):
     """-> iterator over (index, packed state, path -> Whole) of each parameter that has a state. Collective.
 
     On rank `dst` of `group`, None: on all. The tensors are on the device of the parameter; each travels when it is
-    asked for.
+    asked for. Of a DTensor the whole is what this rank has, with `pieces_of`; with `pieces_in_whole` that of all ranks.
 
     Raises:
         NotKept: a part of a state is on no rank, or it can't be put together; on every rank, before anything travels.
     """
     names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
-    layouts, tensors = agree_on_states(optimizer, states, pieces_of(optimizer), names, group)
+    layouts, tensors = agree_on_states(optimizer, states, pieces, names, group)
     for index, layout in layouts.items():
         stacked = [path for path, (lead, _) in layout.cut.items() if lead]
         if stacked and hasattr(all_params(optimizer)[index], "device_mesh"):
             raise NotKept(f"the state of {names[index]} has {stacked[0]}, a stack of DTensors: it can't be kept")
-    return put_together(layouts, tensors, [local(param) for param in all_params(optimizer)], group, dst)
+    return put_together(layouts, tensors, pieces, all_params(optimizer)[0].device, group, dst)
 
 
-def put_together(layouts, tensors, params, group, dst):
+def put_together(layouts, tensors, pieces, device, group, dst):
     rank, _ = rank_and_size(group)
     for index, layout in layouts.items():
-        mine, param, found = tensors.get(index, {}), params[index], {}
+        mine, found = tensors.get(index, {}), {}
+        numel = layout.owners[-1][2]
         for path, (lead, dtype) in layout.cut.items():
-            whole = torch.empty(*lead, param.numel(), dtype=dtype, device=param.device) if dst in (None, rank) else None
+            whole = torch.empty(*lead, numel, dtype=dtype, device=device) if dst in (None, rank) else None
             for owner, start, stop in layout.owners:
-                part = flat(mine[path], lead) if owner == rank else None
+                part = part_of(mine[path], lead, pieces[index], start, stop) if owner == rank else None
                 place = whole[..., start:stop] if whole is not None else None
-                travel(part, (*lead, stop - start), dtype, param.device, owner, group, dst, place)
+                travel(part, (*lead, stop - start), dtype, device, owner, group, dst, place)
             found[path] = Whole(whole, True)
         for path, (owner, (shape, dtype, *_)) in layout.common.items():
             part = mine[path] if owner == rank else None
-            found[path] = Whole(travel(part, shape, dtype, param.device, owner, group, dst), False)
+            found[path] = Whole(travel(part, shape, dtype, device, owner, group, dst), False)
         if dst in (None, rank):
             yield index, layout.tree, found
 
@@ -185,9 +187,11 @@ def travel(part, shape, dtype, device, owner, group, dst, place=None):
     return there
 
 
-def flat(tensor, lead):
-    """(*lead, elements of the piece)."""
-    return tensor if tensor.dim() == len(lead) + 1 else tensor.reshape(*lead, -1)
+def part_of(tensor, lead, piece, start, stop):
+    """(*lead, stop - start): those elements of the whole, of a tensor that has those of a piece."""
+    flat = tensor if tensor.dim() == len(lead) + 1 else tensor.reshape(*lead, -1)
+    first, last = piece.in_whole
+    return flat if (start, stop) == (first, last) else flat[..., start - first : stop - first]
 
 
 def broadcast_plan(optimizer, state_dict):

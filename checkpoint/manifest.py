@@ -40,12 +40,15 @@ class Stored(NamedTuple):
     """A tensor in the files.
 
     shape: the first `n_lead` dimensions are whole in each range; the others, flat, are what ranges divide.
+    cuts: into which pieces a DTensor was cut along each of these others: its elements then lie box after box, see
+        boxes.py, and ranges divide that.
     """
 
     dtype: torch.dtype
     shape: torch.Size
     n_lead: int
     ranges: list[Range]
+    cuts: list[list[int]]
 
     @property
     def lead(self):
@@ -157,11 +160,13 @@ def _file(name, what):
 
 
 def _stored(key, what) -> Stored:
-    need(what.keys() == set(Stored._fields), f"tensor {key!r:.60}")
+    need(what.keys() | {"cuts"} == set(Stored._fields), f"tensor {key!r:.60}")
     shape, n_lead = checked_shape(what["shape"]), what["n_lead"]
     need(_is_count(n_lead) and n_lead <= len(shape), f"dimensions of {key!r:.60}")
     ranges = [Range(*one) for one in what["ranges"]]
-    stored = Stored(DTYPES[what["dtype"]], shape, n_lead, ranges)
+    cuts = what.get("cuts", [[size] for size in shape[n_lead:]])
+    _check_cuts(key, cuts, shape[n_lead:], len(ranges))
+    stored = Stored(DTYPES[what["dtype"]], shape, n_lead, ranges, cuts)
     in_files = collections.Counter(one.file for one in ranges)
     need(max(in_files.values(), default=0) <= max(1, 2 * len(shape)), f"{key!r:.60} is in too many ranges")
     end = 0
@@ -170,6 +175,15 @@ def _stored(key, what) -> Stored:
         end = stop
     need(end == (stored.numel if math.prod(stored.lead) else 0), f"ranges of {key!r:.60} are not all of it")
     return stored
+
+
+def _check_cuts(key, cuts, shape, n_ranges):
+    """They are all of the shape, and no more boxes than ranges: each has one at least."""
+    need(type(cuts) is list and all(type(sizes) is list for sizes in cuts), f"cuts of {key!r:.60}")
+    for sizes in cuts:
+        need(all(map(_is_count, sizes)) and (all(sizes) or len(sizes) == 1), f"cuts of {key!r:.60}")
+    need([sum(sizes) for sizes in cuts] == list(shape), f"the cuts of {key!r:.60} are not all of it")
+    need(math.prod(map(len, cuts)) <= max(1, n_ranges), f"{key!r:.60} is cut into too many boxes")
 
 
 def _check_regions(manifest, largest_gap):

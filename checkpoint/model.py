@@ -2,6 +2,7 @@
 
 import torch
 
+from .boxes import cuts_of
 from .errors import UnfitModel
 from .json_values import DTYPES
 from .optimizers import all_params
@@ -46,6 +47,7 @@ def names_of(model, optimizer) -> list[str]:
             raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
         if value.layout != torch.strided or value.dtype not in DTYPES.values():
             raise UnfitModel(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
+        cuts_of(value, name)  # or the error that says how it can't be cut
         name_of.setdefault(id(value), name)  # the first of tied ones
     for index, param in enumerate(all_params(optimizer)):
         name = name_of.get(id(param))
@@ -53,6 +55,4 @@ def names_of(model, optimizer) -> list[str]:
             raise UnfitModel(
                 f"parameter {index} of the optimizer isn't in model.state_dict(): pass the model it trains"
             )
-        if hasattr(param, "device_mesh"):
-            raise UnfitModel(f"parameter {name} is a DTensor: save model.state_dict() and full_state_dict()")
     return [name_of[id(param)] for param in all_params(optimizer)]

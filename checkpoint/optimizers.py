@@ -11,18 +11,30 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .boxes import box_of
 from .errors import UnfitModel
+from .ranks import all_gather, rank_and_size
 
 # Hyperparameters that say how this process computes, and nothing about the model: they are saved, and not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
+GROUPS: dict = {}  # (group of all ranks there are, some of them) -> their group; torch keeps each to the end
 
 
 class Piece(NamedTuple):
-    """What this rank steps of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`."""
+    """What this rank steps of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`.
+
+    Of a DTensor elements of what this rank has. `base`: how many of the whole's come before those, see boxes.py; 0 also
+    where nobody asks for the whole.
+    """
 
     start: int
     stop: int
     main: torch.Tensor
+    base: int = 0
+
+    @property
+    def in_whole(self):
+        return self.base + self.start, self.base + self.stop
 
 
 def all_params(optimizer) -> list[torch.Tensor]:
@@ -47,6 +59,34 @@ def inner_of(optimizer):
 def group_of(optimizer):
     """The process group whose ranks share the work; None: all ranks, each of which has a plain optimizer's state."""
     return getattr(optimizer, "process_group", None)
+
+
+def ranks_of(optimizer):
+    """The process group whose ranks have the model: of DTensors all ranks along their meshes. Collective over these."""
+    group = group_of(optimizer)
+    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
+    if not meshes or rank_and_size(group)[0] < 0:
+        return group
+    ranks, names = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, dist.distributed_c10d._world.pg_names
+    n_groups = {len(names)}
+    for along in dict.fromkeys(one for mesh in meshes for one in mesh.get_all_groups()):
+        for theirs, their_n in all_gather((ranks, n_groups), along):
+            ranks, n_groups = ranks | theirs, n_groups | their_n
+    if len(ranks) == dist.get_world_size():
+        return None
+    key = dist.group.WORLD, tuple(sorted(ranks))
+    if key not in GROUPS:  # the ranks outside don't call this, and ...
+        while len(names) < max(n_groups):  # ... torch names a group after how many a rank is in
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        GROUPS[key] = dist.new_group(key[1], use_local_synchronization=True)
+    return GROUPS[key]
+
+
+def pieces_in_whole(optimizer) -> dict[int, Piece]:
+    """Those of `pieces_of`, each with its place in the whole parameter."""
+    params = all_params(optimizer)
+    return {index: piece._replace(base=box_of(params[index]).base)
+            for index, piece in pieces_of(optimizer).items()}
 
 
 def pieces_of(optimizer) -> dict[int, Piece]:

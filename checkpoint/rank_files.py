@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from .boxes import boxes
 from .errors import DamagedCheckpoint
 from .json_values import bytes_of, tensor_of
 
@@ -23,7 +24,8 @@ class Part(NamedTuple):
 
     data: torch.Tensor  # (*lead, elements that are here)
     shape: tuple  # (*lead, *shape of the whole)
-    start: int  # which of the whole's flat elements is the first one here
+    start: int  # which of the whole's elements is the first one here: flat, or box after box, see boxes.py
+    cuts: list | None = None  # of a DTensor, by dimension
 
 
 def whole(tensor) -> Part:
@@ -41,14 +43,14 @@ def write_rank_file(path, parts) -> tuple[dict, dict]:
     """
     entries, crc, place = {}, 0, 0
     with open(path, "xb") as file:
-        for key, (data, shape, start) in parts.items():
+        for key, (data, shape, start, cuts) in parts.items():
             content = bytes_of(data.cpu().contiguous())
             for chunk in (bytes(-place % ALIGNMENT), *(content[i : i + CHUNK] for i in range(0, len(content), CHUNK))):
                 crc = zlib.crc32(chunk, crc)
                 place += file.write(chunk)
             ranges = [[start, start + data.shape[-1], path.name, place - len(content)]] if len(content) else []
             entries[key] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(shape),
-                            "n_lead": data.dim() - 1, "ranges": ranges}
+                            "n_lead": data.dim() - 1, "ranges": ranges, **({"cuts": cuts} if cuts else {})}
         file.flush()
         os.fsync(file.fileno())
     return entries, {"bytes": place, "crc32": crc}
@@ -113,9 +115,27 @@ def described(file):
     return f"{file['bytes']} bytes with checksum {file['crc32']:08x}"
 
 
-def read(folder, stored, start=0, stop=None) -> torch.Tensor:
-    """-> elements start to stop of a tensor in the files, a manifest's Stored: (*lead, stop - start), on the CPU."""
-    stop = stored.numel if stop is None else stop
+def read_box(folder, stored, box) -> torch.Tensor:
+    """-> a part of a tensor in the files: (*lead, *sizes of the box), on the CPU."""
+    return read_part(folder, stored, box, 0, box.numel).reshape((*stored.lead, *box.sizes))
+
+
+def read_part(folder, stored, box, start, stop) -> torch.Tensor:
+    """-> flat elements start to stop of a box: (*lead, stop - start). Of one that was saved so, no more is read."""
+    for saved in boxes(stored.cuts):
+        if saved[:2] == box[:2]:
+            return read(folder, stored, saved.base + start, saved.base + stop)
+    found = torch.empty((*stored.lead, *box.sizes), dtype=stored.dtype, device="cpu")
+    for saved in boxes(stored.cuts):
+        if both := saved.overlap(box):
+            there, here = both
+            part = read(folder, stored, saved.base, saved.base + saved.numel).reshape((*stored.lead, *saved.sizes))
+            found[(..., *here)] = part[(..., *there)]
+    return found.reshape((*stored.lead, box.numel))[..., start:stop]
+
+
+def read(folder, stored, start, stop) -> torch.Tensor:
+    """-> elements start to stop of a manifest's Stored, as they are in files: (*lead, stop - start), on the CPU."""
     found = torch.empty(*stored.lead, stop - start, dtype=stored.dtype, device="cpu")
     for one in stored.ranges:
         first, last = max(start, one.start), min(stop, one.stop)

@@ -14,6 +14,7 @@ import torch
 
 from guard.schema import Spec, check_state, described
 
+from .boxes import Box, box_of, whole_box
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .full_state import Whole
 from .json_values import unpack, unpack_data
@@ -23,14 +24,15 @@ from .optimizers import (
     Piece,
     all_params,
     check_hyperparameters,
-    group_of,
     inner_of,
     install,
     itself,
+    local,
     packed_groups,
     pieces_of,
+    ranks_of,
 )
-from .rank_files import read, verify, verify_sizes
+from .rank_files import read_box, read_part, verify, verify_sizes
 from .ranks import all_gather, errors_on_all, rank_in
 from .states import check_states, fixed_paths, kind_of
 
@@ -52,7 +54,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         CheckpointError: anything else. Each on every rank, before anything is changed.
     """
     optimizer = itself(optimizer)
-    group, what = group_of(optimizer), f"checkpoint {path} can't be loaded"
+    group, what = ranks_of(optimizer), f"checkpoint {path} can't be loaded"
     rank, world_size = rank_in(group)
     with errors_on_all(what, group), read_errors_are_damage():
         path, model = Path(path), unwrapped(model)
@@ -74,7 +76,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
     with errors_on_all(what, group):
         for name, tensor in untied(model).items():
-            tensor.copy_(found.pop(name))
+            local(tensor).copy_(found.pop(name))
         install(optimizer, states, groups)
     return extra
 
@@ -141,28 +143,34 @@ def check_manifest_states(manifest, optimizer, names, groups):
 
 
 class TensorsOf(NamedTuple):
-    """Called with what a packed value says of a tensor, it returns that; of a piece a part, in the piece's shape."""
+    """Called with what a packed value says of a tensor, it returns that; of a piece a part, in the piece's shape.
+
+    `box`: what this rank has of the parameter.
+    """
 
     path: Path
     manifest: Manifest
     piece: Piece | None = None
+    box: Box | None = None
 
     def __call__(self, name, what):
         if name == "data":
             return unpack_data(what)
         stored = self.manifest.tensors[what]
         if name == "tensor" or self.piece is None:
-            return read(self.path, stored).reshape(stored.shape)
-        part = read(self.path, stored, self.piece.start, self.piece.stop)
+            return read_box(self.path, stored, whole_box(stored.shape[stored.n_lead :]))
+        part = read_part(self.path, stored, self.box, self.piece.start, self.piece.stop)
         return Whole(part, True).cut_for(self.piece._replace(start=0, stop=part.shape[-1]))
 
 
 def read_for(path, manifest, name, tensor):
-    """What is to become `tensor` of the model: of another dtype, the main parameter, so that it is rounded once."""
+    """What is to become `tensor` of the model, of a DTensor what this rank has: of another dtype, the main parameter,
+    so that it is rounded once.
+    """
     stored = manifest.tensors[f"model.{name}"]
     main = main_param_of(manifest, name)
     stored = manifest.tensors[main] if main and tensor.dtype != stored.dtype else stored
-    return read(path, stored).reshape(stored.shape)
+    return read_box(path, stored, box_of(tensor))
 
 
 def main_param_of(manifest, name) -> str | None:
@@ -174,7 +182,7 @@ def main_param_of(manifest, name) -> str | None:
 
 def read_state(path, manifest, name, param, piece, fixed):
     """`fixed`: what has not the parameter's shape here, though it may have it where the parameter is a scalar."""
-    tensors = TensorsOf(path, manifest, piece)
+    tensors = TensorsOf(path, manifest, piece, box_of(param))
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
     for key, value in manifest.states.get(name, {"dict": []})["dict"]:
         if key in fixed and isinstance(value, dict) and "piece" in value:

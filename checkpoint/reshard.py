@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
+from .boxes import box_of
 from .full_state import filled, gather
-from .optimizers import all_params, install, itself, packed_groups, pieces_of, refuse_no_group
+from .optimizers import all_params, install, itself, local, packed_groups, pieces_in_whole, refuse_no_group
 from .states import local_states
 
 
@@ -14,25 +15,26 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
 
     A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it
     again. What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
+    Of a tensor-parallel model the data-parallel dimension moves: each rank passes the new group of ranks that have the
+    same parts of DTensors as itself, and keeps its own part. For a moment each rank has a whole parameter.
 
     Raises:
         TypeError: the optimizer is none of stages 3 and 4.
-        RuntimeError: between backward() and step(); or the ranks are in several process groups so far, or now; or
-            some have a state for their part of a parameter, and others don't; or there are DTensors. On every rank.
+        RuntimeError: between backward() and step(); or ranks with the same parts are in several process groups so far,
+            or now; or some have a state for their part of a parameter, and others don't. On every rank.
     """
     optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
     params = all_params(optimizer)
-    if any(hasattr(param, "device_mesh") for param in params):
-        raise RuntimeError("reshard() can't move DTensors: another group of ranks is another mesh")
-    states = local_states(optimizer, pieces_of(optimizer), all_main_params=True)
-    source, groups = agreed_source(optimizer, process_group)
-    wholes = gather(optimizer, states, None, dst=None)
-    for param in params:
+    pieces = pieces_in_whole(optimizer)
+    states = local_states(optimizer, pieces, all_main_params=True)
+    sources, groups = agreed_sources(optimizer, process_group)
+    wholes = gather(optimizer, states, pieces, None, dst=None)
+    for index, param in enumerate(params):
         if optimizer.rank < 0:
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
-        dist.broadcast(param, src=source)  # to the ranks that join
+        bring_to_all(param, {parts[index]: source for parts, source in sources.items()})
     del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
     install(optimizer, own_pieces(optimizer, wholes), groups)
@@ -40,15 +42,25 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
 
 def own_pieces(optimizer, wholes) -> dict:
     """-> index -> this rank's part of what `wholes` yields."""
-    pieces, states = pieces_of(optimizer), {}
+    pieces, states = pieces_in_whole(optimizer), {}
     for index, tree, found in wholes:
         if index in pieces:
             states[index] = filled(tree, lambda path: found[path].cut_for(pieces[index]))
     return states
 
 
-def agreed_source(optimizer, process_group):
-    """-> the rank that the parameters come from, and its groups. Raises on every rank what speaks against a move."""
+def bring_to_all(param, sources):
+    """`sources`: (offsets, sizes) -> a rank that has this part of `param`, for the ranks that join."""
+    own = local(param)
+    for part, source in sources.items():
+        is_own = part == box_of(param)[:2]
+        dist.broadcast(own if is_own else own.new_empty(part[1]), src=source)
+
+
+def agreed_sources(optimizer, process_group):
+    """-> parts -> the rank that they come from; and the parameter groups. Raises on every rank what speaks against a
+    move. Parts: what a rank has of each parameter, the same on all ranks unless there are DTensors.
+    """
     error, to = None, []
     try:
         refuse_no_group(process_group)
@@ -56,18 +68,24 @@ def agreed_source(optimizer, process_group):
             to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
         error = refusal
+    parts = tuple(box_of(param)[:2] for param in all_params(optimizer))
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (packed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, error))
-    all_groups, all_have_grads, ranks, all_to, errors = zip(*everyone)
+    dist.all_gather_object(everyone, (packed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error))
+    all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*everyone)
     if any(errors):
         raise error or next(filter(None, errors))
     if any(all_have_grads):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
     if len({tuple(len(group["params"]) for group in groups) for groups in all_groups}) > 1:
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
-    if ranks.count(0) > 1:
+    firsts = [rank for rank, place in enumerate(ranks) if place == 0]
+    sources = {all_parts[rank]: rank for rank in firsts}
+    if len(sources) < len(firsts):
         raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
-    members = [rank for rank, theirs in enumerate(all_to) if theirs]
-    if not members or any(sorted(all_to[rank]) != members for rank in members):
+    members = [[rank for rank, theirs in enumerate(all_to) if theirs and all_parts[rank] == parts] for parts in sources]
+    if not all(members) or any(sorted(all_to[rank]) != those for those in members for rank in those):
         raise RuntimeError("reshard() to a process group must be called with it, and no other, on each of its ranks")
-    return ranks.index(0), all_groups[ranks.index(0)]
+    if len(set(map(len, members))) > 1:
+        raise RuntimeError(f"reshard() to process groups of {[*map(len, members)]} ranks: tensor-parallel ranks, which "
+                           "have other parts of DTensors, must move to as many")
+    return sources, all_groups[firsts[0]]

@@ -67,7 +67,7 @@ def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     inner, params, states = inner_of(optimizer), all_params(optimizer), {}
     has_main = {i for i, piece in pieces.items() if piece.main.dtype != params[i].dtype}
     schemas = schemas_of(optimizer) if has_main else None
-    for index, (_, _, main) in pieces.items():
+    for index, (_, _, main, _) in pieces.items():
         states[index] = dict(inner.state.get(main, {}))
         if index in has_main and (all_main_params or states[index] or keeps_nothing(schemas[index])):
             states[index]["main_param"] = main
@@ -96,7 +96,7 @@ def refuse_unclaimed(optimizer):
 
 def describe(state, piece) -> tuple[Part, dict[str, torch.Tensor]]:
     """-> what the other ranks are told of a state, and its tensors by path."""
-    start, stop, main = piece
+    (start, stop), main = piece.in_whole, piece.main
     tensors, told = {}, {}
 
     def tensor(path, value):
@@ -177,7 +177,20 @@ def layout_of(parts, fixed, name) -> Layout:
     small = {path: tensor.content for path, (_, tensor) in common.items() if math.prod(tensor.shape) <= SMALL}
     tree = with_data(tree, small)
     common = {path: found for path, found in common.items() if path not in small}
-    return Layout(tree, cut, common, [(rank, part.start, part.stop) for rank, part in parts])
+    return Layout(tree, cut, common, owners_of([(rank, part.start, part.stop) for rank, part in parts]))
+
+
+def owners_of(parts) -> list[tuple[int, int, int]]:
+    """`parts`: [(rank, start, stop), …], which may overlap: tensor-parallel ranks have the same of what isn't cut.
+
+    -> the same for parts that don't, in order, each in what its rank has.
+    """
+    found, end = [], 0
+    for start, stop, rank in sorted((start, stop, rank) for rank, start, stop in parts):
+        if stop > end:
+            found.append((rank, max(start, end), stop))
+            end = stop
+    return found
 
 
 def agreed_common(have, what) -> tuple[int, Tensor]:

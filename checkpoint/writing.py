@@ -22,21 +22,23 @@ import torch.distributed as dist
 from guard.schema import Spec, described
 
 from .asynchronous import Saving, tell_failures, write_behind, writer_of
+from .boxes import box_of, cuts_of
 from .errors import CheckpointError, UnfitModel
 from .folder import claim, refuse_existing
-from .full_state import flat
+from .full_state import part_of
 from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
 from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, parsed, sealed
 from .model import names_of, state_of, unwrapped
-from .optimizers import all_params, group_of, inner_of, itself, local, packed_groups, pieces_of
+from .optimizers import all_params, inner_of, itself, local, packed_groups, pieces_in_whole, ranks_of
 from .rank_files import Part, name_of, verify_sizes, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import NotKept, agree_on_states, check_states, local_states, path_of, with_data
+from .states import NotKept, agree_on_states, check_states, local_states, owners_of, path_of, with_data
 
 
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
          *, asynchronous: bool = False) -> Future[None]:
-    """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
+    """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective; of a tensor-parallel
+    model over all ranks of its mesh.
 
     Args:
         path: a folder that doesn't exist, where all ranks can write; until it does, there is a "….partial" beside it.
@@ -44,7 +46,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names; DDP and
             torch.compile add nothing to them. What is not the optimizer's is saved as the first rank has it: experts
             of another process group need another folder, in each group, and are loaded after this.
-        optimizer: a DistributedOptimizer of any stage, or a torch optimizer; not of DTensors.
+        optimizer: a DistributedOptimizer of any stage, or a torch optimizer, which must not be of DTensors.
         extra: anything more of this rank, such as random states: numbers, texts, bytes, tensors, dtypes, devices, and
             dicts, lists, tuples, sets and deques of these. What parameter groups hold must be like that too.
         asynchronous: copy everything to the CPU, and write while training goes on. One at a time: it waits for the one
@@ -56,15 +58,15 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
     Raises:
         dist.DistError: a rank is missing, see `at_own_pace`.
-        UnfitModel: on every rank, before anything is written; `optimizer` is of another model, or of DTensors, or the
-            model's state_dict() has copies of its tensors, or an extra state.
+        UnfitModel: on every rank, before anything is written; `optimizer` is of another model, or plain and of
+            DTensors, or the model's state_dict() has copies of its tensors, or an extra state.
         FolderInUse: on every rank; another run saves there.
         CheckpointError: on every rank; `path` exists, or can't be written, or `extra`, a parameter group or a state not
             be read again: the message names the parameter and the key; or an earlier asynchronous save has failed; or
             `asynchronous`, the optimizer's ranks are not all there are, and some are in more groups than others.
     """
     optimizer = itself(optimizer)
-    group, what = group_of(optimizer), f"checkpoint {path} can't be written"
+    group, what = ranks_of(optimizer), f"checkpoint {path} can't be written"
     rank, world_size = rank_in(group)
     if earlier := getattr(optimizer, "last_save", lambda: None)():
         wait([earlier])  # one at a time
@@ -76,10 +78,11 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     refuse_different_models(model, names, what, group)
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     layouts, tensors = loadable_states(optimizer, names, what, group)
+    owners = owners_of_model(model, optimizer, what, group)
     partial = make_folder(path, what, rank, group)
     with removed_on_error(partial):
         with errors_on_all(what, group):
-            owned = collect(model, optimizer, names, layouts, tensors, parts.tensors, to_cpu=asynchronous)
+            owned = collect(model, optimizer, names, layouts, tensors, parts.tensors, owners, rank, asynchronous)
             manifest = {"optimizer": type(inner_of(optimizer)).__name__, "ranks": world_size, "groups": parts.groups,
                         "model": list(state_of(model)), "states": packed_states(names, layouts), "extra": parts.extra}
     if not asynchronous:
@@ -148,14 +151,14 @@ def packed(optimizer, names, extra, rank) -> Packed:
 def loadable_states(optimizer, names, what, group):
     """See `agree_on_states`. Raises CheckpointError, on every rank, also where `load` would refuse them."""
     with errors_on_all(what, group):
-        pieces = pieces_of(optimizer)
+        pieces = pieces_in_whole(optimizer)
         states = local_states(optimizer, pieces)
     try:
         layouts, tensors = agree_on_states(optimizer, states, pieces, names, group)
     except NotKept as refusal:
         raise CheckpointError(f"{what}: {refusal}") from None
     with errors_on_all(what, group):
-        shapes = [local(param).shape for param in all_params(optimizer)]
+        shapes = [param.shape for param in all_params(optimizer)]
         states = {names[index]: described_layout(layout, shapes[index]) for index, layout in layouts.items()}
         check_states(optimizer, names, states, optimizer.param_groups)
     return layouts, tensors
@@ -194,11 +197,36 @@ def state_key(name, path):
     return f"optimizer.state.{name}.{path}"
 
 
-def collect(model, optimizer, names, layouts, tensors, extra_tensors, to_cpu) -> dict[str, Part]:
-    """-> key -> what this rank writes of that tensor. What all ranks have, the first one writes."""
-    params, (rank, _) = all_params(optimizer), rank_and_size(group_of(optimizer))
-    pieces = pieces_of(optimizer) if rank == 0 or hasattr(optimizer, "pieces") else {}
-    index_of = {id(param): index for index, param in enumerate(params)}
+def held(model, optimizer) -> dict[str, tuple[int, int]]:
+    """-> name of a tensor of the model -> which elements of the whole this rank has to write, if no other does."""
+    index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
+    pieces, found = pieces_in_whole(optimizer), {}
+    for name, tensor in state_of(model).items():
+        index, box = index_of.get(id(tensor)), box_of(tensor)
+        if index in pieces:
+            found[name] = pieces[index].in_whole
+        elif index is None or not tensor.numel():  # not the optimizer's
+            found[name] = box.base, box.base + box.numel
+    return found
+
+
+def owners_of_model(model, optimizer, what, group) -> dict[str, list[tuple[int, int, int]]]:
+    """-> name of a tensor -> (rank, start, stop) of each rank that writes elements of it. Collective.
+
+    What several ranks have, the first one of them writes.
+    """
+    with errors_on_all(what, group):
+        mine = held(model, optimizer)
+    parts = {name: [] for name in state_of(model)}
+    for rank, theirs in enumerate(all_gather(mine, group)):
+        for name, elements in theirs.items():
+            parts[name].append((rank, *elements))
+    return {name: owners_of(those) or those[:1] for name, those in parts.items()}  # also one without elements
+
+
+def collect(model, optimizer, names, layouts, tensors, extra_tensors, owners, rank, to_cpu) -> dict[str, Part]:
+    """-> key -> what this rank writes of that tensor."""
+    pieces, params = pieces_in_whole(optimizer), all_params(optimizer)
 
     def kept(value):
         value = value.detach()
@@ -208,21 +236,26 @@ def collect(model, optimizer, names, layouts, tensors, extra_tensors, to_cpu) ->
 
     owned = {key: whole(kept(value)) for key, value in extra_tensors.items()}
     for name, value in state_of(model).items():
-        index = index_of.get(id(value))
-        if index in pieces:
-            start, stop, _ = pieces[index]
-            owned[f"model.{name}"] = Part(kept(value.detach().reshape(-1)[start:stop]), tuple(value.shape), start)
-        elif rank == 0 and (index is None or not value.numel()):  # not the optimizer's
-            owned[f"model.{name}"] = whole(kept(value))
+        own, first, shape, cuts = local(value).detach().reshape(-1), box_of(value).base, tuple(value.shape), cut(value)
+        for owner, start, stop in owners[name]:
+            if owner == rank:
+                owned[f"model.{name}"] = Part(kept(own[start - first : stop - first]), shape, start, cuts)
     for index in sorted(layouts.keys() & pieces.keys()):
-        own, layout, shape = tensors[index], layouts[index], params[index].shape
-        for path, (lead, _) in layout.cut.items():
-            part = Part(kept(flat(own[path], lead)), (*lead, *shape), pieces[index].start)
-            owned[state_key(names[index], path)] = part
+        own, layout, param = tensors[index], layouts[index], params[index]
+        for owner, start, stop in layout.owners:
+            for path, (lead, _) in layout.cut.items() if owner == rank else ():
+                part = kept(part_of(own[path], lead, pieces[index], start, stop))
+                owned[state_key(names[index], path)] = Part(part, (*lead, *param.shape), start, cut(param))
         for path, (owner, _) in layout.common.items():
             if owner == rank:
                 owned[state_key(names[index], path)] = whole(kept(own[path]))
     return owned
+
+
+def cut(tensor):
+    """How a DTensor is cut; None: it isn't."""
+    cuts = cuts_of(tensor)
+    return cuts if any(len(sizes) > 1 for sizes in cuts) else None
 
 
 def write(path, partial, owned, manifest, group):

@@ -4,7 +4,8 @@
 
 Level 1, it trains: by hand, like one process, state 1/d, what it sends. Level 2, it is an optimizer: groups,
 schedulers, accumulation, clipping, saving. Level 3, the whole contract: tests/stages/test_contract.py; of a core,
-which is a ShardedOptimizer and no DistributedOptimizer, tests/stages/test_cores.py.
+which is a ShardedOptimizer and no DistributedOptimizer, tests/stages/test_cores.py. A module called as one of variants/
+is, STAGE=mine.wire16, is compared with that one: grade/variants.py.
 docs/exercise.md has the interface that each level asks for, and exercises.
 Options that are not ours go to level 3's pytest.
 Exit code: 0; 1 when a check fails, or none could be made; 2 when there is nothing to grade.
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from harness.run import command_line
 
-from grade import contract, grader, left_over
+from grade import contract, grader, left_over, variants
 from grade.grader import Grader, Wrong
 from grade.levels import LEVELS
 
@@ -58,12 +59,17 @@ def check_import(one):
         refuse(f"{one.package} can't be imported and looked at: {came}")
 
 
+def level_of(level):
+    """-> (title, checks) of a number, or of a variant's name."""
+    return variants.level(level) if level in variants.CASES else LEVELS[level]
+
+
 def passes(level, one, only=""):
     """Runs the checks of `level` whose name has `only` in it, prints a line for each -> whether all have passed."""
-    title, checks = LEVELS[level]
+    title, checks = level_of(level)
     checks = [(name, check) for name, check, is_of in checks if only in name and is_of(one.facts)]
     if checks:
-        print(f"\nLevel {level}: {title}")
+        print(f"\nLevel {level}: {title}" if level in LEVELS else f"\n{title}")
     for name, check in checks:
         try:
             notes = check(one) or []
@@ -82,7 +88,7 @@ def passes(level, one, only=""):
         for note in notes:
             print(f"            {note}")
     if checks and not only:
-        print(f"ok level {level}: {title[0].lower()}{title[1:]}", flush=True)
+        print(f"ok{f' level {level}:' if level in LEVELS else ''} {title[0].lower()}{title[1:]}", flush=True)
     return True
 
 
@@ -113,15 +119,16 @@ def main():
 def grade(one, args, for_pytest):
     """-> whether everything that was asked for has passed."""
     facts = check_import(one)
-    levels = [level for level in (1, 2) if level <= args.levels]
-    if not any(args.only in name for level in levels for name, _, is_of in LEVELS[level][1] if is_of(facts)):
+    variant = one.package.rpartition(".")[2]
+    levels = [variant] if variant in variants.CASES else [level for level in (1, 2) if level <= args.levels]
+    if not any(args.only in name for level in levels for name, _, is_of in level_of(level)[1] if is_of(facts)):
         refuse(f"--only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name")
     print(f"Grading {f'{facts.name} of ' if facts.name else ''}{one.package}", flush=True)
     for level in levels:
         verdict = passes(level, one, args.only)
         if not verdict:
             return verdict is None  # it passes level 1, and has not begun level 2
-    if args.levels == 3 and not args.only:
+    if args.levels == 3 and not args.only and variant not in variants.CASES:
         one.close()
         return contract.holds(one.package, for_pytest, is_core=one.is_core)
     return True

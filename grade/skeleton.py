@@ -56,6 +56,46 @@ EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
     },
 }
 
+VARIANTS = {  # likewise; chained.py is of guard/
+    "per_parameter.py": {"ShardedOptimizer.shard": "a buffer for each parameter, one inner group for each group"},
+    "whole_matrices.py": {
+        "WholeBucket.place": "an owner for each matrix, the most laborious first; numel, starts, ranges",
+        "WholeBucket.partition": "the core's, then main parameters and gradients in the model's shapes",
+    },
+    "hybrid.py": {
+        "Replicas.shard": "all groups start alike, then the core's",
+        "ReplicasOfStage3.sync_grads": "the core's, then the average of each buffer's shard across the groups",
+        "ReplicasOfStage4.receive_oldest": "the core's, then the same of the shard that has come",
+    },
+    "wire16.py": {
+        "WireBuffer.wire_dtype": "what a gradient is on the wire",
+        "ShardedOptimizer.shard": "parts are to be added in fp32, then the core's",
+    },
+    "remainder16.py": {
+        "SplitParameter.main_shard": "put together from shard and remainder, where it has no memory",
+        "SplitParameter.copy_main_to_model": "split into shard and remainder, then let go of the memory",
+    },
+    "by_bucket.py": {},
+    "moments16.py": {
+        "ShardedOptimizer.unpack": "moments of this bucket in fp32",
+        "ShardedOptimizer.pack": "moments of this bucket in bf16",
+        "ShardedOptimizer.cast_moments": "what of the inner optimizer's state has its parameter's shape",
+    },
+    "offload.py": {
+        "HostParameter.__init__": "shard, and main_shard on the CPU, of fp32 at least",
+        "HostBuffer.finish_grad_sync": "wait, add the parts up, give the sum to the host's gradient",
+    },
+    "finite.py": {
+        "ShardedOptimizer.send_grads": "note for each gradient whether it is finite, then the core's",
+        "ShardedOptimizer.sync_grads": "the core's, then all ranks learn of all, and raise",
+    },
+    "blocks.py": {"BlockBucket.place": "the core's, with another alignment"},
+    "chained.py": {
+        "Chained.no_sync": "that of all of them",
+        "Chained.clip_grad_norm_": "average, one norm over all, scale all by it",
+    },
+}
+
 
 def exercise_of(stage):
     """-> the name of the exercise's package: exercises.stage1 of stage1_naive_broadcast."""
@@ -97,13 +137,13 @@ def emptied(source, asked, path):
 def files():
     """-> {path in exercises/: its text}."""
     written = {"exercises/__init__.py": '"""The cores with bodies to fill in: docs/exercise.md."""\n'}
-    for stage, names_of in EMPTY.items():
+    for stage, names_of in {**EMPTY, "variants": VARIANTS}.items():
         exercise = exercise_of(stage)
         folder = exercise.replace(".", "/")
         written[f"{folder}/__init__.py"] = ""
         for file, asked in names_of.items():
-            source = (ROOT / stage / file).read_text(encoding="utf-8")
-            written[f"{folder}/{file}"] = emptied(source, asked, f"{stage}/{file}")
+            path = f"guard/{file}" if file == "chained.py" else f"{stage}/{file}"
+            written[f"{folder}/{file}"] = emptied((ROOT / path).read_text(encoding="utf-8"), asked, path)
     return written
 
 

@@ -11,7 +11,17 @@ import weakref
 
 import torch
 import torch._dynamo  # now: torch imports it as it builds its first optimizer, and holds the process group from then on
+from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+def untraced(function):
+    """`function`, which torch.compile leaves alone, and all that it calls.
+
+    torch.compiler.disable()'s wrapper takes longer than a hook does: it is entered only where something is compiled.
+    """
+    compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None where nothing is compiled
+    return skip(lambda *args: (function if compiler() is None else torch.compiler.disable(function))(*args))
 
 
 def hook_gradient(param, method, takes=False):
@@ -24,7 +34,7 @@ def hook_gradient(param, method, takes=False):
     # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
 
-    @torch.compiler.disable  # where a compiled function calls backward()
+    @untraced  # where a compiled function calls backward()
     def hook(param):
         owner = weak_owner()
         if owner is not None:

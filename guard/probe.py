@@ -120,6 +120,9 @@ def trials_of(make_optimizer, groups):
         large = [(512, *[2] * (n - 2), 2 ** max(0, 10 - n)) for n in n_dims if n > 1] or [(2**17,)]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
         yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
+        # 6144 elements: bitsandbytes keeps 8 bits from 4096 on, which halves and thirds of it haven't.
+        medium = [(48, *[2] * (n - 2), 2 ** max(0, 9 - n)) for n in n_dims if n > 1] or [(6144,)]
+        yield Trial(make_optimizer, options, medium, OF_LARGE_TENSORS, device)
 
 
 class Trial(NamedTuple):

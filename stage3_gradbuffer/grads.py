@@ -33,7 +33,6 @@ class AnyGrads:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         for buffer in self.buffers:
             buffer.refuse_new_data(self.param_groups)
-        for buffer in self.buffers:
             buffer.refuse_new_grads(self.param_groups)
         super().sync_grads()
 
@@ -181,10 +180,9 @@ class GuardedBuffer(GradBuffer):
 
     def take_model_changes(self):
         """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
-        if self.versions == [param._version for param in self.params]:
-            return
-        for now, main_param in zip(self.model_ranges(), self.main_params):
-            follow(main_param, now)
+        if self.versions != [param._version for param in self.params]:
+            for now, main_param in zip(self.model_ranges(), self.main_params):
+                follow(main_param, now)
 
     def zero(self):
         if self.flat._version != self.zero_version:  # else it is zero already
@@ -207,7 +205,6 @@ class GuardedBuffer(GradBuffer):
             vars(param).pop("main_grad", None)
 
 
-def is_same(tensor, view):
+def is_same(one, view):
     """Whether it is the same view of the same memory; None is not."""
-    is_like = tensor is not None and tensor.layout == view.layout and tensor.device == view.device
-    return is_like and tensor.is_set_to(view)
+    return one is not None and one.layout == view.layout and one.device == view.device and one.is_set_to(view)

@@ -22,7 +22,8 @@ def main():
     model = workload.build_model(args, rank)
 
     optimizer = DistributedOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay, fused=True
+        model.parameters(), torch.optim.AdamW, process_group=args.process_group, lr=args.lr,
+        weight_decay=args.weight_decay, fused=True
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
     checkpoints = workload.Checkpoints(args, rank, model, optimizer, scheduler)  # resumes from the newest

@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from guard.groups import name_of
+from guard.hooks import untraced
 
 from .buckets import SafeBucket
 
@@ -158,7 +159,7 @@ def awaited(kind):
     return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
 
 
-@torch.compiler.disable  # it would guard a class that changes
+@untraced  # a guard would be of a class that changes
 def wait_for(kinds):
     """Wait for what is under way of these classes."""
     for kind in kinds:
@@ -188,7 +189,7 @@ class ModuleHook:
         self.is_attention = isinstance(module, torch.nn.MultiheadAttention)
         self.is_encoder = isinstance(module, torch.nn.TransformerEncoder)
 
-    @torch.compiler.disable
+    @untraced
     def __call__(self, module, _):
         reads_others = self.is_attention or self.is_encoder and not module.layers[0].training
         if reads_others or torch._C._functorch.maybe_current_level() is not None:

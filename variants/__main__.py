@@ -1,9 +1,16 @@
 """What each variant sends and holds: counted on one rank of eight whose messages go nowhere, and as its formula says.
 
-    python -m variants
+    python -m variants [--page]
+
+Beside that what was measured of them, where results/ has it: times, and losses. --page puts the tables into README.md.
 """
 
+import argparse
+import collections
+import functools
 import importlib
+import re
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
+from harness.report import published
+from harness.report.loss_table import loss_sheet
 from harness.report.reading_time import code_lines, core_lines
+from harness.report.sheet import NONE
+from harness.rows.loss_results import LossResult
+from harness.run import command_line
+from harness.run.files import write
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 8
@@ -34,6 +47,13 @@ class Row(NamedTuple):
     holds: Callable
     when: str
     dtype: torch.dtype = torch.float32
+
+    @property
+    def base(self):
+        """-> the name of its base in the bench, and its own."""
+        of_16_bits = " bf16" * (self.dtype == torch.bfloat16)
+        base = "stage 3 grad buffer" if self.name in ("stage3_gradbuffer", "per_parameter") else "stage 4 overlap"
+        return base + of_16_bits, f"variants {self.name}" if self.module.startswith("variants.") else base + of_16_bits
 
     @property
     def module(self):
@@ -88,8 +108,10 @@ def one_of(d):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
 
 
+@functools.cache
 def counted(row, d=RANKS):
-    """-> (bytes a parameter sent, in how many messages, bytes a parameter held), of the third step."""
+    """-> (bytes a parameter sent, by line: within a group of ranks, and across; in how many messages; bytes a parameter
+    held), of the third step."""
     one_of(d)
     try:
         with Memory("cpu") as memory:
@@ -102,11 +124,15 @@ def counted(row, d=RANKS):
             buffers = {memory for buffer in getattr(optimizer, "idle", ()) for memory in (buffer.sent, buffer.received)}
             held = memory.settled() - sum(tensor.nbytes for tensor in buffers)
         numel = sum(param.numel() for param in params)
-        return sum(entry.wire_bytes for entry in ledger.entries) / numel, len(ledger.entries), held / numel
+        sent = collections.Counter()
+        for entry in ledger.entries:
+            sent[entry.group_size] += entry.wire_bytes / numel
+        return [sent[size] for size in sorted(sent, reverse=True)], len(ledger.entries), held / numel
     finally:
         dist.destroy_process_group()
 
 
+@functools.cache
 def gathered(n_matrices, d, hidden=768, layers=12):
     """-> elements gathered over Ψ: whole matrices of a GPT, in buckets of so many of the largest."""
     one_of(d)
@@ -127,25 +153,99 @@ def lines_of(row):
     return core_lines(path) if path.is_dir() else len(code_lines(ROOT / "variants" / f"{row.name}.py"))
 
 
+def is_published(name):
+    return (published.ROOT / "results" / name).exists()
+
+
+def measured_times():
+    """-> {where: what was measured there, a Result}."""
+    found = {}
+    if is_published("bench_variants.json"):
+        found["one machine"] = published.load("bench_variants.json")
+    if is_published("network_variants.json"):
+        results = published.load("network_variants.json").at_all_rates()
+        found.update({result.conditions.rate: result for result in results})
+    return found
+
+
+def time_cell(row, result):
+    """Of a base milliseconds a step, of a variant how many times its base takes, round by round."""
+    base, own = (result.timed(name) for name in row.base)
+    if base is None or own is None:
+        return NONE
+    return f"{own.median_ms:.0f} ms" if own is base else f"× {own.over(base):.2f}"
+
+
+def markdown(titles, rows):
+    """`titles`: of columns; what ends with a colon is text."""
+    return [f"| {' | '.join(title.rstrip(':') for title in titles)} |",
+            f"|{'|'.join('---' if title.endswith(':') else '--:' for title in titles)}|",
+            *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
+
+
 def table():
     """-> lines of Markdown."""
-    lines = ["| idea | lines | called elsewhere | sent | messages | held | take it when |",
-             "|---|--:|---|--:|--:|--:|---|"]
+    times = measured_times()
+    titles = ["idea:", "lines", "called elsewhere:", "sent", "messages", "held", *(f"time, {where}" for where in times),
+              "take it when:"]
+    rows = []
     for row in ROWS:
         sent, messages, held = counted(row)
         name = f"{row.name}, bf16" if row.dtype == torch.bfloat16 else row.name
-        cells = name, lines_of(row), row.elsewhere, f"{sent:.2f}", messages, f"{held:.2f}", row.when
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "| matrices a bucket | d = 2 | d = 8 | d = 32 |", "|--:|--:|--:|--:|"]
-    for n_matrices in (1, 8, 32, 64):
-        cells = " | ".join(f"{gathered(n_matrices, d):.2f}" for d in (2, 8, 32))
-        lines.append(f"| {n_matrices} | {cells} |")
-    return lines
+        rows.append([name, lines_of(row), row.elsewhere, " + ".join(f"{one:.2f}" for one in sent), messages,
+                     f"{held:.2f}", *(time_cell(row, result) for result in times.values()), row.when])
+    return markdown(titles, rows)
+
+
+def padding_table():
+    ranks = 2, 8, 32
+    return markdown(["matrices a bucket", *(f"d = {d}" for d in ranks)],
+                    [[n, *(f"{gathered(n, d):.2f}" for d in ranks)] for n in (1, 8, 32, 64)])
+
+
+def loss_table():
+    """-> lines of Markdown; none where nothing was measured."""
+    if not is_published("losses.json"):
+        return []
+    sheet = loss_sheet(published.load("losses.json", LossResult))
+    titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
+    return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", *textwrap.wrap(note, 120)))]
+
+
+def times_beside():
+    """-> a line of DDP with bf16 gradients, which wire16 is compared with; nothing where that wasn't measured."""
+    pairs = {where: [result.timed(name) for name in ("ddp summed in bf16", "stage 4 overlap", "variants wire16")]
+             for where, result in measured_times().items()}
+    said = [f"{where}: × {ddp.over(base):.2f}, wire16 × {wire16.over(base):.2f}"
+            for where, (ddp, base, wire16) in pairs.items() if ddp and base and wire16]
+    return [f"DDP with bf16 gradients, over stage 4: {'; '.join(said)}."] if said else []
+
+
+TABLES = {"table": table, "padding": padding_table, "losses": loss_table, "times": times_beside}
+PAGE = ROOT / "variants" / "README.md"
+
+
+def with_tables(text):
+    """A page: what stands between <!-- variants: NAME --> and <!-- end --> anew."""
+    def block(match):
+        lines = TABLES[match[2]]()
+        return "\n".join([match[1], *["", *lines, ""] * bool(lines), "<!-- end -->"])
+    return re.sub(r"(<!-- variants: (\w+) -->)\n.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail = functools.partial(command_line.fail, "variants")
+    parser.add_argument("--page", action="store_true", help="put the tables into variants/README.md")
+    args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    print("\n".join(table()))
+    if not args.page:
+        return print("\n".join(line for one in TABLES.values() if (lines := one()) for line in [*lines, ""]))
+    before = PAGE.read_text(encoding="utf-8")
+    after = with_tables(before)
+    if after != before:
+        write("--page", PAGE, after, fail)
+    print(f"variants/README.md: {'unchanged' if after == before else 'rewritten'}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Situation: 8-bit moments (bitsandbytes, torchao), which scale blocks of 256 elements together: stage 4 refuses them,
 since it cuts through blocks.
-Called elsewhere: torchao under FSDP2 keeps 8 bits only of those shards that are multiples of a block.
+Called elsewhere: torchao under FSDP2 keeps 8 bits only of those shards that are multiples of a block. Megatron-LM,
+DeepSpeed and modded-nanogpt have no switch for it.
 Wire and memory: stage 4's, each parameter padded to 256 elements and a bucket to d · 256; of the moments a byte each.
 Costs: padding of small parameters: a bias of 10 elements takes 256.
 """

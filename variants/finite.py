@@ -2,7 +2,8 @@
 
 Situation: a loss explodes on one rank of a thousand, and after the reduce-scatter nobody knows on which.
 Called elsewhere: check_for_nan_in_grad in Megatron-LM, which raises on the rank that has it, before the collective.
-A loss scaler (torch's, DeepSpeed's, Megatron-LLaMA's) looks after it, and skips the step.
+A loss scaler (torch's, DeepSpeed's, Megatron-LLaMA's) looks after it, and skips the step. With FSDP2 it is
+error_if_nonfinite of torch's clip, after the average too; modded-nanogpt has none.
 Wire: stage 4's, and one all-gather of a byte a parameter tensor before the step. Memory: a flag for each parameter.
 Costs: one read of each gradient, in the backward pass. Not for GradScaler, which means to meet an inf: it skips.
 """

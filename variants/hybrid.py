@@ -2,12 +2,13 @@
 
 Situation: nodes with fast lines inside and slow ones between, or so many ranks that a message to all is all latency.
 Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
-DeepSpeed.
+DeepSpeed; modded-nanogpt trains on one node, without.
 Wire, of s ranks in a group and r groups: (g+p)Ψ · (s-1)/s bytes within, and across an all-reduce of the shard alone,
 2 · 4Ψ/s · (r-1)/r. Memory: that of s ranks, not of r · s.
 Costs: r times the state. What the guard agrees on, it agrees on within a group: an error that one group alone sees (a
 missing gradient, another lr) is raised there, and the others wait; the loss of a closure is the group's mean; `save` is
 for the ranks of one group.
+Of stage 4 as it stands here, and of stage 3 by `OnMesh` and `ReplicasOfStage3` in the same way.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import stage4_overlap
+from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
@@ -26,25 +28,35 @@ class OnMesh:
         super().__init__(params, optimizer_cls, process_group=mesh.get_group(1), **kwargs)
 
 
-class Replicas(OverlapOptimizer):
-    @torch.no_grad()
+class Replicas:
     def shard(self, groups):
-        for group in groups:
-            for param in group["params"]:
-                dist.broadcast(param, group=self.across, group_src=0)
+        for param in [param for group in groups for param in group["params"]]:
+            dist.broadcast(param.detach(), group=self.across, group_src=0)
         super().shard(groups)
 
-    def receive_oldest(self):
-        """Also across the groups, each time that a bucket has arrived; what it held before is the same everywhere."""
-        shard = self.travelling[0].bucket.gradient.shard
-        super().receive_oldest()
+    def average(self, shard):
         shard /= dist.get_world_size(self.across)
         dist.all_reduce(shard, group=self.across)
 
 
-class ShardedOptimizer(OnMesh, Replicas):
-    pass
+class ReplicasOfStage3(Replicas, GradBufferOptimizer):
+    def sync_grads(self):
+        super().sync_grads()
+        for buffer in self.buffers:
+            self.average(buffer.main_grad_shard)
 
 
-class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, Replicas):
-    """Stage 4's, over the second dimension of `mesh`, with replicas over the first."""
+class ReplicasOfStage4(Replicas, OverlapOptimizer):
+    def receive_oldest(self):
+        """Also across the groups, each time that a bucket has arrived; what it held before is the same everywhere."""
+        shard = self.travelling[0].bucket.gradient.shard
+        super().receive_oldest()
+        self.average(shard)
+
+
+class ShardedOptimizer(OnMesh, ReplicasOfStage4):
+    """Stage 4's core, over the second dimension of `mesh`, with replicas over the first."""
+
+
+class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, ReplicasOfStage4):
+    """The same with the guard."""

@@ -2,7 +2,7 @@
 
 Situation: a GPU on which 12/d or 16/d bytes a parameter don't fit, beside a host with plenty.
 Called elsewhere: offload_optimizer with device "cpu" in DeepSpeed (ZeRO-Offload), optimizer_cpu_offload in Megatron-LM,
-CPUOffloadPolicy in FSDP2, which takes parameters along.
+CPUOffloadPolicy in FSDP2, which takes parameters along; modded-nanogpt has none.
 Wire: stage 4's; between GPU and host 4Ψ/d bytes of gradients, and pΨ/d of parameters. Memory of the GPU: p bytes a
 parameter and two bucket buffers; of the host 16/d.
 Costs: the host steps slowly, and the GPU waits: DeepSpeed has a kernel of its own for that, and steps late.

@@ -1,7 +1,8 @@
 """Of bf16 parameters: an fp32 main parameter is the parameter itself and 16 bits more, which are all that is kept.
 
 Situation: bf16 parameters, whose main parameters are stage 4's largest state beside the moments.
-Called elsewhere: store_param_remainders in Megatron-LM, apex's DistributedFusedAdam and TransformerEngine's FusedAdam.
+Called elsewhere: store_param_remainders in Megatron-LM, apex's DistributedFusedAdam and TransformerEngine's FusedAdam;
+mantissa in modded-nanogpt, which cuts off and doesn't round. DeepSpeed and FSDP2 have none.
 Wire: stage 4's. Memory: 2 + 14/d bytes a parameter in place of 2 + 16/d; in the step one bucket's main parameters
 besides.
 How: the upper 16 bits of an fp32 number are a bf16 one. What is left over, a signed number of 16 bits, is the

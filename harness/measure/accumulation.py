@@ -2,12 +2,9 @@
 
 import contextlib
 import gc
-import time
 
-import torch
-import torch.distributed as dist
-
-from harness.measure.setup import adamw, make_batches, make_model
+from harness.measure.setup import WARMUP_STEPS, adamw, make_batches, make_model
+from harness.measure.step_time import steady
 from harness.rows import catalogue
 from harness.rows.choice import Choice
 from harness.rows.results import AccumulatedRow
@@ -17,29 +14,23 @@ MICRO_BATCHES = (1, 2, 4, 8)  # a step
 
 
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
-    """Milliseconds a micro-batch: one exchange a step (`in_no_sync`), or one for each micro-batch."""
+    """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
     way, batches = catalogue.find(*choice), make_batches(settings, rank)
     gc.collect()
     training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
 
-    def step():
+    def step(_):
         for micro in range(micro_batches):
             is_last = micro == micro_batches - 1
             with training.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
-    step()
-    training.finish()
-    dist.barrier()
-    n_steps = max(2, settings.steps // 2 // micro_batches)
-    start = time.perf_counter()
-    for _ in range(n_steps):
-        step()
-    training.finish()
-    slowest = torch.tensor((time.perf_counter() - start) / n_steps / micro_batches * 1000, device=rank.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    with way.inside():
+        for number in range(WARMUP_STEPS):
+            step(number)
+        step_ms, _ = steady(rank, step, range(max(2, settings.steps // 2 // micro_batches)), training.finish)
+    return step_ms / micro_batches
 
 
 def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):

@@ -43,6 +43,7 @@ class WatchedWork(dist.Work):
             self.work.wait()
         except RuntimeError as error:
             self.error = error
+        self.work = None  # which holds what has arrived
         self.entry.completed_at = time.perf_counter()
         self.ended.set()
 

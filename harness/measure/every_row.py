@@ -28,7 +28,7 @@ def measure_rows(workers, settings, choices, progress=lambda text: None):
         for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # nobody always comes first
             progress(f"round {turn + 1}: {row.name}")
             if not row.error:
-                attempt(row, lambda: row.rounds_ms.append(on_rank_0(workers, time_steps, settings, *row.choice)))
+                attempt(row, lambda: row.time(*on_rank_0(workers, time_steps, settings, *row.choice)))
     reference = next((row for row in rows if row.choice == (catalogue.REFERENCE, None)), None)
     for row in rows:
         if reference and row.rounds_ms and len(row.rounds_ms) == len(reference.rounds_ms):
@@ -40,7 +40,8 @@ def measure_rows(workers, settings, choices, progress=lambda text: None):
 
 def is_wrong(result):
     """Whether a stage has failed, or whatever row computes something else than it should: exit code 1."""
-    return any(row.error and (row.kind != "peer" or row.is_wrong) for row in result.rows)
+    wrong = [row for row in result.rows if row.error and (row.kind != "peer" or row.is_wrong)]
+    return bool(wrong or any(row.error for row in result.shared))
 
 
 def n_runs(settings, choices):

@@ -30,7 +30,7 @@ def tolerance(world_size):
 
 
 @functools.lru_cache(maxsize=2)  # one a dtype
-def _reference_params(settings, rank, build, dtype):
+def reference_params(settings, rank, build, dtype):
     """The parameters before and after CHECKED_STEPS plain steps of the reference; rank 0's, on every rank."""
     model = make_model(settings, rank, dtype)
     before = [param.detach().clone() for param in model.parameters()]
@@ -43,6 +43,7 @@ def _reference_params(settings, rank, build, dtype):
     return before, after
 
 
+@catalogue.in_its_context
 def examine(rank, settings, base, bucket_mb=None):
     """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
 
@@ -54,7 +55,7 @@ def examine(rank, settings, base, bucket_mb=None):
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
-    before, reference = _reference_params(settings, rank, way.reference, way.dtype)
+    before, reference = reference_params(settings, rank, way.reference, way.dtype)
     gc.collect()
     with Memory(rank.device) as memory:
         model = make_model(settings, rank, way.dtype, way.starts_apart)

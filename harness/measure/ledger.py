@@ -47,6 +47,7 @@ class Collective:
     wire_bytes: float
     launched_at: float
     completed_at: float | None = None
+    group_name: str = ""
 
 
 # Operator -> (kind, its argument that holds the full tensor). The first half belongs to torch.distributed's functions,
@@ -170,7 +171,8 @@ class Ledger(TorchDispatchMode):
         dtype = tensors[0].dtype if tensors else None
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
-        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
+        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter(),
+                          group_name=group.group_name)
 
     def _watch(self, entry, result):
         """Note when `entry` is complete -> what the caller gets in place of `result`."""

@@ -1,66 +1,85 @@
-"""Losses of the variants that keep or send fewer bits, beside fp32: the same text, the same steps, several seeds.
+"""Losses of the variants that keep or send fewer bits, beside stage 4's: the same text, the same steps, several seeds.
 
-    python -m harness.measure.losses [--steps 300] [--seeds 3] [--ranks 2]
+    python -m harness.measure.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
 
 A small GPT on the source of Python's standard library; after the last step the loss on the part that is kept for that.
-Prints a table of Markdown: medians over the seeds, and by how much each differs from fp32 with the same seed.
+`make report PUBLISH=1` puts the result into results/, and its table into variants/README.md.
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
-import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.measure.conditions import describe
+from harness.measure.setup import Settings
+from harness.report.loss_table import loss_sheet
+from harness.report.sheet import sheet_text
+from harness.rows import saved
+from harness.rows.loss_results import LossConditions, LossResult, LossRow
+from harness.rows.rounded import ddp_summed_in_bf16
 from harness.rows.training import Training
 from harness.rows.ways import stage
 from harness.run import command_line
-from harness.run.workers import Workers
+from harness.run.files import write
+from harness.run.workers import Workers, on_rank_0
 from harness.train import corpus
 from harness.train.gpt import GPT, MODELS
 
-BATCH_SIZE, LENGTH = 8, 64  # of each rank
+SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
+BETAS = 0.95, 0.999
 
 
-def bf16_sum(_, bucket):
-    """What torch's bf16_compress_hook does, which refuses gloo."""
-    sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
-    future = dist.all_reduce(sent, async_op=True).get_future()
-    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+class Way(NamedTuple):
+    build: object
+    base: str = "stage 4, fp32"
+    dtype: torch.dtype = torch.float32
 
 
-def ddp(model, adamw, hook=None):
-    wrapped = DistributedDataParallel(model)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
+def ddp(model, adamw):
+    return Training(model, DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), **adamw))
 
 
 WAYS = {
-    "stage 4, fp32": stage("stage4_overlap"),
-    "DDP": ddp,
-    "DDP, summed in bf16": functools.partial(ddp, hook=bf16_sum),
-    "wire16": stage("variants.wire16"),
-    "moments16": stage("variants.moments16"),
+    "stage 4, fp32": Way(stage("stage4_overlap")),
+    "DDP": Way(ddp),
+    "DDP, summed in bf16": Way(ddp_summed_in_bf16),
+    "wire16": Way(stage("variants.wire16")),
+    "moments16": Way(stage("variants.moments16")),
+    "stage 4, bf16": Way(stage("stage4_overlap"), "stage 4, bf16", torch.bfloat16),
+    "remainder16, bf16": Way(stage("variants.remainder16"), "stage 4, bf16", torch.bfloat16),
 }
 
 
 def loss_of(rank, name, seed, n_steps, beta2):
     """-> the loss on the validation text, of this rank's part of it."""
     torch.manual_seed(seed)
-    model = GPT(MODELS["nano"])
-    training = WAYS[name](model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
+    model = GPT(MODELS[SETTINGS.model]).to(WAYS[name].dtype)
+    training = WAYS[name].build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
     train, validation = corpus.split(corpus.load_bytes())
-    batches = corpus.Batches(train, BATCH_SIZE, LENGTH, rank.rank, rank.world_size, seed=seed)
+    sizes = SETTINGS.batch_size, SETTINGS.sequence_length, rank.rank, rank.world_size
+    batches = corpus.Batches(train, *sizes, seed=seed)
     for step in range(n_steps):
         training.step(batches.batch(step))
     training.finish()
-    parts = corpus.validation_batches(validation, BATCH_SIZE, LENGTH, rank.rank, rank.world_size)
     with torch.no_grad():
-        return statistics.mean(model(*part).item() for part in parts)
+        return statistics.mean(model(*part).item() for part in corpus.validation_batches(validation, *sizes))
+
+
+def measure(workers, n_steps, n_seeds):
+    """-> LossResult."""
+    found = dataclasses.asdict(on_rank_0(workers, describe, SETTINGS))
+    names = {field.name for field in dataclasses.fields(LossConditions)}
+    conditions = LossConditions(**{**{name: found[name] for name in names}, "steps": n_steps})
+    return LossResult(conditions, [
+        LossRow(name, way.base, beta2, [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
+                                        for seed in range(n_seeds)])
+        for beta2 in BETAS for name, way in WAYS.items()])
 
 
 def main():
@@ -70,20 +89,15 @@ def main():
     for option, default, what in (("--steps", 300, "of each run"), ("--seeds", 3, "of model and text"),
                                   ("--ranks", 2, "processes on this machine")):
         parser.add_argument(option, type=int, default=default, help=f"{what} (default {default})")
+    parser.add_argument("--json", type=Path, default=Path("measured/losses.json"), help="where the result is written")
     args = parser.parse_args()
     if min(args.steps, args.seeds, args.ranks) < 1:
         fail("--steps, --seeds and --ranks must be at least 1")
-    print("| after " + f"{args.steps} steps | beta2 | loss | more than fp32, by seed |\n|---|--:|--:|--:|")
+    command_line.check_writable("--json", args.json, fail)
     with Workers(args.ranks, timeout_s=600) as workers:
-        for beta2 in (0.95, 0.999):
-            of_fp32 = None
-            for name in WAYS:
-                losses = [statistics.mean(workers.run(loss_of, name, seed, args.steps, beta2))
-                          for seed in range(args.seeds)]
-                of_fp32 = of_fp32 or losses
-                more = " ".join(f"{loss - theirs:+.4f}" for loss, theirs in zip(losses, of_fp32))
-                print(f"| {name} | {beta2} | {statistics.median(losses):.4f} | {more} |")
-                sys.stdout.flush()
+        result = measure(workers, args.steps, args.seeds)
+    write("--json", args.json, saved.to_json(result), fail)
+    print(sheet_text(loss_sheet(result)))
 
 
 if __name__ == "__main__":

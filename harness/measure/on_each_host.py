@@ -9,13 +9,15 @@ import torch.distributed as dist
 from harness.measure import accumulation, every_row, recorder
 from harness.measure.namespaces import TCP
 from harness.measure.setup import Settings
-from harness.measure.two_host_options import ROWS, VARIANTS, bits_per_second
+from harness.measure.two_host_options import CURVE, ROWS, VARIANTS, bits_per_second
 from harness.rows import bucket_sizes, saved
+from harness.rows.choice import is_asked
 from harness.rows.results import Accumulation, Sweep
 from harness.run import meeting
 from harness.run.workers import WorkerError
 
 SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
+CURVE_ROUNDS, CURVE_STEPS = 1, 3  # of the sweep that make curve makes at each rate
 
 
 class Together:
@@ -48,17 +50,20 @@ def measure_here(args):
     def progress(text):
         if rank.rank == 0:
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
-    together, sweep, tuned = Together(rank), None, args.tuned or []
+    together, sweep, tuned, is_curve = Together(rank), None, args.tuned or [], args.rows == "curve"
     if args.sweep:
-        short = settings._replace(rounds=min(args.rounds, SWEEP_ROUNDS), steps=min(args.steps, SWEEP_STEPS))
-        found = every_row.measure_rows(together, short, bucket_sizes.choices(args.rows), progress)
+        most_rounds, most_steps = (CURVE_ROUNDS, CURVE_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
+        short = settings._replace(rounds=min(args.rounds, most_rounds), steps=min(args.steps, most_steps))
+        sizes = bucket_sizes.of_ddp() if is_curve else bucket_sizes.choices(args.rows)
+        found = every_row.measure_rows(together, short, sizes, progress)
         sweep, tuned = Sweep(found.conditions, found.rows), bucket_sizes.best(found.rows)
-    named = [*ROWS, *VARIANTS] if args.rows else ROWS
-    chosen = [choice for choice in named if args.rows in choice.name or choice.name in always]
-    sized = [choice for choice in tuned if args.rows in choice.name or choice.base == "ddp"]
+    named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
+    chosen = [choice for choice in named if is_curve or is_asked(args.rows, choice.name) or choice.name in always]
+    sized = [choice for choice in tuned if not is_curve and args.rows in choice.name or choice.base == "ddp"]
     result = every_row.measure_rows(together, settings, bucket_sizes.beside(chosen, sized), progress)
     result.sweep = sweep
-    recorder.record_rows(together, settings, result.rows, progress)
+    if not is_curve:
+        recorder.record_rows(together, settings, result.rows, progress)
     if args.accumulation:
         time_accumulation(together, settings, result, always, tuned, progress)
     if rank.rank == 0:

@@ -63,6 +63,7 @@ class Recorder(Ledger):
         return result
 
 
+@catalogue.in_its_context
 def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":

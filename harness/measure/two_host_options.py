@@ -5,20 +5,25 @@ import functools
 import re
 from pathlib import Path
 
-from harness.rows.choice import Choice
+from harness.rows.choice import Choice, is_asked
 from harness.run import command_line
 
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO",
+ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO",
                       "fsdp2", "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather",
                       "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
-                      "compute only bf16", "stage 4 overlap bf16"))]
+                      "compute only bf16", "stage 4 overlap bf16", "stage 4, equal buckets", "stage 4, whole messages",
+                      "stage 3, gloo's own", "fsdp2, gloo's own"))]
+# --rows curve: what make curve times at each rate.
+CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
+                       "stage 4 overlap", "fsdp2"))]
 # Where --rows asks for them.
 VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "whole_matrices", "hybrid", "wire16", "moments16",
-                                                    "finite", "blocks", "offload")]
+                                                    "finite", "blocks", "offload", "remainder16")]
+VARIANTS += [Choice("ddp summed in bf16")]
 
 
 def parse(description):
@@ -29,11 +34,9 @@ def parse(description):
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
-    # The first step of a round finds its parameters there, the last one waits for its own: at 300 Mbit/s that is 0.4 s
-    # a round in stage 4, which no step of a training run pays. 20 steps share it.
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
-    add("--steps", type=int, default=20, help="timed in a round, end to end (default 20)")
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only")
+    add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only; or curve")
     add("--sweep", action="store_true", help="first find the best bucket size of each row that has buckets")
     add("--tuned", default=None, metavar="SIZES", help="rows with a bucket size of their own in MiB, like 'ddp=2; "
         "ddp + stage 1=4' (default: the best of the last --sweep at this rate, kept in --json)")
@@ -45,7 +48,7 @@ def parse(description):
     bits_per_second(args.rate)
     args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
     names = [one.name for one in [*ROWS, *VARIANTS]]
-    if not any(args.rows in name for name in names):
+    if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
     return args
 

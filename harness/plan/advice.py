@@ -1,6 +1,6 @@
 """A plan in words: which stage, which bucket, and when DDP."""
 
-from harness.plan.planner import AS_FAST, COMPARED
+from harness.plan.planner import AS_FAST, COMPARED, HYBRID
 
 MORE_RANKS = (8, 32, 128, 512)  # that --advise compares at
 
@@ -11,13 +11,13 @@ def advice(planner, result):
     ours, owner, ddp = (rows[base].choice for base in COMPARED[args.dtype])
     fitting = {row.choice: planner.ms(row.choice, world) for row in result.rows if row.fits_from}
     room, stage4 = f"{args.device_memory:g} GB", planner.recorded[ours, world]
+    sizes = [f"{base} {'|'.join(planner.tuned(base, trees=trees).size for trees in (False, True))}"
+             for base in [ours.base, HYBRID] if base in rows]
     fastest = "; ".join(f"{choice.name}, {fitting[choice]:,.0f} ms" for choice in sorted(fitting, key=fitting.get)[:3])
-    by_size = ", ".join(f"{ms:,.0f} ms with {choice.size}" for choice, ms in planner.sizes(ours.base).items())
     once, each = (planner.ms(ours, world, 8, exchange_each) for exchange_each in (False, True))
     said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fastest} a micro-batch." if fitting else
             f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
-            f"Bucket of stage 4: {ours.size}, in two buffers of {stage4.held['buffers'] / 2e9:.1f} GB. A "
-            f"micro-batch takes {by_size}.",
+            f"Bucket in rings|trees: {'; '.join(sizes)}.",
             f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step: no_sync()'}. Of 8 "
             f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
             f"keeps whole gradients of {stage4.held['parameters'] / 1e9:.1f} GB."]

@@ -52,9 +52,11 @@ def parse():
     add("--accumulate", type=int, default=1, help="micro-batches a step, exchanged once (default 1)")
     add("--tensor-parallel", type=int, default=1, help="devices that share each layer of a LLaMA (default 1)")
     add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: the best of a few sizes)")
+    add("--trees", action="store_true", help="size buckets for NCCL's PAT: reduce-scatters and all-gathers in trees")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
     add("--advise", action="store_true", help="also say in words what to take")
-    add("--json", type=Path, metavar="PATH", help="write the result there as well, and the picture as .svg")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well")
+    add("--svg", type=Path, metavar="PATH", help="write the picture there")
     args = parser.parse_args()
     command_line.check_at_least_1(args, ("batch_size", "sequence_length", "accumulate", "tensor_parallel"), fail)
     if args.layers < 0 or args.width < 0 or args.width % 128 or (args.layers > 0) != (args.width > 0):
@@ -65,8 +67,9 @@ def parse():
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
-    if args.json:
-        command_line.check_beside("--json", args.json, ".svg", fail)
+    for option, path in (("--json", args.json), ("--svg", args.svg)):
+        if path:
+            command_line.check_writable(option, path, fail)
     args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
     return args
 
@@ -83,7 +86,8 @@ def main():
     for sheet in plan_sheets(result):
         print(sheet_text(sheet), end="\n\n")
     print(step_picture.text(planned_steps(result)[0]), *result.advice, sep="\n\n")
-    if args.json:
-        write("--json", args.json, saved.to_json(result), fail)
-        write("--json", args.json.with_suffix(".svg"), step_picture.svg(*planned_steps(result)), fail)
-        print(f"\nwritten to {args.json} and {args.json.with_suffix('.svg')}")
+    for option, path, text in (("--json", args.json, saved.to_json(result)),
+                               ("--svg", args.svg, step_picture.svg(*planned_steps(result)))):
+        if path:
+            write(option, path, text, fail)
+            print(f"\nwritten to {path}")

@@ -36,7 +36,8 @@ class Event(NamedTuple):
 
     `what`: "compute": operators ran, of so many FLOPs or bytes read and written. "launch": a collective left, `kind` as
     in the ledger, `n_bytes` of the full tensor. "wait": computing stops until launch `index` has arrived, of this step,
-    or with `lag` 1 of the step before. `live`: bytes that are alive by then.
+    or with `lag` 1 of the step before. `live`: bytes that are alive by then. `group_size`, `stride`: a message travels
+    among so many ranks, one of every `stride`; 0: among all.
     """
     what: str
     phase: str
@@ -46,6 +47,8 @@ class Event(NamedTuple):
     index: int = 0
     lag: int = 0
     live: int = 0
+    group_size: int = 0
+    stride: int = 1
 
 
 class Cost(NamedTuple):
@@ -106,7 +109,9 @@ class Dry(StorageMemory):
         kind, work = entry.kind, FakeWork(self, self.number, self.n_launched, args[0])
         if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one to the other
             kind = "send" if (arguments["root_rank"] == 0) == (kind == "broadcast") else "recv"
-        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live))
+        ranks = [*dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))[:2], 1]
+        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live,
+                                 group_size=entry.group_size, stride=max(1, ranks[1] - ranks[0])))
         self.n_launched += 1
         self.works = [*self.works[-64:], work]  # alive until C++ has taken it
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
@@ -150,7 +155,8 @@ def bytes_touched(function, arguments, result):
     schema = function._schema
     if function.is_view or "empty" in schema.name:
         return 0
-    written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    # A fused optimizer writes gradients only where it unscales them.
+    written = {one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write} - {"grads"}
     unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
     read = [value for name, value in arguments.items() if name not in unread]
     made = [] if any(one.alias_info for one in schema.returns) else result
@@ -172,20 +178,22 @@ def fake(d, cap_mb=None, gloo=False):
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
 
     def core(package):
-        if not package.startswith("stage"):
-            return optimizer_class(package)
-        return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
-    with (rank_0_of(d), FakeTensorMode(), mock.patch.object(ways, "optimizer_class", core),
+        module = {"stage": f"{package}.optimizer", "varia": package}.get(package[:5])
+        return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package)
+    with (rank_0_of(d), torch.device("meta"), mock.patch.object(ways, "optimizer_class", core),
+          mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
           mock.patch.object(stage4_overlap.optimizer, "transport_for",
                             (lambda group, *_: GlooTransport(group)) if gloo else transport),
           mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
                               _verify_params_across_processes=lambda *args: None)):
+        to_nowhere = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, to_nowhere)
         yield
 
 
 def cost_of(spec, dtype, batch_size, sequence_length):
     """-> Cost: activations of a forward and backward pass of the model itself, as counted; FLOPs by formula."""
-    with fake(1), Dry() as dry:
+    with FakeTensorMode(), Dry() as dry:  # on the meta device attention would be another one
         model = build_model(spec, dtype)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))

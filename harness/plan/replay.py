@@ -22,7 +22,8 @@ class Hardware(NamedTuple):
     """What a step is replayed on. Rates in FLOPs and bytes a second, latencies in seconds a hop.
 
     `flops`: what a device reaches in matrix products, not what it is sold with. `in_node`: a rank's ring inside a node.
-    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism).
+    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism). `trees`: whether
+    reduce-scatters and all-gathers go through trees over the nodes, or in rings.
     """
     flops: float
     memory_rate: float
@@ -33,25 +34,31 @@ class Hardware(NamedTuple):
     latency_in_node: float = 3e-6
     latency_between: float = 14e-6
     backend: str = "nccl"
+    trees: bool = False
 
 
-def message_seconds(kind, n_bytes, d, hardware):
-    """Of one collective of `n_bytes` (the full tensor), in a ring that passes every rank once, and every node once.
+def message_seconds(kind, n_bytes, d, hardware, stride=1):
+    """Of one collective of `n_bytes` (the full tensor) among one rank of every `stride`, d in all, while the others do
+    the same. In a ring it passes each of them once, and every node once.
 
-    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. `send`, `recv`: to a neighbour.
+    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. So do its reduce-scatter and
+    all-gather where it takes PAT (arXiv:2506.20252): on its own with one GPU a node. `send`, `recv`: to a neighbour.
     """
     if d == 1:
         return 0.0
-    in_group = max(1, hardware.per_node // hardware.sharing)  # ranks of this group on a node
+    sharing = hardware.sharing * stride
+    in_group = max(1, hardware.per_node // sharing)  # ranks of this group on a node
     between = math.ceil(d / in_group) - 1
     # As many groups as a node has ranks, at most, use its links to others at once.
-    rate = min(hardware.in_node, hardware.between / min(hardware.sharing, hardware.per_node) if between else math.inf)
+    rate = min(hardware.in_node, hardware.between / min(sharing, hardware.per_node) if between else math.inf)
     if kind in ("send", "recv"):
         return (hardware.latency_between if between else hardware.latency_in_node) + n_bytes / rate
     hops = (d - 1 - between) * hardware.latency_in_node + between * hardware.latency_between
+    tree = (in_group - 1) * hardware.latency_in_node + math.log2(between + 1) * hardware.latency_between
     if kind == "all_reduce":
-        tree = (in_group - 1) * hardware.latency_in_node + math.log2(between + 1) * hardware.latency_between
         hops = 2 * (min(hops, tree) if hardware.backend == "nccl" else hops)
+    elif hardware.trees and kind in ("reduce_scatter", "all_gather"):
+        hops = min(hops, tree)
     # The ledger counts what d ranks send on average. Each of them passes a broadcast, or a reduce, on whole.
     travels = n_bytes if kind in ("broadcast", "reduce") else wire_bytes(kind, n_bytes, d, hardware.backend)
     return hops + travels / rate
@@ -83,7 +90,8 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
             else:
                 used = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
                 leaves = max(clock, *(free_at[direction] for direction in used))
-                arrives = leaves + message_seconds(event.kind, event.n_bytes, d, hardware)
+                ranks = event.group_size or d
+                arrives = leaves + message_seconds(event.kind, event.n_bytes, ranks, hardware, event.stride)
                 free_at.update(dict.fromkeys(used, arrives))
                 arrived[step, event.index] = arrives
                 last = messages[-1] if messages else None

@@ -34,16 +34,27 @@ class Part(NamedTuple):
 def two_hosts():
     """-> list of ModelledRuns."""
     found = []
-    for path in sorted((ROOT / "results").glob("network*.json")):
-        for result in saved.from_json(Result, path.read_text(encoding="utf-8")).at_all_rates():
-            c = result.conditions
-            parts = [Part(c, of_rows(result.rows))]
-            parts += [Part(result.sweep.conditions, of_rows(result.sweep.rows))] if result.sweep else []
-            parts += [Part(result.accumulation.conditions, of_accumulation(result.accumulation))
-                      ] if result.accumulation else []
-            for part in parts:
-                found += modelled(f"{path.stem} {c.rate}", part, c.bits_per_second, parts[0].ms[ALONE, None, False])
+    for result in load():
+        c = result.conditions
+        parts = [Part(c, of_rows(result.rows))]
+        parts += [Part(result.sweep.conditions, of_rows(result.sweep.rows))] if result.sweep else []
+        parts += [Part(result.accumulation.conditions, of_accumulation(result.accumulation))
+                  ] if result.accumulation else []
+        for part in parts:
+            found += modelled(c.rate, part, c.bits_per_second, parts[0].ms[ALONE, None, False])
     return found
+
+
+def load():
+    """-> list of Results of make network, a rate each."""
+    path = ROOT / "results" / "network.json"
+    return saved.from_json(Result, path.read_text(encoding="utf-8")).at_all_rates()
+
+
+def line_of(bits_per_second, backend="exchange"):
+    """-> Hardware. `backend`: "gloo" where its own reduce-scatter travels, which is an all-reduce."""
+    return Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * bits_per_second / 8, per_node=1,
+                    latency_between=HOST_LATENCY, backend=backend)
 
 
 def of_rows(rows):
@@ -62,8 +73,7 @@ def modelled(where, part, bits_per_second, alone_ms):
     c, times = part.conditions, dict(part.ms)
     spec = models.NAMED[c.model]
     cost = dry_run.cost_of(spec, "float32", c.batch_size, c.sequence_length)
-    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * bits_per_second / 8, per_node=1,
-                     latency_between=HOST_LATENCY, backend="gloo")
+    hosts = line_of(bits_per_second)
     events = dry_run.record(ALONE, spec, 1, cost).events
     measured = next((times.pop((ALONE, k, False)) for k in (None, 1) if (ALONE, k, False) in times), alone_ms)
     hosts = calibrated("flops", lambda one: replay(events, one, 1).seconds, hosts, measured / 1e3)

@@ -1,25 +1,28 @@
 """What stands between the marks of the pages, by name: tables, sentences, pictures."""
 
 import dataclasses
-import functools
 import textwrap
 
-from harness.report import published, reading_time, step_picture, sweep_picture
+from harness.report import curve, published, reading_time, state_picture, step_picture, sweep_picture
 from harness.report.accumulation_tables import accumulation_sheet, has_shares, share_sheet
 from harness.report.bucket_tables import buckets_sheet, caps_sheet
+from harness.report.cells import rate_words
 from harness.report.conditions_line import conditions_line
 from harness.report.fault_tables import fault_sheets, mutation_sheet
 from harness.report.gpu_table import gpu_sheet
 from harness.report.ladder import LADDER, ladder_block
-from harness.report.line_tables import line_sheet, machines_sheet
-from harness.report.paragraphs import fill
+from harness.report.line_tables import line_sheet
+from harness.report.paragraphs import bullets, fill
 from harness.report.plan_tables import plan_check_sheets, plan_sheets
 from harness.report.row_tables import memory_sheets, time_sheet
-from harness.report.sentences import ahead, checked, found_block, planned
+from harness.report.saving_table import saving_sheet
+from harness.report.sentences import checked, found_block, planned, seven_b
 from harness.report.sheet import sheet_text, width
 from harness.report.state_tables import gathered_sheet, host_sheet, state_sheet
+from harness.rows import bucket_sizes
 from harness.rows.fault_results import FaultResult, MutationResult
 from harness.rows.gpu_results import GpuResult
+from harness.rows.saving_results import SavingResult
 
 
 def _conditions(result):
@@ -48,10 +51,30 @@ def _host_sheets():
     return [sheet_text(host_sheet(rows)) for rows in published.load_bench().host]
 
 
+def _slow_line():
+    return _lines(published.by_rate()[:1])
+
+
 def _network_sheets():
-    found = [(line_sheet(result), result.conditions) for result in published.by_rate("network_xeon.json")]
-    return _one_below_the_other([(sheet._replace(title=f"{sheet.title}, {conditions.machine}"), conditions)
-                                 for sheet, conditions in found])
+    return _lines(published.by_rate()[1:])
+
+
+def _lines(results):
+    return _one_below_the_other([(line_sheet(result), result.conditions) for result in results])
+
+
+def _16bit_sheets():
+    result = published.load("bench_bfloat16.json", arguments=' ARGS="--dtype bfloat16"')
+    time, memory, *_ = (time_sheet(result), *memory_sheets(result))
+    return [sheet_text(time), sheet_text(memory), _conditions(result)]
+
+
+def _curve_sheets():
+    return [sheet_text(curve.sheet(published.at_all_rates()))]
+
+
+def _curve_says():
+    return [bullets(curve.sentences(published.at_all_rates()))]
 
 
 def _one_below_the_other(found):
@@ -64,20 +87,16 @@ def _one_below_the_other(found):
     return texts
 
 
-def _machines_sheets():
-    return [sheet_text(machines_sheet(published.by_rate("network_xeon.json")))]
-
-
 def _accumulation_sheets():
     found = []
     for result in published.by_rate():
         if result.accumulation:
             sheet = accumulation_sheet(result.accumulation.rows)
-            found.append((sheet._replace(title=f"{sheet.title}, {result.conditions.rate}"),
+            found.append((sheet._replace(title=f"{sheet.title}, {rate_words(result.conditions.rate)}"),
                           result.accumulation.conditions))
             if has_shares(result.accumulation):
                 shares = share_sheet(result.accumulation)
-                found.append((shares._replace(title=f"{shares.title}, {result.conditions.rate}"),
+                found.append((shares._replace(title=f"{shares.title}, {rate_words(result.conditions.rate)}"),
                               result.accumulation.conditions))
     return _one_below_the_other(found) or [
         'Not measured: make network RATE=300mbit ARGS="--accumulation".']
@@ -96,10 +115,14 @@ def _cuda_sheets():
     return [sheet_text(gpu_sheet(published.load("cuda.json", GpuResult))), *_time_and_memory(bench), _conditions(bench)]
 
 
+def _saving_sheets():
+    return [sheet_text(saving_sheet(published.load("saving.json", SavingResult)))]
+
+
 def _plan_sheets():
     plans = map(published.load_plan, published.PLANS)
     first, second = (plan_sheets(dataclasses.replace(plan, check=None)) for plan in plans)
-    again = [sheet._replace(notes=[]) for sheet in (second[0], second[-1])]  # their notes stand below the first
+    again = [sheet._replace(notes=[]) for sheet in (second[0], *second[2:])]  # their notes stand below the first
     return [sheet_text(sheet) for sheet in (*first, *again)]
 
 
@@ -115,11 +138,11 @@ def _caps_sheets():
 def _buckets():
     """The sweeps of bucket size as tables, and the picture of them."""
     found = [(buckets_sheet(result.sweep), result) for result in published.by_rate()
-             if result.sweep]
+             if bucket_sizes.is_whole(result.sweep)]
     if not found:
         return ["Not measured: `make network RATE=300mbit ARGS=--sweep`."]
     texts = _one_below_the_other([
-        (sheet._replace(title=f"{sheet.title}, {result.conditions.rate}"), result.sweep.conditions)
+        (sheet._replace(title=f"{sheet.title}, {rate_words(result.conditions.rate)}"), result.sweep.conditions)
         for sheet, result in found])
     return [*(textwrap.indent(text, "    ") for text in texts), "![ms a step by size of bucket](buckets.svg)"]
 
@@ -144,17 +167,21 @@ BLOCKS = {
     "gathered": _gathered_sheets,
     "host": _host_sheets,
     "caps": _caps_sheets,
+    "slow_line": _slow_line,
     "network": _network_sheets,
-    "machines": _machines_sheets,
+    "bench_16bit": _16bit_sheets,
+    "curve": _curve_sheets,
     "accumulation": _accumulation_sheets,
     "cuda": _cuda_sheets,
     "faults": _faults_sheets,
     "mutations": _mutations_sheets,
+    "saving": _saving_sheets,
     "plan": _plan_sheets,
     "plan_check": _plan_check_sheets,
 }
 # These, and not as it looks in a terminal.
-MARKDOWN = {"ladder": ladder_block, "reading": _reading, "ahead": ahead, "found": found_block, "buckets": _buckets,
+MARKDOWN = {"ladder": ladder_block, "reading": _reading, "seven_b": seven_b, "curve_says": _curve_says,
+            "found": found_block, "buckets": _buckets,
             "planned": planned, "checked": checked}
 
 
@@ -162,15 +189,20 @@ def network_picture():
     return step_picture.two_hosts_picture(published.load("network.json").at_all_rates())
 
 
+def curve_picture():
+    check = published.load_plan("plan.json").check
+    return curve.picture(published.at_all_rates(), check.curve)
+
+
 def buckets_picture():
     """"" where no sweep was made."""
     return sweep_picture.picture(published.load("network.json").at_all_rates())
 
 
-def plan_picture(name):
-    return step_picture.svg(*step_picture.planned_steps(published.load_plan(name)))
+def plan_picture():
+    return step_picture.svg(*step_picture.planned_steps(published.load_plan("plan.json")))
 
 
 # By the name of a file in results/.
-PICTURES = {"network.svg": network_picture, "buckets.svg": buckets_picture,
-            **{name.replace(".json", ".svg"): functools.partial(plan_picture, name) for name in published.PLANS}}
+PICTURES = {"sixteen_bits.svg": state_picture.picture, "network.svg": network_picture, "curve.svg": curve_picture,
+            "buckets.svg": buckets_picture, "plan.svg": plan_picture}

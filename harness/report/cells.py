@@ -1,5 +1,7 @@
 """What a measured row says in the cells of a table."""
 
+import re
+
 from harness.report.sheet import NONE
 
 EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
@@ -93,3 +95,8 @@ def difference_cell(row):
 
 def number_cell(value):
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def rate_words(rate):
+    """-> "300 Mbit/s" of "300mbit"."""
+    return re.sub(r"(\d)([mg])bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)

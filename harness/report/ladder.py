@@ -1,10 +1,10 @@
 """The ladder of README.md: formulas, what was counted, and one column of measured time."""
 
-import re
 import textwrap
 from typing import NamedTuple
 
 from harness.report import published
+from harness.report.cells import rate_words
 from harness.report.reading_time import core_lines
 from harness.report.sheet import NONE
 from harness.rows import bucket_sizes
@@ -41,10 +41,9 @@ def ladder_block():
              "| code lines | time", "---|---|---|---|---|---|---"]
     for rung in LADDER:
         row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
-        mark = "\\*" if row.wire_bytes and row.wire_bytes > 1.01 * row.wire_bytes_theory else ""
         lines.append(" | ".join([
             rung.title, rung.collectives, " · ".join(f"{held(rung, d):.1f}" for d in RANKS),
-            f"{max(row.peak_bytes.values()) / 1e6:.0f}" if row.peak_bytes else NONE, f"{rung.travels}{mark}",
+            f"{max(row.peak_bytes.values()) / 1e6:.0f}" if row.peak_bytes else NONE, f"{rung.travels}",
             str(core_lines(published.ROOT / rung.folder)) if rung.folder else NONE,
             f"{row.over(ddp):.2f}" if row.rounds_ms and ddp.rounds_ms else NONE]))
     return ["\n".join(lines), textwrap.fill(notes(result, ddp), 118)]
@@ -62,14 +61,9 @@ def notes(result, ddp):
     c = result.conditions
     return ("Counted: bytes a parameter after a step, AdamW, fp32 (1 to 3: 8 + 8/d; 4: 4 + 12/d + b; b: two bucket "
             f"buffers); peak in a step, with activations; Ψ: {c.parameters:,} parameters' bytes, of which (d-1)/d are "
-            "sent. \\* gloo's reduce-scatter sends twice. Code lines: of the core. Time: of a step, core and guard, "
+            "sent. Code lines: of the core. Time: of a step, core and guard, "
             f"over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, median of {c.rounds} "
             f"rounds ({c.machine}, {c.date}).")
-
-
-def rate_words(rate):
-    """-> "300 Mbit/s" of "300mbit"."""
-    return re.sub(r"(\d)([mg])bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)
 
 
 def ddp_words(result):

@@ -7,7 +7,8 @@ from harness.report.state_tables import state_sheet
 def plan_sheets(result):
     """What a rank holds, the same by number of ranks, time, and what the check found."""
     check = plan_check_sheets(result.check) if result.check else []
-    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), *check]
+    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), plan_sizes_sheet(result),
+            *check]
 
 
 def plan_memory_sheet(result):
@@ -33,14 +34,29 @@ def plan_time_sheet(result):
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return Sheet(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}",
-        [("", ""), ("ms a step", "modelled"), ("exposed ms", "modelled"), ("tokens/s\na device", "modelled")],
-        [[row.name, *(f"{1e3 * seconds:,.0f}" for seconds in (row.step.seconds, row.step.exposed_seconds)),
-          f"{tokens / row.step.seconds:,.0f}"] for row in result.rows],
+        [("", ""), ("ms a step\nin rings", "modelled"), ("in trees", "modelled"), ("exposed\nms", "modelled"),
+         ("tokens/s\na device", "modelled"), ("GB at\nthe peak", "counted")],
+        [[row.name, *(f"{ms * c.accumulate:,.0f}" for ms in (row.in_rings_ms, row.in_trees_ms)),
+          f"{1e3 * row.step.exposed_seconds:,.0f}", f"{tokens / row.step.seconds:,.0f}", f"{row.peak / 1e9:.1f}"]
+         for row in result.rows],
         [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
          f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
          f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
          f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages."])
+         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages.",
+         "in trees: reduce-scatters and all-gathers pass nodes in hops that grow with log d, by NCCL's PAT "
+         "(arXiv:2506.20252) at its best, with the bytes of a ring. NCCL takes it by itself with one GPU a node only. "
+         f"Buckets, exposed and tokens: in {'trees' if c.trees else 'rings'}."])
+
+
+def plan_sizes_sheet(result):
+    return Sheet(
+        f"Sizes of buckets: a micro-batch of {result.conditions.model} on {result.conditions.world} ranks",
+        [("", ""), ("bucket", ""), ("ms in\nrings", "modelled"), ("ms in\ntrees", "modelled"),
+         ("GB at\nthe peak", "counted")],
+        [[size.base, f"{size.size}{'' if size.is_bucket else ' *'}", f"{size.in_rings_ms:,.0f}",
+          f"{size.in_trees_ms:,.0f}", f"{size.peak / 1e9:.1f}"] for size in result.sizes],
+        ["* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole."])
 
 
 def plan_check_sheets(check):

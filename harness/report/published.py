@@ -26,10 +26,14 @@ def read(path, kind, arguments=""):
         raise SystemExit(f"report: {path} can't be shown: run {command} again ({error})") from None
 
 
-def by_rate(*others):
-    """The results of all rates, and those in other files, the slowest line first."""
-    results = [result for name in ("network.json", *others) for result in load(name).at_all_rates()]
-    return sorted(results, key=lambda result: result.conditions.bits_per_second)
+def at_all_rates():
+    """The results of make network at all rates, the slowest line first."""
+    return sorted(load("network.json").at_all_rates(), key=lambda result: result.conditions.bits_per_second)
+
+
+def by_rate():
+    """Those with all rows; others have those of the curve."""
+    return [result for result in at_all_rates() if all(map(result.find, catalogue.LADDER))]
 
 
 def load_of(device, name, arguments=""):

@@ -1,16 +1,21 @@
 """What the rows say, in words: sentences with figures in them."""
 
+import textwrap
+
 from harness.report import published
 from harness.report.accumulation_tables import SHOWN, has_shares, shares
+from harness.report.cells import rate_words
 from harness.report.ladder import ddp_words
-from harness.report.line_tables import line_cells
-from harness.report.paragraphs import bullets
+from harness.report.paragraphs import bullets, fill
+from harness.report.plan_tables import plan_sizes_sheet
+from harness.report.sheet import sheet_text
 from harness.rows import bucket_sizes
 
 
 def planned():
-    """What make plan --advise says."""
-    return [bullets(published.load_plan("plan.json").advice)]
+    """What make plan --advise says, and the sizes of buckets that it chose from."""
+    plan = published.load_plan("plan.json")
+    return [bullets(plan.advice), textwrap.indent(sheet_text(plan_sizes_sheet(plan)), "    ")]
 
 
 def checked():
@@ -39,7 +44,7 @@ def lead(result):
     """By how much stage 4 is ahead of DDP on one line, and what of that is bucket size -> sentences."""
     rate, tuned = result.conditions.rate, bucket_sizes.tuned(result, "ddp")
     stage4, ddp = result.timed(bucket_sizes.STAGE_4), result.timed("ddp")
-    text = f"{rate}: stage 4 takes {stage4.over(tuned or ddp):.2f} of the time of {ddp_words(result)}"
+    text = f"stage 4 takes {stage4.over(tuned or ddp):.2f} of the time of {ddp_words(result)}"
     if tuned is None:
         return f"{text}. DDP with a tuned size: not measured, `make network RATE={rate} ARGS=--sweep`."
     if tuned is ddp:
@@ -50,20 +55,17 @@ def lead(result):
             f"{tuned.over(ddp):.2f}: {whose}.")
 
 
-def ahead():
-    """README's own line for each rate."""
-    return [bullets(leads())]
+def seven_b():
+    """What a rank of a large model holds: after a step, and at its peak."""
+    plan = published.load_plan("plan.json")
+    rows = {row.base: row for row in plan.rows}
 
-
-def leads():
-    """The time of stage 4 beside DDP's, in few words."""
-    found = []
-    for result in published.by_rate():
-        stage4, tuned = result.timed(bucket_sizes.STAGE_4), bucket_sizes.tuned(result, "ddp")
-        by_tuned = f"{stage4.over(tuned):.2f}" if tuned else "not measured"
-        found.append(f"{result.conditions.rate}: {stage4.over(result.timed('ddp')):.2f} of default DDP; of DDP with "
-                     f"the best size: {by_tuned}.")
-    return found
+    def gb(row):
+        return f"{sum(row.held.values()) / 1e9:.0f} GB after a step, {row.peak / 1e9:.0f} within one"
+    c = plan.conditions
+    ddp, stage4 = gb(rows["ddp bf16"]), gb(rows["stage 4 bf16"])
+    return [fill(f"A {c.model} model in 16 bits on {c.world} GPUs: with DDP each holds {ddp}; in stage 4 {stage4} "
+                 "(counted by `make plan`).")]
 
 
 APART = {"stage 4 only gradients": "gradients alone", "stage 4 only parameters": "parameters alone",
@@ -74,48 +76,63 @@ def apart(result):
     """What each half of the overlap buys."""
     rate, neither, rows = result.conditions.rate, result.timed("stage 4 neither"), [*map(result.timed, APART)]
     if not (neither and all(rows)):
-        return f"{rate}: overlap taken apart: not measured, `make network RATE={rate}`."
+        return f"overlap taken apart: not measured, `make network RATE={rate}`."
     parts = [f"{words} {row.over(neither):.2f}" for row, words in zip(rows, APART.values())]
-    return f"{rate}: of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
+    return f"of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
+
+
+UNTUNED = {"stage 4, equal buckets": "with buckets of one size",
+           "stage 4, whole messages": "with messages in one piece"}
+
+
+def untuned(result):
+    """What of stage 4 is tuning, by what a step takes without it."""
+    rate, stage4 = result.conditions.rate, result.timed(bucket_sizes.STAGE_4)
+    rows = [(words, result.timed(base)) for base, words in UNTUNED.items()]
+    if not all(row for _, row in rows):
+        return f"stage 4 without its tuning: not measured, `make network RATE={rate}`."
+    return f"stage 4 takes, {', '.join(f'{words} {row.over(stage4):.2f}' for words, row in rows)} of its time."
 
 
 def owner(result):
     """Beside stage 4: time, and the number and size of the messages that gradients travel in."""
     rate, stage4, found = result.conditions.rate, result.timed(bucket_sizes.STAGE_4), []
     if result.timed("owner reduce") is None:
-        return f"{rate}: a reduce to each owner: not measured, `make network RATE={rate}`."
+        return f"a reduce to each owner: not measured, `make network RATE={rate}`."
     for row in filter(None, (result.timed("owner reduce"), result.timed("owner reduce", 2), stage4)):
         kind = next(kind for kind in ("reduce", "send", "reduce_scatter") if kind in row.collectives)
         number, n_bytes = row.collectives[kind], row.message_bytes[kind]
         found.append(f"{row.name} {number} messages of {n_bytes / number / 1e3:.0f} kB on average, and "
                      f"{row.over(stage4):.2f} of stage 4's time")
-    return f"{rate}: {'; '.join(found)}."
+    return f"{'; '.join(found)}."
 
 
 def share_sentence(result):
     """The claim that communication takes more than half of a step, and where it stops being true."""
     rate = result.conditions.rate
     if not has_shares(result.accumulation):
-        return f"{rate}: communication's share of a step: not measured, `make network RATE={rate} ARGS=--accumulation`."
+        return f"communication's share of a step: not measured, `make network RATE={rate} ARGS=--accumulation`."
     found, rows = [], result.accumulation.rows
     for name, column in zip(SHOWN, zip(*map(shares, rows))):
         by_count = {row.micro_batches: share for row, share in zip(rows, column)}
         below = next((f"below half from {k} micro-batches on" for k in by_count
                       if all(share < 0.5 for other, share in by_count.items() if other >= k)), "never below half")
         found.append(f"of {name} {column[0]:.0%}, {below if column[0] >= 0.5 else 'less than half'}")
-    return f"{rate}: without accumulation communication takes, of a step, {'; '.join(found)}."
+    return f"without accumulation communication takes, of a step, {'; '.join(found)}."
 
 
-def sent(result):
-    """What of stage 4's lead over stage 3 and FSDP2 is overlap, and what gloo's reduce-scatter, which sends twice."""
-    rows = {"stage 3 grad buffer": "stage 3", "fsdp2": "FSDP2", bucket_sizes.STAGE_4: "stage 4"}
-    found = [(name, line_cells(result, base)) for base, name in rows.items() if result.timed(base)]
-    parts = [f"{name} {cells.over_floor} of the formula's floor and {cells.over_floor_as_sent} of that of the bytes it "
-             "sent" for name, cells in found]
-    return f"{result.conditions.rate}: {', '.join(parts)}."
+def gloos_own(result):
+    """What it costs stage 3 and FSDP2 that gloo's own reduce-scatter is an all-reduce."""
+    found = [(base, result.timed(base), result.timed(f"{own}, gloo's own")) for base, own in
+             (("stage 3 grad buffer", "stage 3"), ("fsdp2", "fsdp2"))]
+    parts = [f"{base} {own.over(row):.2f}" for base, row, own in found if row and own]
+    if not parts:
+        return "gloo's own reduce-scatter: not measured."
+    return f"gloo's own reduce-scatter, which sends twice: {', '.join(parts)} of its time."
 
 
 def found_block():
     """What the rows say of peers, of bytes, of overlap, of owners and of accumulation, in words."""
-    sentences = (lead, sent, apart, owner, share_sentence)
-    return [bullets(say(result) for say in sentences for result in published.by_rate())]
+    sentences = (lead, gloos_own, apart, untuned, owner, share_sentence)
+    return [bullets(f"{rate_words(result.conditions.rate)}: {say(result)}"
+                    for say in sentences for result in published.by_rate())]

@@ -5,9 +5,10 @@ A lane is (name, spans): spans are (start, end, what), in seconds from the start
 
 from html import escape
 
+from harness.report.cells import rate_words
 from harness.report.ticks import round_step
-from harness.rows import catalogue, rates
-from harness.rows.spans import MEMORY_PARTS, length, overlap
+from harness.rows import bucket_sizes, catalogue, rates
+from harness.rows.spans import MEMORY_PARTS, length, overlap, union
 
 GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
 PARAMETERS = ("all_gather", "broadcast")
@@ -40,7 +41,17 @@ def megabytes(step):
     return f"{max(step.memory) / 1e6:.0f} MB"
 
 
+def said(step):
+    """What a band shows, in a sentence."""
+    travels = union((message.start, message.end) for message in step.communication)
+    hidden = length(overlap(travels, step.busy))
+    return (f"{step.seconds * 1000:.0f} ms; for {hidden * 1000:.0f} the network is busy while the rank computes, for "
+            f"{step.exposed_seconds * 1000:.0f} while it waits")
+
+
 LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
+LEGEND = {"forward": "computes: forward", "backward": "backward", "step": "step", "gradients": "gradients travel",
+          "parameters": "parameters travel", "memory": "memory held"}
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
@@ -49,8 +60,7 @@ def text(rows, width=80):
     longest, most_bytes = max(step.seconds for _, step in rows), peak(rows)
     out = []
     for name, step in rows:
-        out.append(f"{name}: {step.seconds * 1000:.0f} ms, {step.exposed_seconds * 1000:.0f} ms of communication "
-                   "during which nothing computes")
+        out.append(f"{name}: {said(step)}")
         for lane, spans in lanes(step):
             cells = []
             for i in range(width):
@@ -78,9 +88,7 @@ def svg(rows, title):
     longest, most_bytes = max(step.seconds for _, step in rows), peak(rows)
     out, y = [f'<text y="16" class="title">{escape(title)}</text>'], 28
     for name, step in rows:
-        waits = f"{step.seconds * 1000:.0f} ms, {step.exposed_seconds * 1000:.0f} ms of it communication during "
-        out.append(f'<text y="{y + 14}"><tspan class="title">{escape(name)}</tspan>: {waits}which nothing computes'
-                   "</text>")
+        out.append(f'<text y="{y + 14}"><tspan class="title">{escape(name)}</tspan>: {said(step)}</text>')
         for i, (lane, spans) in enumerate(lanes(step)):
             top = y + 20 + i * (lane_height + 2)
             out.append(f'<text x="{left - 8}" y="{top + 11}" text-anchor="end">{lane}</text>')
@@ -106,10 +114,10 @@ def svg(rows, title):
         anchor = "start" if tick == 0 else "end" if x > left + width - 20 else "middle"
         out.append(f'<text x="{x:.0f}" y="{y + 12}" text-anchor="{anchor}" class="tick">{tick * step_ms:g} ms</text>')
     x = left
-    for what in (*LETTERS, "memory"):
+    for what, words in LEGEND.items():
         out.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" class="{what}"/>'
-                   f'<text x="{x + 17}" y="{y + 34}">{what}</text>')
-        x += 110
+                   f'<text x="{x + 17}" y="{y + 34}">{words}</text>')
+        x += 28 + 7 * len(words)
     style = (".title{font-weight:bold} text{font:12px sans-serif;fill:#777} .nothing{fill:#8883} "
              ".forward{fill:#4a90d9} .backward{fill:#2a5f9e} .step{fill:#d9822b} .gradients{fill:#3a9d5d} "
              ".parameters{fill:#b04a9d} .memory{fill:#c9a227}")
@@ -121,9 +129,10 @@ def svg(rows, title):
 def on_two_hosts(result):
     """The result of make network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
     c = result.conditions
-    rows = [(row.name, row.timeline[0]) for row in result.rows if row.name in catalogue.LADDER and row.timeline]
-    return rows, (f"One step on rank 0 of {c.hosts} hosts, {c.rate}: {c.model}, {c.batch_size} x "
-                  f"{c.sequence_length}")
+    ddp = bucket_sizes.tuned(result, catalogue.REFERENCE)  # a peer counts at its best setting
+    shown = [ddp if ddp and base == catalogue.REFERENCE else result.find(base) for base in catalogue.LADDER]
+    rows = [(row.name, row.timeline[0]) for row in shown if row and row.timeline]
+    return rows, f"One step on rank 0 of {c.hosts} hosts with a line of {rate_words(c.rate)}"
 
 
 def two_hosts_picture(results):

@@ -2,8 +2,9 @@
 
 from html import escape
 
+from harness.report.cells import rate_words
 from harness.report.ticks import round_step
-from harness.rows.bucket_sizes import DEFAULT_MB, PEERS, SIZES, STAGE_4
+from harness.rows.bucket_sizes import DEFAULT_MB, PEERS, SIZES, STAGE_4, is_whole
 from harness.rows.choice import ONE_PARAMETER
 
 COLOURS = {STAGE_4: "#3a9d5d", **dict(zip(PEERS, ("#4a90d9", "#d9822b", "#9b59b6", "#999999")))}
@@ -21,15 +22,15 @@ def curves(rows):
 
 def picture(results):
     """Results of make network at several rates -> SVG of their sweeps, "" where there is none."""
-    swept = sorted((result for result in results if result.sweep),
+    swept = sorted((result for result in results if is_whole(result.sweep)),
                    key=lambda result: result.conditions.bits_per_second)
     out, left, wide, high, panel = [], 60, 380, 220, 500
     for number, result in enumerate(swept):
         found = curves(result.sweep.rows)
         most = 1.05 * max(ms for points in found.values() for _, ms in points)
         x0, step = left + number * panel, round_step(most)
-        out.append(f'<text x="{x0}" y="16" class="title">{escape(result.conditions.rate)}: ms a step, by size of '
-                   "bucket</text>")
+        rate = escape(rate_words(result.conditions.rate))
+        out.append(f'<text x="{x0}" y="16" class="title">{rate}: ms a step, by size of bucket</text>')
         for tick in range(int(most / step) + 1):
             y = 30 + high - high * tick * step / most
             out.append(f'<path d="M{x0} {y:.1f}h{wide}" class="grid"/><text x="{x0 - 6}" y="{y + 4:.1f}" '

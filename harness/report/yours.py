@@ -10,18 +10,23 @@ from harness.report.cells import bytes_per_param_cells, label_of
 from harness.report.conditions_line import conditions_line
 from harness.report.fault_tables import fault_sheets, mutation_sheet
 from harness.report.gpu_table import gpu_sheet
+from harness.report.loss_table import loss_sheet
 from harness.report.plan_tables import plan_sheets
+from harness.report.saving_table import saving_sheet
 from harness.report.sheet import NONE, Notes, Sheet
 from harness.rows import rates, saved
 from harness.rows.fault_results import FaultResult, MutationResult
 from harness.rows.gpu_results import GpuResult
+from harness.rows.loss_results import LossResult
 from harness.rows.plan_results import PlanResult
 from harness.rows.results import Result
+from harness.rows.saving_results import SavingResult
 from harness.run import command_line
 from harness.run.files import write
 
-KINDS = {"bench.json": Result, "network.json": Result, "cuda.json": GpuResult, "faults.json": FaultResult,
-         "faults_mutations.json": MutationResult,
+KINDS = {"bench.json": Result, "network.json": Result, "bench_variants.json": Result,
+         "network_variants.json": Result, "cuda.json": GpuResult, "faults.json": FaultResult,
+         "faults_mutations.json": MutationResult, "losses.json": LossResult, "saving.json": SavingResult,
          "plan.json": PlanResult, "plan_70b.json": PlanResult}
 
 
@@ -36,18 +41,25 @@ def sheets():
     found = []
     for name, mine in measured().items():
         if isinstance(mine, Result):
-            theirs = published.load(target_of(name, mine)).at_all_rates()
+            target = target_of(name, mine)
+            theirs = published.load(target).at_all_rates() if (published.ROOT / "results" / target).exists() else []
             found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
         else:
             own = {GpuResult: lambda result: [gpu_sheet(result)], FaultResult: fault_sheets, PlanResult: plan_sheets,
-                   MutationResult: lambda result: [mutation_sheet(result)]}
+                   SavingResult: lambda result: [saving_sheet(result)],
+                   MutationResult: lambda result: [mutation_sheet(result)],
+                   LossResult: lambda result: [loss_sheet(result)]}
             found += [sheet._replace(title=f"Yours: {sheet.title}") for sheet in own[type(mine)](mine)]
     return found
 
 
 def target_of(name, result):
-    """The published file that it belongs to: the bench has one for each kind of device."""
-    return "bench_cuda.json" if name == "bench.json" and result.conditions.device == "cuda" else name
+    """The published file that it belongs to: the bench has one for each kind of device, and for 16-bit rows."""
+    if name != "bench.json":
+        return name
+    of_16_bits = next((dtype for dtype in ("bfloat16", "float16") if dtype in result.conditions.dtype.split()), None)
+    return "bench_cuda.json" if result.conditions.device == "cuda" else (
+        f"bench_{of_16_bits}.json" if of_16_bits else "bench.json")
 
 
 def beside_sheet(name, mine, theirs):
@@ -92,13 +104,15 @@ def publish():
     fail, said = functools.partial(command_line.fail, "report"), []
     found = measured()
     for name, mine in found.items():
-        if name == "bench.json" and mine.conditions.device == "cpu":
+        if target_of(name, mine) == "bench.json":
             published.check_whole(mine, "measured/bench.json")
     for name, mine in found.items():
         target = published.ROOT / "results" / target_of(name, mine)
-        if name == "network.json" and target.exists():
+        if name.startswith("network") and target.exists():
             mine = functools.reduce(lambda before, one: rates.merged(one, before.at_all_rates()),
                                     mine.at_all_rates()[::-1], published.load(name))
+        if name == "network_variants.json":  # no picture shows these steps
+            rates.keep_exposed_only(row for one in mine.at_all_rates() for row in one.rows)
         write("--publish", target, saved.to_json(mine), fail)
         (published.ROOT / "measured" / name).unlink()
         said.append(f"measured/{name} is {target.relative_to(published.ROOT)} now")

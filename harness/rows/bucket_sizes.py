@@ -17,6 +17,15 @@ def choices(text=""):
     return [one for one in swept if text in one.name or one == (catalogue.REFERENCE, None)]
 
 
+def of_ddp():
+    return [Choice(catalogue.REFERENCE, size) for size in (None, *PEER_SIZES)]
+
+
+def is_whole(sweep):
+    """Whether there is one, of more than DDP: to be shown."""
+    return sweep is not None and any(row.base == STAGE_4 for row in sweep.rows)
+
+
 def best(rows):
     """Of a sweep: each of PEERS with the size with which it is fastest; not one whose default is that -> Choices.
 

@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
+# What the variants are compared with: --rows variants measures these, too.
+BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
 ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
+
+
+def is_asked(text, name):
+    """Whether --rows `text` means the row of that name."""
+    return text in name or text == "variants" and name in BESIDE_VARIANTS
 
 
 class Choice(NamedTuple):

@@ -41,6 +41,15 @@ def replicated_main_params(numel, d, optimizer):
 def sharded_main_params(numel, d, optimizer):
     return 2 + 4 * BYTES / d + optimizer.bucket_buffer_bytes / numel
 
+
+def sharded_main_grads(numel, d, optimizer):
+    return 2 + BYTES + 3 * BYTES / d  # parameter, its fp32 gradient in the buffer; main parameter, two moments
+
+
+def sharded_16bit_grads(numel, d, optimizer):
+    return 2 + 2 + 4 * BYTES / d  # parameter and gradient; main parameter, its gradient, two moments
+
+
 UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
 
 

@@ -33,11 +33,14 @@ class PlanConditions:
     latency_in_node: float
     latency_between: float
     backend: str
+    trees: bool
 
 
 @dataclass
 class PlanRow(OfChoice):
-    """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step."""
+    """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step.
+
+    `in_rings_ms`, `in_trees_ms`: what a micro-batch takes where reduce-scatters and all-gathers go so."""
     base: str
     bucket_mb: float | None
     formula: str
@@ -47,7 +50,20 @@ class PlanRow(OfChoice):
     fits_from: int  # number of ranks from which on it fits; 0: with none
     bytes_per_param: dict[int, float]
     bytes_per_param_theory: dict[int, float]
+    in_rings_ms: float
+    in_trees_ms: float
     step: RecordedStep
+
+
+@dataclass
+class PlanSize(OfChoice):
+    """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
+    base: str
+    bucket_mb: float | None
+    in_rings_ms: float
+    in_trees_ms: float
+    peak: float
+    is_bucket: bool
 
 
 @dataclass
@@ -89,16 +105,25 @@ class PublishedRun:
 
 
 @dataclass
+class CurveLine:
+    """Modelled for two hosts: (bits a second, time of a step over that of computing alone)."""
+    base: str
+    points: list[tuple[float, float]]
+
+
+@dataclass
 class Check:
     """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
     two_hosts: list[ModelledRun]
     hardware: list[tuple[float, float]]
     published: list[PublishedRun]
+    curve: list[CurveLine] = field(default_factory=list)
 
 
 @dataclass
 class PlanResult:
     conditions: PlanConditions
     rows: list[PlanRow]
+    sizes: list[PlanSize]
     advice: list[str] = field(default_factory=list)
     check: Check | None = None

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as cut_like
 
+from harness.rows.dtensors import OfDTensors, clip_grad_norm_, local, mean_over_ranks
 
-class DistributedOptimizer(torch.optim.Optimizer):
+
+class Replicated(torch.optim.Optimizer):
     """Averages gradients over the ranks, unless DDP has, and steps all parameters. Arguments: those of stage 1.
 
     Without: parameters that some ranks don't use, several dtypes, loss scaling, errors that say what is wrong.
@@ -38,14 +40,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         self.optimizer.add_param_group(param_group)
         for param in self.optimizer.param_groups[-1]["params"]:
-            dist.broadcast(param, group=self.process_group, group_src=0)
+            dist.broadcast(local(param), group=self.process_group, group_src=0)
 
     def params(self):
         return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
 
     @torch.no_grad()
     def sync_grads(self):
-        grads = [param.grad for param in self.params()]
+        grads = [local(param.grad) for param in self.params()]
         flat = flatten(grads)  # (numel of all,)
         flat /= dist.get_world_size(self.process_group)
         dist.all_reduce(flat, group=self.process_group)
@@ -66,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = mean_over_ranks(closure(), self.process_group)
         self.finish_grad_sync()
         self.step_own()
         self.sync_params()
@@ -79,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         self.finish_grad_sync()
-        return torch.nn.utils.clip_grad_norm_(self.params(), max_norm, norm_type)
+        return clip_grad_norm_(self.params(), max_norm, norm_type)
 
     def no_sync(self):
         """Gradients travel in `step` only: there is nothing to leave out."""
@@ -88,3 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict)
         self.share()
+
+
+class DistributedOptimizer(OfDTensors, Replicated):
+    """Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group()."""

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 
 from harness.rows.choice import OfChoice
+from harness.rows.shared_results import SharedRow
 
 
 @dataclass
@@ -45,7 +46,8 @@ class Row(OfChoice):
     dtype: str = "float32"
     error: str | None = None
     is_wrong: bool = False
-    rounds_ms: list[float] = field(default_factory=list)  # a step, by round
+    rounds_ms: list[float] = field(default_factory=list)  # a steady step, by round
+    drain_ms: list[float] = field(default_factory=list)  # after the last; older results, without it, share it out
     vs_reference: float | None = None  # median of the ratios, round by round
     max_abs_diff: float | None = None  # of any parameter on any rank, from the reference's
     collectives: dict[str, int] = field(default_factory=dict)
@@ -66,12 +68,17 @@ class Row(OfChoice):
         """Infinite where there are no times: such a row is never the fastest."""
         return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
 
+    def time(self, step_ms, drain_ms):
+        """Of one round."""
+        self.rounds_ms.append(step_ms)
+        self.drain_ms.append(drain_ms)
+
     def over(self, other):
         """The median of the ratios of times, round by round: both ran within seconds of each other."""
         return statistics.median(mine / others for mine, others in zip(self.rounds_ms, other.rounds_ms))
 
     def fail(self, reason, is_wrong=False):
-        self.error, self.is_wrong, self.rounds_ms = reason, is_wrong, []
+        self.error, self.is_wrong, self.rounds_ms, self.drain_ms = reason, is_wrong, [], []
 
 
 @dataclass
@@ -181,6 +188,7 @@ class Result:
     gathered: list[GatheredRow] = field(default_factory=list)
     caps: list[CapRow] = field(default_factory=list)
     host: list[list[HostRow]] = field(default_factory=list)
+    shared: list[SharedRow] = field(default_factory=list)
     sweep: Sweep | None = None
     accumulation: Accumulation | None = None
     other_rates: list["Result"] = field(default_factory=list)

@@ -49,19 +49,23 @@ class Training:
 
 
 class MainParamsTraining(Training):
-    """16-bit parameters whose fp32 copies, the main parameters, are stepped. `world_size` 1: without communication."""
+    """16-bit parameters whose fp32 copies, the main parameters, are stepped. `world_size` 1: without communication.
 
-    def __init__(self, model, adamw, world_size):
+    `divided_in`, `summed_in`: the dtypes in which gradients are averaged; None is that of the parameters.
+    """
+
+    def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32):
         self.main_params = [param.detach().float() for param in model.parameters()]
         super().__init__(model, model, torch.optim.AdamW(self.main_params, **adamw))
-        self.world_size = world_size
+        self.world_size, self.divided_in, self.summed_in = world_size, divided_in, summed_in
 
     def update(self):
         params = list(self.model.parameters())
         for param, main_param in zip(params, self.main_params):
-            main_param.grad = (param.grad / self.world_size).float()
+            grad = (param.grad.to(self.divided_in or param.dtype) / self.world_size).to(self.summed_in or param.dtype)
             if self.world_size > 1:
-                dist.all_reduce(main_param.grad)
+                dist.all_reduce(grad)
+            main_param.grad = grad.float()
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(params, self.main_params)

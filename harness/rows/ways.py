@@ -11,10 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import stage4_overlap
 from harness.rows.formulas import BYTES, PIECE, travels
 from harness.rows.owner_reduce import OwnerReduce
-from harness.rows.training import MainParamsTraining, ShardedTraining, Training
+from harness.rows.training import ShardedTraining, Training
 
 
 def compute_only(model, adamw):
@@ -64,24 +63,6 @@ def beneath_ddp(package, bucket_cap_mb=None):
 ddp = beneath_ddp("harness.rows.replicated")
 
 
-def replicated_16bit(model, adamw):
-    """The reference of rows with 16-bit parameters: gradients summed in fp32, AdamW on fp32 copies, on every rank."""
-    return MainParamsTraining(model, adamw, dist.get_world_size())
-
-
-def compute_only_16bit(model, adamw):
-    return MainParamsTraining(model, adamw, world_size=1)
-
-
-def ddp_16bit(bucket_cap_mb=None):
-    """DDP averages 16-bit gradients while backward runs, and AdamW steps fp32 copies on every rank."""
-    def build(model, adamw):
-        training = compute_only_16bit(model, adamw)
-        training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
-        return training
-    return build
-
-
 def ddp_and_zero(bucket_cap_mb=None):
     """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped.
 
@@ -128,59 +109,9 @@ def hybrid(model, adamw):
     return stage_with_prefetch("variants.hybrid", mesh=mesh)(model, adamw)
 
 
-class RoundedTraining(Training):
-    """What wire16 and moments16 must agree with: everything on every rank, and what they round, rounded."""
-
-    wire_dtype, moments_dtype = torch.bfloat16, torch.float32
-
-    def update(self):
-        for param in self.model.parameters():
-            param.grad = (param.grad.to(self.wire_dtype) / dist.get_world_size()).float()
-            dist.all_reduce(param.grad)
-        self.optimizer.step()
-        for state in self.optimizer.state.values():
-            state.update({name: state[name].to(self.moments_dtype).float() for name in ("exp_avg", "exp_avg_sq")})
-
-
-class RoundedMoments(RoundedTraining):
-    wire_dtype, moments_dtype = torch.float32, torch.bfloat16
-
-
-def rounded_gradients(model, adamw):
-    return RoundedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def rounded_moments(model, adamw):
-    return RoundedMoments(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
 def owner_reduce(bucket_cap_mb=None):
     def build(model, adamw):
         return Training(model, model, OwnerReduce(model.parameters(), bucket_cap_mb=bucket_cap_mb, **adamw))
-    return build
-
-
-class LeavesLate(stage4_overlap.DistributedOptimizer):
-    """Stage 4 whose buckets leave when the backward pass has ended, and none earlier."""
-
-    pass_has_ended = False
-
-    def send_full_buckets(self):
-        if self.pass_has_ended:
-            super().send_full_buckets()
-
-    def _finish_round(self):
-        self.pass_has_ended = True
-        super()._finish_round()
-        self.pass_has_ended = False
-
-
-def leaves_late(prefetch, bucket_cap_mb=None):
-    def build(model, adamw):
-        optimizer = LeavesLate(model.parameters(), torch.optim.AdamW, bucket_cap_mb=bucket_cap_mb, **adamw)
-        if prefetch:
-            optimizer.prefetch_params(model)
-        return Training(model, model, optimizer)
     return build
 
 

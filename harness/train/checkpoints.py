@@ -57,7 +57,7 @@ class Checkpoints:
                 run_folder.remove_old(self.args.checkpoint, self.args.keep)
 
     def _settings(self):
-        return run_settings.settings_of(self.args, self.rank.world_size)
+        return run_settings.settings_of(self.args, self.rank.world_size // self.args.tp)
 
     def _check_folder(self):
         """Now, and not at the first save."""
@@ -139,7 +139,7 @@ class Checkpoints:
         before = {**before, "--lr": self.scheduler.base_lrs[0], "--weight-decay": group["weight_decay"]}
         args.lr = args.lr if "lr" in args.given else before["--lr"]
         args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
-        changed = run_settings.changes(before, run_settings.settings_of(args, self.rank.world_size))
+        changed = run_settings.changes(before, self._settings())
         refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
                    for option in run_settings.DATA_ORDER if option in changed]
         if refused and not args.force:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.train.tensor_parallel import share_layers
+
 VOCABULARY = 256  # one symbol a byte
 
 
@@ -31,20 +33,22 @@ MODELS = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention. The rows of `to_qkv` come head by head, q, k and v of each: tensor-parallel ranks take
+    whole heads, as many as they have rows for.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.n_heads = config.n_heads
+        self.head_width = config.width // config.n_heads
         self.to_qkv = nn.Linear(config.width, 3 * config.width)
         self.project = nn.Linear(config.width, config.width)
 
     def forward(self, x):
-        B, T, C = x.shape
-        qkv = self.to_qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, C/H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, C/H)
+        B, T, _ = x.shape
+        qkv = self.to_qkv(x).view(B, T, -1, 3, self.head_width)  # (B, T, H, 3, C/H)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # 3 x (B, H, T, C/H)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, C/H)
-        return self.project(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+        return self.project(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -89,6 +93,9 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers))
             elif param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
+            if name.endswith("to_qkv.weight"):  # drawn for all q, then all k, then all v: results/ are of such weights
+                heads = param.data.unflatten(0, (3, self.config.n_heads, -1))  # (3, H, C/H, C)
+                param.data.copy_(heads.transpose(0, 1).flatten(0, 2))
 
     def forward(self, tokens, targets=None):
         """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, ()."""
@@ -103,6 +110,12 @@ class GPT(nn.Module):
 
 
 def build_model(args, rank):
-    """The model that the command line asks for, on this rank's device; the same weights on every rank and machine."""
+    """The model that the command line asks for, on this rank's device; the same weights on every rank and machine.
+
+    With --tp its layers are shared by as many ranks, and `args.process_group` becomes the ranks that have the same
+    parts as this one; else None, all of them.
+    """
     torch.manual_seed(args.seed)
-    return GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
+    model = GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
+    args.process_group = share_layers(model, args.tp, rank) if args.tp > 1 else None
+    return model

@@ -3,8 +3,10 @@
 import argparse
 import math
 
+import torch.distributed as dist
+
 from harness.run import command_line, meeting
-from harness.train import stop_signal
+from harness.train import stop_signal, tensor_parallel
 from harness.train.agreement import is_rank_0, leave, on_all_ranks
 from harness.train.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.train.gpt import MODELS
@@ -54,6 +56,8 @@ def parse_args(description, arguments=None):
     add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
     add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
+    add("--tp", type=_positive(int), default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
+        "data-parallel over the others (default 1)")
     add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it, and save "
         f"on SIGTERM, SIGHUP and SIGUSR1: exit code {stop_signal.PREEMPTED}, and the same command goes on")
@@ -76,6 +80,9 @@ def parse_args(description, arguments=None):
         if args.sequence_length > block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
                          f"most {block_size}")
+        if reason := tensor_parallel.misfit(args.tp, dist.get_world_size() if dist.is_initialized() else 1,
+                                            MODELS[args.model].n_heads, args.sequence_length):
+            parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
         for option in ("save_every", "keep", "resume_from"):

@@ -89,7 +89,8 @@ class Report:
             self._print(f"{self.args.steps - self.first_step} steps in {now - self.started_at:.1f} s")
 
     def _tokens_per_step(self):
-        return self.rank.world_size * self.args.accumulate * self.args.batch_size * self.args.sequence_length
+        n_batches = self.rank.world_size // self.args.tp * self.args.accumulate
+        return n_batches * self.args.batch_size * self.args.sequence_length
 
     def _print_conditions(self, model):
         args, (_, world_size, device, backend) = self.args, self.rank
@@ -98,12 +99,13 @@ class Report:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         n_params = sum(param.numel() for param in model.parameters())
         python = f"the source of the standard library of Python {platform.python_version()}"
-        self._print(f"{script.parent.name}/{script.name}: {world_size} rank(s) with {backend}, each on {name}, "
+        shared = f", {args.tp} of which share each layer" * (args.tp > 1)
+        self._print(f"{script.parent.name}/{script.name}: {world_size} rank(s) with {backend}, each on {name}{shared}, "
                     f"torch {torch.__version__}")
         self._print(f"model {args.model}, {n_params:,} parameters, {args.dtype}; lr {args.lr:g}, weight decay "
                     f"{args.weight_decay:g}, clip {args.clip:g}, seed {args.seed}")
-        self._print(f"batch {world_size} x {args.accumulate} x {args.batch_size} x {args.sequence_length} (ranks x "
-                    f"micro-batches x sequences x bytes) of {args.data or python}")
+        batch = f"{world_size // args.tp} x {args.accumulate} x {args.batch_size} x {args.sequence_length}"
+        self._print(f"batch {batch} (ranks x micro-batches x sequences x bytes) of {args.data or python}")
 
     def _print(self, line):
         if self.is_printing:

@@ -21,7 +21,7 @@ OF_SAVE = [(writing, "names_of"), (writing, "packed"), (writing, "local_states")
            (writing, "write_rank_file")]
 OF_RANK_0 = [(writing, "claim"), (writing, "complete_manifest"), (writing, "sealed"), (writing, "sync_folder")]
 OF_LOAD = [(reading, "names_of"), (reading, "pieces_of"), (reading, "manifest_of"), (reading, "verify_sizes"),
-           (reading, "check"), (reading, "check_manifest_states"), (reading, "verify"), (reading, "read"),
+           (reading, "check"), (reading, "check_manifest_states"), (reading, "verify"), (reading, "read_box"),
            (reading, "check_piece"), (reading, "install")]
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("what nobody thought of"),
           RuntimeError("several\nlines")]

@@ -18,6 +18,7 @@ import checkpoint
 from checkpoint import folder as folders
 from checkpoint import rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
+from checkpoint.optimizers import Piece
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
@@ -348,7 +349,8 @@ def test_a_full_disk_says_so_each_time(tmp_path):
 
 def test_leads_that_differ_are_no_stack():
     """Of two ranks that keep stacks of 2 and of 3: one of them would be read as the other."""
-    parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, (0, 5, torch.zeros(5)))[0]) for rank in (0, 1)]
+    parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, Piece(0, 5, torch.zeros(5)))[0])
+             for rank in (0, 1)]
     with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
         states.layout_of(parts, set(), "weight")
 

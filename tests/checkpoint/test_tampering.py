@@ -436,7 +436,7 @@ def test_load_unpickles_nothing(tmp_path, monkeypatch):
 
 def fails_at_the_last_tensor(rank, stage, path):
     """On rank 1 only, after everything has been checked: as a disk does that breaks meanwhile."""
-    read = reading.read
+    read = reading.read_box
 
     def read_until(path, stored, *args):
         if rank.rank == 1 and stored.shape == (100,):  # what comes last
@@ -444,7 +444,7 @@ def fails_at_the_last_tensor(rank, stage, path):
         return read(path, stored, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "read", read_until)
+        patch.setattr(reading, "read_box", read_until)
         message = refused(rank, stage, path)
     assert "rank 1: Input/output error" in message
 

@@ -21,7 +21,10 @@ PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 SAMPLES = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 TINY = re.search(r"^```python\n(# tiny\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 RESUMES = ["accelerate", "Hugging Face Trainer", "Lightning", "Fabric", "A loop like nanoGPT's"]
+FIGURES = {}  # sample -> those of its program with DDP, once it has run
 QUICK = ["accelerate", "A loop like nanoGPT's"]  # the others are `slow`: importing a library takes seconds
+
+
 
 
 def program(sample, kind):
@@ -49,6 +52,16 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def with_ddp(run):
+    """`with_ddp(sample)` -> the figures of its program with DDP, which runs once for all tests here."""
+    def with_ddp(sample):
+        if sample not in FIGURES:
+            FIGURES[sample] = run(program(sample, "-"), "ddp")
+        return list(FIGURES[sample])
+    return with_ddp
+
+
 def close(figures, expected, rel=1e-6):
     return len(figures) == len(expected) > 1 and all(
         one == pytest.approx(other, rel=rel) for one, other in zip(figures, expected))
@@ -65,9 +78,9 @@ def forget_the_end(folder):
 
 
 @pytest.mark.parametrize("sample", slow_unless(QUICK, SAMPLES))
-def test_a_sample_trains_as_with_ddp(run, sample):
+def test_a_sample_trains_as_with_ddp(run, with_ddp, sample):
     """On two ranks; then, where it saves, from the middle on three."""
-    ddp = run(program(sample, "-"), "ddp")
+    ddp = with_ddp(sample)
     assert len(ddp) > 1
     sharded = run(program(sample, "+"), "sharded")
     assert close(sharded, ddp)
@@ -85,11 +98,11 @@ def test_a_sample_trains_as_with_ddp(run, sample):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES[:3])
-@pytest.mark.parametrize("sample", RESUMES)
-def test_a_sample_trains_so_with_the_other_stages(run, sample, stage):
+@pytest.mark.parametrize("sample", [*RESUMES, "PEFT", "EMA and SWA"])
+def test_a_sample_trains_so_with_the_other_stages(run, with_ddp, sample, stage):
     code = program(sample, "+").replace("stage4_overlap", stage)
     code = "".join(line for line in code.splitlines(keepends=True) if "prefetch_params" not in line)
-    assert close(run(code, "sharded"), run(program(sample, "-"), "ddp"))
+    assert close(run(code, "sharded"), with_ddp(sample))
 
 
 def test_the_page_has_samples():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grade import contract, grader, left_over, skeleton
+from grade import contract, grader, left_over, skeleton, variants
 from grade.__main__ import grade as run
 from grade.__main__ import package_of, passes
 from grade.grader import Grader
@@ -387,6 +387,59 @@ def test_the_target_of_an_exercise_is_what_its_core_reaches(grade, number, stage
     assert [line.strip() for line in target.splitlines()] == [
         line.strip() for line in grade(f"{stage}.optimizer").splitlines()
         if line.startswith(tuple(f"            {word} " for word in ("a step", "sent", "held")))]
+
+
+# What makes each variant wrong, and the checks of which one notices.
+TRAINS, SENDS, HOLDS, TELLS = "it trains as ours does", "what it sends", "what it holds", "who has the nan"
+WRONG_VARIANTS = {
+    "per_parameter": ('[[param] for param in group["params"]]', '[group["params"]]', [SENDS]),
+    "whole_matrices": ("main_param.view(param.shape)", "main_param", [TRAINS]),
+    "hybrid": ("dist.all_reduce(shard, group=self.across)", "pass", [TRAINS]),
+    "wire16": ("return torch.bfloat16", "return torch.float32", [TRAINS, SENDS]),
+    "remainder16": ("self.remainder.copy_(bits)", "self.remainder.zero_()", [TRAINS]),
+    "moments16": ("self.cast_moments(bucket, torch.bfloat16)", "pass", [TRAINS, HOLDS]),
+    "offload": ("copy=True)\n\n\nclass", "copy=False)\n\n\nclass", [HOLDS]),
+    "finite": ("(everyone == 0)", "(everyone == 2)", [TELLS]),
+    "blocks": ("place(BLOCK)", "place(alignment)", [TRAINS]),
+    "chained": ("torch.stack(norms)", "torch.stack(norms[:1])", [TRAINS]),
+}
+
+
+def variant_of_ours(name):
+    return f"guard.{name}" if name == "chained" else f"variants.{name}"
+
+
+@pytest.mark.parametrize("name", variants.CASES)
+def test_the_target_of_a_variant_is_what_ours_reaches(workers, capsys, name):
+    assert passes(name, Grader(variant_of_ours(name), workers))
+    printed = capsys.readouterr().out
+    row = re.search(rf"^\| {name} \| (\d+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \|", DOCS, re.MULTILINE)
+    assert re.search(rf"sent +{row[2]} bytes a parameter, in {row[3]} messages\n", printed), printed
+    assert re.search(rf"held +{row[4]} bytes a parameter\n", printed) and f"lines      {row[1]}\n" in printed, printed
+
+
+@pytest.mark.parametrize("name", variants.CASES)
+def test_a_wrong_variant_is_told_so(package, workers, capsys, name):
+    right, wrong, checks = WRONG_VARIANTS[name]
+    folder = Path(package(f"wrong_{name}", ROOT / "variants"))
+    code = (ROOT / f"{variant_of_ours(name).replace('.', '/')}.py").read_text(encoding="utf-8")
+    assert code.count(right) == 1
+    Path(sys.path[0], folder, f"{name}.py").write_text(code.replace(right, wrong), encoding="utf-8")
+    assert passes(name, Grader(f"wrong_{name}.{name}", workers)) is False
+    name_of_check, *_ = complaint(capsys.readouterr().out)
+    assert name_of_check in checks
+
+
+@pytest.mark.parametrize("name", ["wire16", "chained"])
+def test_a_variant_that_is_not_written_yet_is_told_what_to_fill_in(workers, capsys, name):
+    assert passes(name, Grader(f"exercises.variants.{name}", workers)) is False
+    assert "RuntimeError: fill in " in capsys.readouterr().out
+
+
+def test_every_variant_is_an_exercise():
+    assert {path.removesuffix(".py") for path, asked in skeleton.VARIANTS.items() if asked} == variants.CASES.keys()
+    assert {path.stem for path in (ROOT / "variants").glob("[a-z]*.py")} == (variants.CASES.keys() - {"chained"}) | {
+        "by_bucket"}
 
 
 @pytest.fixture

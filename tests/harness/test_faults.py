@@ -129,7 +129,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(
 def random_states(rank, folder):
     args = SimpleNamespace(checkpoint=folder, save_every=1, steps=3, keep=3, resume_from=None, force=False, timeout=30,
                            given=set(), lr=None, weight_decay=None, seed=0, text=None, batch_size=1, accumulate=1,
-                           sequence_length=1, clip=0, dtype="float32")
+                           sequence_length=1, clip=0, tp=1, dtype="float32")
 
     def start():
         model = torch.nn.Linear(3, 3).to(rank.device)

@@ -5,11 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
+import stage4_overlap
 from harness.measure import accumulation, default_buckets, examine
 from harness.measure.ledger import Ledger
 from harness.measure.played_rank import rank_0_of
 from harness.measure.setup import Settings, adamw, make_batches, make_model
-from harness.rows import catalogue
+from harness.rows import catalogue, taken_apart, ways
 from harness.rows.choice import ONE_PARAMETER, Choice
 from harness.rows.owner_reduce import owner_buckets
 from harness.rows.replicated import DistributedOptimizer
@@ -22,7 +23,8 @@ SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [Choice(base, size) for base, size in [
     ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", ONE_PARAMETER), ("ddp + stage 2", 0.01),
     ("stage 4 overlap", ONE_PARAMETER), ("owner reduce", 0.01)]]
-OTHERS = [Choice(base) for base in (*(row.name for row in catalogue.APART), "owner reduce", "rung 0 replicated")]
+OTHERS = [*(Choice(row.name) for row in (*catalogue.APART, *catalogue.UNTUNED)), Choice("owner reduce"),
+          Choice("rung 0 replicated")]
 
 
 def name_of(choice):
@@ -45,6 +47,31 @@ def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, choice):
 def test_an_owner_is_right_on_three_ranks(run, choice):
     for found, _ in run(examine.examine, SETTINGS, *choice):
         assert found.max_abs_diff <= examine.tolerance(3)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_without_its_tuning_stage_4_has_longer_messages_and_fewer_buckets(run, world_size):
+    """The half of 16 MiB is 8 pieces, or one message; 1 MiB of parameters is a small bucket, one, and a small one."""
+    assert run(untuned)[0] == ((8, 1), (3, 1))
+
+
+def untuned(rank):
+    """-> (messages, in one piece), (buckets, of one size)."""
+    def sent():
+        with Ledger() as ledger:
+            param.sum().backward()
+            optimizer.step()
+        return ledger.collectives["send"]
+
+    def n_buckets(build):
+        model = torch.nn.ParameterList([torch.zeros(2**14) for _ in range(16)])  # 64 kB each, 1 MiB together: the cap
+        return len(build(model, {}).optimizer.buckets)
+    param = torch.nn.Parameter(torch.ones(2**22))
+    optimizer = stage4_overlap.DistributedOptimizer([param], torch.optim.AdamW)
+    pieces = sent()
+    with taken_apart.whole_messages():
+        whole = sent()
+    return (pieces, whole), (n_buckets(ways.stage_with_prefetch(ways.STAGE_4)), n_buckets(taken_apart.equal_buckets))
 
 
 def messages(rank, choice):

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from harness.report import blocks, ladder, pages, published, sentences, sweep_picture, terminal, yours
+from harness.report import blocks, curve, ladder, pages, published, sentences, sweep_picture, terminal, yours
 from harness.report.accumulation_tables import accumulation_sheet, share_sheet
 from harness.report.bucket_tables import buckets_sheet
-from harness.report.cells import label_of
-from harness.report.line_tables import line_sheet, machines_sheet
+from harness.report.cells import rate_words
+from harness.report.line_tables import line_sheet
 from harness.report.row_tables import memory_sheets
 from harness.report.sheet import NONE, sheet_text
 from harness.rows import bucket_sizes, catalogue, rates, saved
@@ -151,7 +151,7 @@ def test_communications_share_of_a_step_is_said():
     assert share_sheet(measured).rows == [["1", "100", "75%", "80%", "20%"], ["2", "100", "38%", "60%", "9%"]]
     assert "the row ddp, 2 MB buckets" in share_sheet(measured).notes[0]
     said = sentences.share_sentence(Result(of_9gbit(), [], accumulation=measured))
-    assert said == ("9gbit: without accumulation communication takes, of a step, of DDP 75%, below half from 2 "
+    assert said == ("without accumulation communication takes, of a step, of DDP 75%, below half from 2 "
                     "micro-batches on; of stage 3 80%, never below half; of stage 4 20%, less than half.")
     assert "not measured" in sentences.share_sentence(Result(of_9gbit(), []))
 
@@ -160,27 +160,47 @@ def of_9gbit():
     return dataclasses.replace(read("network.json").conditions, machine="another", rate="9gbit", bits_per_second=9e9)
 
 
-def test_machines_have_the_figures_of_their_own_tables():
-    """A row a machine and rate; what it hasn't measured has a dash."""
-    one = read("network.json")
-    part = Result(of_9gbit(), [one.find(base) for base in ("compute only", "ddp", "stage 4 overlap")])
-    first, second = machines_sheet([one, part]).rows
-    cells = {row[0]: row for row in line_sheet(one).rows}
-    tuned = bucket_sizes.tuned(one, "ddp")
-    assert first == [one.conditions.rate, one.conditions.machine, cells["compute only"][1].split()[0],
-                     cells["stage 4 overlap"][3], cells[label_of(tuned)][7] if tuned else NONE,
-                     cells["ddp"][7], cells["ddp + torch ZeRO"][7], cells["fsdp2"][7], cells["stage 4 overlap"][5]]
-    assert second[:2] == ["9gbit", "another"] and second[6:8] == [NONE] * 2
-    assert NONE not in [*second[2:4], second[5], second[8]]
-    assert float(second[3]) < float(first[3])  # of a faster line
+def curved(**ratios):
+    """A result at 9 Gbit/s whose rows take so many times what computing alone does, 100 ms."""
+    rows = [Row("compute only", rounds_ms=[100.0, 100.0], wire_bytes_theory=0)]
+    rows += [Row(base.replace("_", " "), rounds_ms=[100.0 * one, 100.0 * one], wire_bytes_theory=225_000_000)
+             for base, one in ratios.items()]  # 200 ms of the line
+    return Result(of_9gbit(), rows)
+
+
+def test_the_curve_has_the_figures_of_its_rows():
+    """And dashes for those that it lacks; a picture has a point for each, and a line where make plan has none."""
+    one = curved(ddp=4.0, stage_4_overlap=2.5, fsdp2=3.0)
+    one.rows.append(Row("ddp", 2, rounds_ms=[312.5, 312.5]))
+    cells = {row[0]: row[1] for row in curve.sheet([one]).rows}
+    assert cells["DDP, default buckets"] == "4.00" and cells["FSDP2"] == "3.00" and cells["rung 0, no overlap"] == NONE
+    assert cells["DDP, tuned buckets"] == "3.12" and cells["DDP's best buckets"] == "2 MB" and cells["floor"] == "2.00"
+    assert cells["stage 4 over tuned DDP"] == "0.80" and cells["stage 4 over the floor"] == "1.25"
+    assert "0.80 at 9 Gbit/s" in curve.sentences([one])[0] and "At none" in curve.sentences([one])[0]
+    slower = curved(stage_4_overlap=2.5)
+    slower.rows.append(Row("ddp", 2, rounds_ms=[200.0, 200.0]))
+    assert "From 9 Gbit/s on" in curve.sentences([slower])[0]
+
+
+def test_the_curve_s_picture_has_what_was_measured_and_what_was_modelled():
+    svg = blocks.PICTURES["curve.svg"]()
+    n_points = sum(curve.over_computing(result, base) is not None for result in published.at_all_rates()
+                   for _, base, *_ in curve.CURVES if base != "floor")
+    assert svg.count("<circle") == n_points and svg.count("<polyline") == len(curve.CURVES)
+    assert "prefers-color-scheme:dark" in svg
+    lines = {line.base: dict(line.points) for line in published.load_plan("plan.json").check.curve}
+    slowest, fastest = min(lines["floor"]), max(lines["floor"])
+    assert lines["floor"][slowest] > 1 and all(len(points) > 9 for points in lines.values())
+    for base in ("ddp", curve.TUNED, "stage 4 overlap"):
+        assert lines[base][slowest] > lines[base][fastest] >= 1 and lines[base][slowest] >= lines["floor"][slowest]
 
 
 def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkeypatch):
-    """On the slowest line: what DDP took is 1.00, and what gloo sends twice has a mark."""
+    """On the slowest line with all rows: what DDP took is 1.00."""
     def figures():
         lines = "\n".join(blocks.MARKDOWN["ladder"]()).splitlines()
         return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines) if len(cells) == 7}
-    slowest = min(latest(), key=lambda one: one.conditions.bits_per_second)
+    slowest = published.by_rate()[0]
     ddp = bucket_sizes.tuned(slowest, "ddp") or slowest.find("ddp")
     found = figures()
     assert len(found) == 7 and found["DDP, replicated AdamW"][1] == "16.0 · 16.0 · 16.0"
@@ -193,7 +213,7 @@ def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkey
         assert found[rung.title][5] == f"{row.over(ddp):.2f}"
         assert found[rung.title][2] == f"{max(row.peak_bytes.values()) / 1e6:.0f}"
         assert row.wire_bytes_theory == pytest.approx(rung.travels / 2 * 4 * slowest.conditions.parameters, rel=1e-4)
-        assert found[rung.title][3].endswith("\\*") == ("reduce_scatter" in row.collectives)
+        assert found[rung.title][3] == str(rung.travels)
     slowest.rows[slowest.rows.index(slowest.find("stage 3 grad buffer"))] = Row("stage 3 grad buffer")
     monkeypatch.setattr(published, "by_rate", lambda: [slowest])
     assert figures()["3 grad buffer"][2:4] == [NONE, "2"] and figures()["3 grad buffer"][5] == NONE
@@ -201,7 +221,7 @@ def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkey
 
 @pytest.mark.parametrize("rate, words", [("300mbit", "300 Mbit/s"), ("1gbit", "1 Gbit/s"), ("2.5gbit", "2.5 Gbit/s")])
 def test_a_rate_in_words(rate, words):
-    assert ladder.rate_words(rate) == words
+    assert rate_words(rate) == words
 
 
 def swept(result):
@@ -225,21 +245,21 @@ def without_sweep(result):
 
 def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
     """Of one that takes 0.8 of what the default takes, stage 4's lead is that much smaller, in each text."""
-    plain = without_sweep(min(latest(), key=lambda one: one.conditions.bits_per_second))
+    plain = without_sweep(published.by_rate()[0])
     stage4, ddp = plain.find("stage 4 overlap"), plain.find("ddp")
     of_default, of_tuned = f"{stage4.over(ddp):.2f}", f"{stage4.over(ddp) / 0.8:.2f}"
     for result in (plain, swept(plain)):
         monkeypatch.setattr(published, "by_rate", lambda *_: [result])
         is_tuned = result.sweep is not None
-        rungs, lead, ahead = "\n".join(ladder.ladder_block()), sentences.lead(result), sentences.ahead()[0]
+        rungs, lead = "\n".join(ladder.ladder_block()), sentences.lead(result)
+        ahead = curve.sentences([result])[0] if is_tuned else ""
         expected = of_tuned if is_tuned else of_default
         assert next(line for line in rungs.splitlines() if line.startswith("4 overlap")).endswith(f"| {expected}")
         words = "DDP with 2 MB buckets, the best size tried" if is_tuned else "DDP with its default buckets"
         assert f"stage 4 takes {expected} of the time of {words}" in lead and words in " ".join(rungs.split())
-        assert ("not measured" in lead) != is_tuned and ("not measured" in ahead) != is_tuned
-        assert f"{of_default} of default DDP" in ahead and (f"best size: {of_tuned}" in ahead) == is_tuned
-        cells = machines_sheet([result]).rows[0]
-        assert cells[4:6] == [expected if is_tuned else NONE, of_default]
+        assert ("not measured" in lead) != is_tuned and (f"{of_tuned} at" in ahead) == is_tuned
+        cells = {row[0]: row[1] for row in curve.sheet([result]).rows}
+        assert cells["stage 4 over tuned DDP"] == (expected if is_tuned else NONE)
     assert f"{of_default} of DDP with its default ones. Of these the tuned ones take 0.80" in lead
 
 
@@ -292,10 +312,10 @@ def test_what_each_half_of_the_overlap_buys_and_what_owners_send_is_said():
     reduces = {"collectives": {"reduce": 10}, "message_bytes": {"reduce": 5000}}
     result = network_with(stage_4_neither=(200, {}), stage_4_only_gradients=(160, {}), owner_reduce=(300, reduces),
                           stage_4_only_parameters=(150, {}), stage_4_overlap=(100, sends))
-    assert sentences.apart(result) == ("9gbit: of the time of stage 4 without overlap, gradients alone 0.80, "
+    assert sentences.apart(result) == ("of the time of stage 4 without overlap, gradients alone 0.80, "
                                        "parameters alone 0.75, both 0.50.")
     assert sentences.owner(result) == (
-        "9gbit: owner reduce 10 messages of 0 kB on average, and 3.00 of stage 4's time; stage 4 overlap 4 messages of "
+        "owner reduce 10 messages of 0 kB on average, and 3.00 of stage 4's time; stage 4 overlap 4 messages of "
         "2 kB on average, and 1.00 of stage 4's time.")
     left = network_with(stage_4_overlap=(100, sends))
     assert "not measured" in sentences.apart(left) and "not measured" in sentences.owner(left)
@@ -392,7 +412,7 @@ def test_a_row_that_failed_has_no_line_and_says_why():
     result = read("network.json")
     result.rows[result.rows.index(result.find("fsdp2"))] = Row("fsdp2", kind="peer", error="rank 1: it broke")
     text = sheet_text(line_sheet(result))
-    assert cells(text, "fsdp2") == ["fsdp2", *[NONE] * 7] and "fsdp2: rank 1: it broke" in text
+    assert cells(text, "fsdp2") == ["fsdp2", *[NONE] * 6] and "fsdp2: rank 1: it broke" in text
 
 
 def copied(tmp_path):
@@ -556,6 +576,32 @@ def test_what_is_published_is_in_the_place_of_ours_and_other_rates_stay(copy_wit
     assert {result.conditions.rate for result in network.at_all_rates()} == rates_before | {"9gbit"}
     assert not list((copy_with_yours / "measured").iterdir())
     assert yours.sheets() == [] and yours.publish() == ["measured/ holds nothing to publish"]
+
+
+def test_rows_of_variants_are_published_in_files_of_their_own(copy_with_yours):
+    """As Make calls them: measured/bench_variants.json and network_variants.json, with other rates behind."""
+    measured, before = copy_with_yours / "measured", {name: read(name) for name in ("bench.json", "network.json")}
+    for name in before:
+        (measured / name).rename(measured / name.replace(".json", "_variants.json"))
+    assert [sheet.title.rpartition(": ")[2] for sheet in yours.sheets()] == [
+        "bench_variants.json", "network_variants.json, 9gbit"]
+    for rates_there in ({"9gbit"}, {"9gbit", "8gbit"}):
+        yours.publish()
+        published_now = read("network_variants.json")
+        assert {result.conditions.rate for result in published_now.at_all_rates()} == rates_there
+        assert not any(step.seconds for row in published_now.rows for step in row.timeline)
+        published_now.conditions.rate = "8gbit"
+        (measured / "network_variants.json").write_text(saved.to_json(dataclasses.replace(
+            published_now, other_rates=[])))
+    assert before == {name: read(name) for name in before} and read("bench_variants.json").rows
+
+
+def test_make_gives_rows_of_variants_a_file_of_their_own():
+    for target, arguments, file in (("bench", "--rows variants", "bench_variants"), ("bench", "--rows stage", "bench"),
+                                    ("network", "--rows variants", "network_variants")):
+        said = subprocess.run(["make", "--dry-run", target, f"ARGS={arguments}", f"PYTHON={sys.executable}"], cwd=HERE,
+                              capture_output=True, text=True, check=True).stdout
+        assert f"--json measured/{file}.json {arguments}" in said
 
 
 @pytest.mark.parametrize("device, target", [("cpu", "bench.json"), ("cuda", "bench_cuda.json")])

@@ -92,7 +92,7 @@ def test_a_terminal_that_can_draw_no_bar_gets_lines(term, columns, is_bar, monke
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")  # to rich: this is a terminal
     args = SimpleNamespace(model="nano", dtype="float32", lr=1, weight_decay=0, clip=0, seed=0, steps=1, accumulate=1,
-                           batch_size=1, sequence_length=1, data=None)
+                           tp=1, batch_size=1, sequence_length=1, data=None)
     report = progress.Report(args, Rank(0, 1, torch.device("cpu"), "gloo"), torch.nn.Linear(1, 1))
     assert report.bar.disable != is_bar
 

@@ -1,5 +1,6 @@
 """Stage 4 on a model that is tensor-parallel already: a mesh of 2 x 2 ranks, data-parallel by tensor-parallel."""
 
+import contextlib
 import copy
 import functools
 
@@ -14,7 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
 import stage4_overlap
-from checkpoint import full_state_dict, load_full_state_dict, reshard
+from checkpoint import full_state_dict, load_full_state_dict
+from harness.rows.replicated import DistributedOptimizer as Replicated
+from harness.train.gpt import GPT, GPTConfig
+from harness.train.tensor_parallel import share_layers
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
 from tests.common import STAGES, leave_late, optimizer_of
@@ -36,14 +40,14 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(self.first(x))))) * self.scale
 
 
-@functools.lru_cache(maxsize=1)
-def mesh_of(rank):
-    return init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+@functools.lru_cache(maxsize=3)
+def mesh_of(rank, shape=(2, 2)):
+    return init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
 
 
-def tensor_parallel(rank):
+def tensor_parallel(rank, shape=(2, 2)):
     """-> the model, cut over dimension "tp" of the mesh; the mesh."""
-    mesh = mesh_of(rank)
+    mesh = mesh_of(rank, shape)
     plan = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),  # its gradients are partial sums
             "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
@@ -66,24 +70,30 @@ def build(rank, **kwargs):
     return model, optimizer
 
 
-def backward(rank, model, step):
-    x, y = data(rank, step, mesh_of(rank)["dp"].get_local_rank())
-    nn.functional.mse_loss(model(x), y).backward()
+def backward(rank, model, step, shape=(2, 2)):
+    x, y = data(rank, step, mesh_of(rank, shape)["dp"].get_local_rank())
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
 
 
 class Plain:
-    """One process that sees the batches of both replicas."""
+    """One process that sees the batches of all replicas."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, n_replicas=2):
+        self.n_replicas = n_replicas
         self.rank, self.model = rank, Block().to(rank.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def backward(self, step):
         """-> the gradients."""
         self.optimizer.zero_grad()
-        for replica in range(2):
+        self.loss = 0
+        for replica in range(self.n_replicas):
             x, y = data(self.rank, step, replica)
-            (nn.functional.mse_loss(self.model(x), y) / 2).backward()
+            loss = nn.functional.mse_loss(self.model(x), y) / self.n_replicas
+            loss.backward()
+            self.loss += loss.detach()
         return [param.grad for param in self.model.parameters()]
 
     def step(self, step, max_norm):
@@ -125,6 +135,177 @@ def trains(rank, prefetch):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_trains_like_one_process_and_counts_each_element_of_the_norm_once(run, prefetch):
     run(trains, prefetch)
+
+
+def of_pass(rank, model, step, replica):
+    """The loss of a batch, in which `scale` or `norm` may have no part."""
+    x, y = data(rank, step, replica)
+    return nn.functional.mse_loss(model(x.to(model.scale.dtype)), y.to(model.scale.dtype))
+
+
+def accumulates(rank, in_no_sync):
+    """Two micro-batches a step, in one exchange or one each."""
+    model, optimizer = build(rank)
+    plain = Plain(rank)
+    replica = mesh_of(rank)["dp"].get_local_rank()
+    for step in range(3):
+        for micro in (10 * step, 10 * step + 1):
+            is_last = micro % 10 == 1
+            with optimizer.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
+                of_pass(rank, model, micro, replica).backward()
+            for other in range(2):
+                (of_pass(rank, plain.model, micro, other) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.05)
+        assert torch.allclose(optimizer.clip_grad_norm_(0.05), norm, rtol=1e-4)
+        for one in (optimizer, plain.optimizer):
+            one.step()
+            one.zero_grad()
+    assert_like(model, plain)
+
+
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_micro_batches_add_up(run, in_no_sync):
+    run(accumulates, in_no_sync)
+
+
+def absent(rank):
+    """One replica's batch doesn't go through `up`, cut by rows, nor `norm`, whole and in partial sums."""
+    model, optimizer = build(rank, find_unused_parameters=True)
+    optimizer.prefetch_params(model)
+    plain = Plain(rank)
+    for step in range(3):
+        for replica in range(2):
+            skips = replica == 1 and step != 1
+            ours = [model] if replica == mesh_of(rank)["dp"].get_local_rank() else []
+            for one, share in [(plain.model, 2), *((one, 1) for one in ours)]:
+                x, y = data(rank, step, replica)
+                hidden = one.first(x) if not skips else None
+                out = one.down(torch.tanh(one.up(one.norm(hidden)))) if not skips else y[:, :, :1]
+                (nn.functional.mse_loss(out * one.scale, y) / share).backward()
+        for one in (optimizer, plain.optimizer):
+            one.step()
+            one.zero_grad()
+    assert_like(model, plain)
+    strict_model, strict = build(rank)
+    x, y = data(rank, 0, 0)
+    nn.functional.mse_loss(y[:, :, :1] * strict_model.scale, y).backward()
+    with pytest.raises(RuntimeError, match="parameter first.weight"):
+        strict.step()
+
+
+def test_parameters_that_are_absent_from_the_graph(run):
+    run(absent)
+
+
+def sixteen(rank):
+    """The fp32 sum of 16-bit gradients goes to fp32 main parameters, of which the model has what they round to."""
+    model = tensor_parallel(rank)[0].bfloat16()
+    groups = {"process_group": mesh_of(rank)["dp"].get_group(), "bucket_cap_mb": 0.0005, "lr": 0.01}
+    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.AdamW, **groups)
+    main_params = {name: whole(param).float() for name, param in model.named_parameters()}
+    reference = torch.optim.AdamW(main_params.values(), lr=0.01)
+    for step in range(3):
+        with optimizer.no_sync():
+            of_pass(rank, model, step, mesh_of(rank)["dp"].get_local_rank()).backward()
+        for name, param in model.named_parameters():
+            grad = param.grad.redistribute(placements=param.placements) if isinstance(param, DTensor) else param.grad
+            own = whole(grad).clone().div_(2).float()  # of this replica
+            dist.all_reduce(own, group=groups["process_group"])
+            main_params[name].grad = own
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(whole(param), main_params[name].bfloat16(), rtol=2**-7, atol=0, msg=name)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def test_16_bit_parameters_have_fp32_main_parameters(run):
+    run(sixteen)
+
+
+def named_mesh(rank):
+    """As those of FSDP2's users: two dimensions of replicas, which are one for an optimizer."""
+    names = ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh(rank.device.type, (2, 1, 2), mesh_dim_names=names)
+    group = mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+    model = parallelize_module(Block().to(rank.device), mesh["tp"], {
+        "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()})
+    optimizer = stage4_overlap.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, process_group=group)
+    plain = Plain(rank)
+    for step in range(2):
+        of_pass(rank, model, step, dist.get_rank(group)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step(step, float("inf"))
+    assert_like(model, plain)
+
+
+def test_a_mesh_of_three_names(run):
+    run(named_mesh)
+
+
+def language_model(rank, prefetch):
+    """A GPT with a tied embedding and head, cut alike."""
+    config = GPTConfig(n_layers=2, n_heads=2, width=16, block_size=8, lr=0.01)
+    torch.manual_seed(0)
+    model, plain = (GPT(config).to(rank.device) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    group = share_layers(model, 2, rank)
+    assert model.head.weight is model.token_embedding.weight and isinstance(model.head.weight, DTensor)
+    optimizer = stage4_overlap.DistributedOptimizer(model.parameters(), lr=0.01, process_group=group, eps=1e-6)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-6)
+    if prefetch:
+        optimizer.prefetch_params(model)
+    for step in range(3):
+        text = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(step)).to(rank.device)
+        own = text.chunk(2)[dist.get_rank(group)]
+        model(own[:, :-1], own[:, 1:]).backward()
+        plain(text[:, :-1], text[:, 1:]).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert torch.allclose(optimizer.clip_grad_norm_(0.5), norm, rtol=1e-4)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(whole(param), expected, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_gpt_with_shared_weights(run, prefetch):
+    run(language_model, prefetch)
+
+
+MESHES = [(2, 2), (1, 4), (4, 1)]
+
+
+def replicated(rank, shape):
+    """Clipped, with a closure, and loaded into another one half way; fused, whose kernels take one kind of tensor."""
+    model, mesh = tensor_parallel(rank, shape)
+    settings = {"lr": 0.01, "fused": True, "process_group": mesh["dp"].get_group()}
+    optimizer, plain = Replicated(model.parameters(), **settings), Plain(rank, shape[0])
+    for step in range(4):
+        if step == 2:
+            before, optimizer = optimizer, Replicated(model.parameters(), **settings)
+            optimizer.load_state_dict(before.state_dict())
+        expected = nn.utils.get_total_norm(plain.backward(step), 1.0)
+        backward(rank, model, step, shape)
+        assert torch.allclose(optimizer.clip_grad_norm_(float("inf"), 1.0), expected, rtol=1e-4)
+        assert torch.allclose(optimizer.clip_grad_norm_(0.05), plain.step(step, 0.05), rtol=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(local(param).grad is None for param in model.parameters())
+        plain.step(step + 10, float("inf"))
+        loss = optimizer.step(lambda: backward(rank, model, step + 10, shape))  # noqa: B023
+        optimizer.zero_grad()
+        assert torch.allclose(loss, plain.loss, rtol=1e-4)
+        assert_like(model, plain)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_rung_0_trains_like_one_process(run, shape):
+    run(replicated, shape)
 
 
 WRITES = {
@@ -273,11 +454,8 @@ def refused(rank):
     for stage in STAGES[:3]:
         with pytest.raises(ValueError, match="parameter first.weight is a DTensor: use stage 4"):
             optimizer_of(stage)(named, process_group=dp)
-    optimizer = stage4_overlap.DistributedOptimizer(named, process_group=dp)
-    with pytest.raises(RuntimeError, match="reshard.. can't move DTensors"):
-        reshard(optimizer, dp)
-    with pytest.raises(ValueError, match="parameter first.weight is a DTensor: save"):
-        checkpoint.save("never", model, optimizer)
+    with pytest.raises(checkpoint.UnfitModel, match="parameters are DTensors: torch.distributed.checkpoint.state_dict"):
+        checkpoint.save("never", model, torch.optim.SGD(named))
     strided = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Shard(0)])  # as by FSDP2
     with pytest.raises(ValueError, match="parameter 0 of group 0 is spread over ranks of process_group already"):
         stage4_overlap.DistributedOptimizer([nn.Parameter(strided)], process_group=dp)

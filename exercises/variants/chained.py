@@ -1,0 +1,49 @@
+"""For whoever trains a model with two optimizers, Muon for matrices and AdamW for the rest: one step, one clip.
+
+Clipped one by one, each would get a norm of its own, and their ratio would change. Called ChainedOptimizer in
+Megatron-LM, which has the idea. Shown by tests/variants/test_chained.py.
+
+Exercise: fill in 2 bodies, see docs/exercise.md. The solution is guard/chained.py.
+"""
+
+import contextlib
+
+import torch
+
+
+class Chained:
+    """Several optimizers of this project, of any stage or variant, as one. A scheduler belongs to each of them.
+
+    `full_state_dict`, `save` and `reshard` take them one by one.
+    """
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        raise RuntimeError("fill in no_sync: that of all of them")
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the averaged gradients of all to a norm of at most `max_norm`, over them together. -> norm before"""
+        raise RuntimeError("fill in clip_grad_norm_: average, one norm over all, scale all by it")
+
+    def state_dict(self):
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict):
+        for optimizer, its in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(its)

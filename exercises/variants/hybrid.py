@@ -1,0 +1,58 @@
+"""Shards within a group of ranks, replicas across groups: what is gathered stays on the fast lines.
+
+Situation: nodes with fast lines inside and slow ones between, or so many ranks that a message to all is all latency.
+Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
+DeepSpeed; modded-nanogpt trains on one node, without.
+Wire, of s ranks in a group and r groups: (g+p)Ψ · (s-1)/s bytes within, and across an all-reduce of the shard alone,
+2 · 4Ψ/s · (r-1)/r. Memory: that of s ranks, not of r · s.
+Costs: r times the state. What the guard agrees on, it agrees on within a group: an error that one group alone sees (a
+missing gradient, another lr) is raised there, and the others wait; the loss of a closure is the group's mean; `save` is
+for the ranks of one group.
+Of stage 4 as it stands here, and of stage 3 by `OnMesh` and `ReplicasOfStage3` in the same way.
+
+    mesh = torch.distributed.init_device_mesh("cpu", (r, s))
+    DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
+
+Exercise: fill in 3 bodies, see docs/exercise.md. The solution is variants/hybrid.py.
+"""
+
+import torch
+import torch.distributed as dist
+
+import stage4_overlap
+from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
+from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
+
+
+class OnMesh:
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, **kwargs):
+        self.across = mesh.get_group(0)  # the ranks that have the same shards
+        super().__init__(params, optimizer_cls, process_group=mesh.get_group(1), **kwargs)
+
+
+class Replicas:
+    def shard(self, groups):
+        raise RuntimeError("fill in shard: all groups start alike, then the core's")
+
+    def average(self, shard):
+        shard /= dist.get_world_size(self.across)
+        dist.all_reduce(shard, group=self.across)
+
+
+class ReplicasOfStage3(Replicas, GradBufferOptimizer):
+    def sync_grads(self):
+        raise RuntimeError("fill in sync_grads: the core's, then the average of each buffer's shard across the groups")
+
+
+class ReplicasOfStage4(Replicas, OverlapOptimizer):
+    def receive_oldest(self):
+        """Also across the groups, each time that a bucket has arrived; what it held before is the same everywhere."""
+        raise RuntimeError("fill in receive_oldest: the core's, then the same of the shard that has come")
+
+
+class ShardedOptimizer(OnMesh, ReplicasOfStage4):
+    """Stage 4's core, over the second dimension of `mesh`, with replicas over the first."""
+
+
+class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, ReplicasOfStage4):
+    """The same with the guard."""

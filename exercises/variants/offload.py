@@ -1,0 +1,42 @@
+"""Main parameters, their gradients and the state live in the host's memory, and are stepped there.
+
+Situation: a GPU on which 12/d or 16/d bytes a parameter don't fit, beside a host with plenty.
+Called elsewhere: offload_optimizer with device "cpu" in DeepSpeed (ZeRO-Offload), optimizer_cpu_offload in Megatron-LM,
+CPUOffloadPolicy in FSDP2, which takes parameters along; modded-nanogpt has none.
+Wire: stage 4's; between GPU and host 4Ψ/d bytes of gradients, and pΨ/d of parameters. Memory of the GPU: p bytes a
+parameter and two bucket buffers; of the host 16/d.
+Costs: the host steps slowly, and the GPU waits: DeepSpeed has a kernel of its own for that, and steps late.
+Tried on a CPU alone, with the bytes of a fake GPU counted.
+
+Exercise: fill in 2 bodies, see docs/exercise.md. The solution is variants/offload.py.
+"""
+
+import torch
+
+import stage4_overlap
+from stage4_overlap.buffer import Bucket, BucketBuffer, PartitionedParameter
+from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
+
+
+class HostParameter(PartitionedParameter):
+    def __init__(self, shard):
+        """`gradient.shard` goes where `main_shard` is."""
+        raise RuntimeError("fill in __init__: shard, and main_shard on the CPU, of fp32 at least")
+
+
+class HostBucket(Bucket):
+    parameter_of = HostParameter
+
+
+class HostBuffer(BucketBuffer):
+    def finish_grad_sync(self):
+        """The parts are added up where they are, in fp32 and in rank order; the sum goes to the host."""
+        raise RuntimeError("fill in finish_grad_sync: wait, add the parts up, give the sum to the host's gradient")
+
+
+class ShardedOptimizer(OverlapOptimizer):
+    bucket_class, bucket_buffer_class = HostBucket, HostBuffer
+
+
+class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
+    """Stage 4's, stepped on the host."""

@@ -1,0 +1,288 @@
+"""Checkpoints of a tensor-parallel model: a file knows no mesh, and loads on any, or in plain torch."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import checkpoint
+import stage4_overlap
+from checkpoint.convert import convert, converted
+from checkpoint.manifest import MANIFEST, manifest_of, sealed, unsealed
+from checkpoint.states import owners_of
+from harness.run.meeting import Rank
+from harness.run.workers import Workers
+from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
+
+ONE = Rank(0, 1, torch.device("cpu"), "gloo")
+
+
+@pytest.fixture
+def on(pools):
+    """`on(n, function, *args)` runs it on n ranks -> what rank 0 returns."""
+    def on(n, function, *args):
+        if n not in pools:
+            pools[n] = Workers(n, timeout_s=60)
+        return pools[n].run(function, *args)[0]
+    return on
+
+
+class Odd(Block):
+    """11 isn't divided by any number of ranks; and there is what the optimizer doesn't have."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 11), nn.Linear(11, 8)
+        self.register_buffer("seen", torch.arange(3.0))
+        self.frozen = nn.Linear(3, 5, bias=False).requires_grad_(False)
+
+
+PLAN = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False), "down": RowwiseParallel(),
+        "frozen": ColwiseParallel()}
+
+
+def trained_params(model):
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def build(rank, shape, dtype=torch.float32, seed=0, process_group=None):
+    """-> model, optimizer; on data-parallel x tensor-parallel ranks, or, with shape None, of plain torch."""
+    torch.manual_seed(seed)
+    model = Odd().to(rank.device, dtype)
+    for param in model.parameters():  # of each seed others
+        param.data += 0.01 * seed
+    if shape is None:
+        return model, torch.optim.AdamW(trained_params(model), lr=0.01)
+    mesh = mesh_of(rank, shape)
+    parallelize_module(model, mesh["tp"], PLAN)
+    groups = {"process_group": process_group or mesh["dp"].get_group(), "bucket_cap_mb": 0.0003, "lr": 0.01}
+    return model, stage4_overlap.DistributedOptimizer(trained_params(model), torch.optim.AdamW, **groups)
+
+
+def step(rank, model, optimizer, shape, number):
+    """One on four replicas' data, however many ranks share them."""
+    dtype = model.scale.dtype
+    n = shape[0] if shape else 1
+    place = rank.rank // shape[1] if shape else 0
+    for replica in range(place * 4 // n, (place + 1) * 4 // n):
+        x, y = data(rank, number, replica)
+        (nn.functional.mse_loss(model(x.to(dtype)), y.to(dtype)) * n / 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def start(rank, shape, folder, dtype):
+    model, optimizer = build(rank, shape, dtype)
+    for number in range(2):
+        step(rank, model, optimizer, shape, number)
+    checkpoint.save(folder, model, optimizer, {"step": 2}, asynchronous=True).result()
+    step(rank, model, optimizer, shape, 9)
+    return [whole(param).float() for param in model.parameters()]
+
+
+def go_on(rank, shape, before, after, dtype):
+    """Loaded, saved again as it is, and one step -> what that makes of the parameters."""
+    model, optimizer = build(rank, shape, dtype, seed=1)
+    assert checkpoint.load(before, model, optimizer) == {"step": 2}
+    checkpoint.save(after, model, optimizer, {"step": 2})
+    step(rank, model, optimizer, shape, 9)
+    return [whole(param).float() for param in model.parameters()]
+
+
+def equal(one, other):
+    """To the bit, of nested dicts and lists."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+JOURNEY = [(4, (4, 1)), (2, (1, 2)), (1, None), (4, (2, 2)), (4, (1, 4))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_from_mesh_to_mesh_to_plain_torch_and_back(on, tmp_path, dtype):
+    """What is in the files is the same to the bit all the way; the next step is, up to the order of sums."""
+    folders = [tmp_path / f"{number}" / "saved" for number in range(len(JOURNEY) + 1)]  # a run locks its folder
+    for folder in folders:
+        folder.parent.mkdir()
+    expected = on(4, start, (2, 2), folders[0], dtype)
+    first = converted(folders[0])
+    assert first["model"]["up.weight"].shape == (11, 8) and len(first["optimizer"]["state"]) == 9
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 2e-3}
+    for number, (n, shape) in enumerate(JOURNEY if dtype is torch.float32 else JOURNEY[:3]):
+        found = on(n, go_on, shape, folders[number], folders[number + 1], dtype)
+        torch.testing.assert_close(found, expected, **tolerance, msg=f"a step on {shape}")
+        again = converted(folders[number + 1])
+        if shape is None and dtype is not torch.float32:  # plain torch steps the 16 bits, and has them alone
+            return
+        assert equal(again["model"], first["model"]) and equal(again["optimizer"], first["optimizer"]), shape
+
+
+def test_convert_gives_plain_torch_and_torchs_own_checkpoints(on, tmp_path):
+    expected = on(4, start, (2, 2), tmp_path / "saved", torch.float32)
+    convert(tmp_path / "saved", tmp_path / "saved.pt")
+    convert(tmp_path / "saved", tmp_path / "saved.dcp", to="dcp")
+    found = torch.load(tmp_path / "saved.pt", weights_only=True)
+    model, optimizer = build(ONE, None, seed=1)
+    model.load_state_dict(found["model"])
+    set_optimizer_state_dict(model, optimizer, found["optimizer"])
+    step(ONE, model, optimizer, None, 9)
+    torch.testing.assert_close([param.data for param in model.parameters()], expected, rtol=1e-4, atol=1e-6)
+    weights = {name: torch.zeros_like(value) for name, value in found["model"].items()}
+    with warnings.catch_warnings(action="ignore"):  # one process is what there is
+        dcp.load({"model": weights}, checkpoint_id=tmp_path / "saved.dcp", no_dist=True)
+    assert equal(weights, found["model"])
+
+
+def refuses(rank, folders):
+    """-> what each of the folders is refused with, after which model and optimizer are what they were."""
+    model, optimizer = build(rank, (2, 2), seed=1)
+    step(rank, model, optimizer, (2, 2), 0)
+    before = [local(param).clone() for param in model.parameters()], checkpoint.full_state_dict(optimizer, to_all=True)
+    said = []
+    for folder in folders:
+        with pytest.raises(checkpoint.CheckpointError) as refusal:
+            checkpoint.load(folder, model, optimizer)
+        said.append((type(refusal.value), str(refusal.value)))
+    now = [local(param) for param in model.parameters()], checkpoint.full_state_dict(optimizer, to_all=True)
+    assert all(map(torch.equal, now[0], before[0]))
+    for index, state in before[1]["state"].items():
+        assert all(torch.equal(local(value), local(now[1]["state"][index][key])) for key, value in state.items())
+    return said
+
+
+def foreign(rank, folder):
+    model, optimizer = build(rank, None)
+    model.up.weight.data = torch.zeros(12, 8)
+    checkpoint.save(folder, model, optimizer)
+
+
+CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
+    ([[6, 4], [8]], "the cuts of 'model.up.weight' are not all of it"), ([[6, 5], [4, 3]], "are not all of it"),
+    ([[11]], "are not all of it"), ([[1] * 11, [8]], "'model.up.weight' is cut into too many boxes"),
+    ([[6, 5], [1] * 8], "too many boxes"), *((cuts, "is damaged: cuts of 'model.up.weight'") for cuts in (
+        [[6, 5, 0], [8]], [[12, -1], [8]], [[6.0, 5], [8]], [{"6": 1}, [8]], {"0": [6, 5]}, None))]
+
+
+@pytest.fixture
+def saved(on, tmp_path):
+    on(4, start, (2, 2), tmp_path / "saved", torch.float32)
+    return tmp_path / "saved"
+
+
+def with_cuts(cuts, saved, folder):
+    """A copy of a checkpoint in which one tensor is said to be cut otherwise."""
+    shutil.copytree(saved, folder)
+    manifest = json.loads(unsealed((saved / MANIFEST).read_bytes())[0])
+    assert manifest["tensors"]["model.up.weight"].pop("cuts") == [[6, 5], [8]]
+    manifest["tensors"]["model.up.weight"]["cuts"] = cuts
+    (folder / MANIFEST).write_bytes(sealed(manifest))
+    return folder
+
+
+def test_cuts_that_are_none_of_the_tensor_are_damage(saved, tmp_path):
+    for number, (cuts, words) in enumerate(CUTS):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match=words):
+            manifest_of(with_cuts(cuts, saved, tmp_path / f"{number}"))
+
+
+def test_what_is_damaged_or_of_another_model_is_refused_on_every_rank(on, saved, tmp_path):
+    damaged = with_cuts([[6, 4], [8]], saved, tmp_path / "cuts")
+    shutil.copytree(saved, tmp_path / "file")
+    content = bytearray((saved / "rank-00003.bin").read_bytes())
+    content[7] ^= 1
+    (tmp_path / "file" / "rank-00003.bin").write_bytes(content)
+    (tmp_path / "other").mkdir()
+    on(1, foreign, tmp_path / "other" / "saved")
+    said = on(4, refuses, [damaged, tmp_path / "file", tmp_path / "other" / "saved"])
+    wanted = [(checkpoint.DamagedCheckpoint, "the cuts of 'model.up.weight' are not all of it"),
+              (checkpoint.DamagedCheckpoint, "rank-00003.bin is damaged"),
+              (checkpoint.ForeignCheckpoint, "up.weight: the checkpoint has it with shape (12, 8), the model has it")]
+    for (kind, line), (expected, words) in zip(said, wanted, strict=True):
+        assert kind is expected and words in line, line
+
+
+def strided(rank, folder):
+    """As FSDP2 cuts a tensor-parallel weight."""
+    mesh = mesh_of(rank)
+    model = nn.Linear(1, 1)
+    del model.bias
+    weight = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+    model.weight = nn.Parameter(weight)
+    with pytest.raises(checkpoint.UnfitModel, match="weight is a DTensor with placement .*only Shard and Replicate"):
+        checkpoint.save(folder, model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_a_dtensor_of_strided_parts_is_refused(run, tmp_path):
+    run(strided, tmp_path / "never")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_several_ranks_have_is_written_once():
+    """Of a parameter that isn't cut, ranks beside each other may have other ranges, where others are cut unevenly."""
+    assert owners_of([(0, 0, 5), (1, 0, 8), (2, 5, 9), (3, 8, 9)]) == [(0, 0, 5), (1, 5, 8), (2, 8, 9)]
+
+
+def moves(rank, folder):
+    """2 x 2 -> 1 x 2 -> 2 x 2, away to the last ranks and back, and to the first with a step and a file on the way."""
+    (model, optimizer), (other, straight) = build(rank, (2, 2)), build(rank, (2, 2))
+    for number in range(2):
+        step(rank, model, optimizer, (2, 2), number)
+        step(rank, other, straight, (2, 2), number)
+    both, singles = mesh_of(rank)["dp"].get_group(), [dist.new_group([n]) for n in range(4)]
+    dist.new_group([1])  # ranks that save together may be in unlike numbers of groups
+    alone, last = singles[rank.rank % 2], singles[2 + rank.rank % 2]
+    checkpoint.reshard(optimizer, last)
+    if rank.rank < 2:  # the first of the group that comes back has nothing
+        assert not optimizer.state and optimizer.rank == -1
+        with torch.no_grad():
+            [local(param).zero_() for param in model.parameters() if param.requires_grad]
+    checkpoint.reshard(optimizer, both)
+    step(rank, model, optimizer, (2, 2), 5)
+    step(rank, other, straight, (2, 2), 5)
+    assert_equal(model, other)
+    checkpoint.save(folder / "2x2", model, optimizer)
+    checkpoint.reshard(optimizer, alone)
+    if rank.rank < 2:
+        loaded, by = build(rank, (2, 2), seed=1, process_group=alone)
+        checkpoint.load(folder / "2x2", loaded, by)
+        step(rank, model, optimizer, (1, 2), 6)
+        step(rank, loaded, by, (1, 2), 6)
+        assert_equal(model, loaded)
+        checkpoint.save(folder / "1x2", model, optimizer)
+    else:
+        with pytest.raises(checkpoint.CheckpointError, match="in no process group since reshard"):
+            checkpoint.save(folder / "1x2", model, optimizer)
+    checkpoint.reshard(optimizer, both)
+    checkpoint.load(folder / "1x2", other, straight)
+    step(rank, model, optimizer, (2, 2), 7)
+    step(rank, other, straight, (2, 2), 7)
+    assert_equal(model, other)
+    if rank.rank:
+        alone = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(RuntimeError, match="must be called with it, and no other|must move to as many"):
+        checkpoint.reshard(optimizer, alone)
+
+
+def assert_equal(model, other):
+    for (name, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(param), local(expected)), name
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_a_running_program_moves_along_the_data_parallel_dimension(run, tmp_path):
+    """To the bit."""
+    run(moves, tmp_path)

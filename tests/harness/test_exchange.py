@@ -1,0 +1,110 @@
+"""The reduce-scatter that rows of stage 3 and FSDP2 are measured with: gloo's sum, half of gloo's bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.measure.ledger import Ledger
+from harness.measure.memory import Memory
+from harness.measure.setup import Settings, adamw, make_batches, make_model
+from harness.rows import catalogue, exchange
+
+pytestmark = pytest.mark.slow
+
+N = 700_003  # of fp32 a rank: three pieces, the last a short one
+
+
+@pytest.fixture(autouse=True)
+def only_gloo(run):
+    if run(backend)[0] != "gloo":
+        pytest.skip("NCCL's own reduce-scatter sends what the formula says")
+
+
+def backend(rank):
+    return rank.backend
+
+
+def both(rank, name, dtype, average, in_place):
+    """-> gloo's result, the exchange's, both (N,); bytes that each sends."""
+    torch.manual_seed(rank.rank)
+    full = torch.randn(rank.world_size * N).to(dtype)
+    op, found = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, []
+    for transport in (exchange.contextlib.nullcontext, exchange.in_place_of_gloos):
+        source = full.clone()
+        output = source.view(rank.world_size, N)[rank.rank] if in_place else torch.empty(N, dtype=dtype)
+        with transport(), Ledger() as ledger:
+            getattr(dist, name)(output, source, op=op)
+        found.append((output.clone(), ledger.wire_bytes))
+    (gloos, its_bytes), (ours, our_bytes) = found
+    return gloos, ours, its_bytes, our_bytes
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("name", exchange.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("average, in_place", [(False, True), (True, False)])
+def test_to_the_bit_on_two_ranks_and_half_of_gloos_bytes(run, name, dtype, average, in_place):
+    for gloos, ours, its_bytes, our_bytes in run(both, name, dtype, average, in_place):
+        assert torch.equal(gloos, ours)
+        assert its_bytes == 2 * our_bytes == 2 * N * dtype.itemsize
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_on_other_numbers_of_ranks_it_differs_by_the_order_of_sums(run, world_size):
+    for gloos, ours, _, our_bytes in run(both, "reduce_scatter_tensor", torch.float32, False, True):
+        torch.testing.assert_close(gloos, ours)
+        assert our_bytes == (world_size - 1) * N * 4
+
+
+def held(rank):
+    """-> bytes that the exchange takes for itself at its peak."""
+    full = torch.ones(rank.world_size * N * 8, device=rank.device)
+    with Memory("cpu") as memory, exchange.in_place_of_gloos():
+        dist.reduce_scatter_tensor(full.view(rank.world_size, -1)[rank.rank], full)
+        return memory.peak - full.nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_holds_pieces_and_no_second_input(run, world_size):
+    """Two pieces for each rank, and one while it adds; the input has 43 to 64 of them."""
+    for peak in run(held):
+        assert peak <= (2 * world_size + 2) * exchange.PIECE_BYTES
+
+
+def calls(rank, base):
+    """-> how often a step of that row calls the exchange."""
+    seen, own = [], exchange.reduce_scatter
+
+    def noted(*args, **kwargs):
+        seen.append(args)
+        return own(*args, **kwargs)
+    exchange.reduce_scatter = noted
+    try:
+        way, settings = catalogue.find(base), Settings("nano", 2, 16, 1, 1)
+        with way.inside():
+            training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+            training.step(make_batches(settings, rank)[0])
+            training.finish()
+    finally:
+        exchange.reduce_scatter = own
+    return len(seen)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("base, n_calls", [("stage 3 grad buffer", 1), ("fsdp2", 3), ("fsdp2 reshard", 3),
+                                           ("stage 3, gloo's own", 0), ("fsdp2, gloo's own", 0)])
+def test_stage_3_and_fsdp2_go_through_it(run, base, n_calls):
+    """nano has two blocks: FSDP2's units are those, and the rest."""
+    assert run(calls, base) == [n_calls] * 2
+
+
+def refused(rank):
+    full = torch.ones(rank.world_size * 4)
+    with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="waits, and sums or averages"):
+        dist.reduce_scatter_tensor(torch.empty(4), full, op=dist.ReduceOp.MAX)
+    return dist.reduce_scatter_tensor.__name__
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_what_nothing_here_has_asked_for_is_refused_and_torch_is_as_it_was(run, world_size):
+    assert run(refused) == ["reduce_scatter_tensor"] * 2
