@@ -27,22 +27,15 @@ def bucket_layout(nbytes, dtypes, cap_bytes):
     """Which parameters go into which bucket -> lists of indices, in the order in which the buckets leave.
 
     Gradients become ready in about the reverse order of the parameters. A bucket holds whole parameters of one dtype
-    and is closed when it has at least `cap_bytes`. The first one is closed at a quarter of that, so that communication
-    starts early. The last one is kept as small, with what is left over: no computing is left to hide it.
+    and is closed when it has at least `cap_bytes`.
     """
-    small = cap_bytes / 4
-    n_last = sum(total < small for total in itertools.accumulate(nbytes)) + 1  # of the model's first parameters
-    buckets, filling = [], {}  # filling: dtype -> [indices, bytes] of the bucket that is open for it
+    buckets, filling = [], {}  # filling: dtype -> the bucket that is open for it
     for index in reversed(range(len(nbytes))):
-        if index == n_last - 1:  # what is left over joins the last bucket, unless that would make it large
-            large = [dtype for dtype, (_, filled) in filling.items() if filled >= small]
-            buckets += [filling.pop(dtype)[0] for dtype in large]
-        bucket = filling.setdefault(dtypes[index], [[], 0])
-        bucket[0].append(index)
-        bucket[1] += nbytes[index]
-        if index >= n_last and bucket[1] >= (cap_bytes if buckets else small):
-            buckets.append(filling.pop(dtypes[index])[0])
-    return buckets + [indices for indices, _ in filling.values()]
+        bucket = filling.setdefault(dtypes[index], [])
+        bucket.append(index)
+        if sum(nbytes[one] for one in bucket) >= cap_bytes:
+            buckets.append(filling.pop(dtypes[index]))
+    return buckets + list(filling.values())
 
 
 class Bucket:

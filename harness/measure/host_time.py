@@ -47,7 +47,9 @@ BUILD = {
     "fsdp2": ways.fsdp2(reshard_after_forward=False),
     "stage 1 naive broadcast": ways.stage("stage1_naive_broadcast"),
     "stage 2 all-gather": ways.stage("stage2_allgather"),
+    "stage 3 core": ways.stage("stage3_gradbuffer", core=True),
     "stage 3 grad buffer": ways.stage("stage3_gradbuffer"),
+    "stage 4 core": ways.stage_with_prefetch("stage4_overlap", core=True, bucket_cap_mb=0.02),
     "stage 4 overlap": ways.stage_with_prefetch("stage4_overlap", bucket_cap_mb=0.02),
 }
 

@@ -15,7 +15,7 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
                       "fsdp2", "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather",
                       "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
-                      "compute only bf16", "stage 4 overlap bf16", "stage 4, equal buckets", "stage 4, whole messages",
+                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
                       "stage 3, gloo's own", "fsdp2, gloo's own"))]
 # --rows curve: what make curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",

@@ -177,7 +177,7 @@ def fake(d, cap_mb=None, gloo=False):
         buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
 
-    def core(package):
+    def core(package, _=None):
         module = {"stage": f"{package}.optimizer", "varia": package}.get(package[:5])
         return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package)
     with (rank_0_of(d), torch.device("meta"), mock.patch.object(ways, "optimizer_class", core),

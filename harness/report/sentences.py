@@ -81,8 +81,7 @@ def apart(result):
     return f"of the time of stage 4 without overlap, {', '.join(parts[:-1])}, {parts[-1]}."
 
 
-UNTUNED = {"stage 4, equal buckets": "with buckets of one size",
-           "stage 4, whole messages": "with messages in one piece"}
+UNTUNED = {"stage 4, whole messages": "with messages in one piece"}
 
 
 def untuned(result):

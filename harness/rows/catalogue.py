@@ -14,7 +14,7 @@ from harness.rows.formulas import (
     travels,
 )
 from harness.rows.more_rows import PLANNED, VARIANTS, rows_of_16_bits
-from harness.rows.taken_apart import equal_buckets, leaves_late, whole_messages
+from harness.rows.taken_apart import leaves_late, whole_messages
 from harness.rows.way import Way
 from harness.rows.ways import (
     STAGE_1,
@@ -74,9 +74,8 @@ APART = [
     row_of_stage_4("stage 4 only gradients", functools.partial(stage, STAGE_4)),
     row_of_stage_4("stage 4 only parameters", functools.partial(leaves_late, True)),
 ]
-# What of stage 4 is tuning, and no idea: each left out. Rows of make network, too.
+# What of stage 4 is tuning, and no idea, left out. A row of make network, too.
 UNTUNED = [
-    Way("stage 4, equal buckets", "stage", equal_buckets, travels(2), sharded_gradients),
     Way("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), travels(2), sharded_gradients,
         inside=whole_messages),
 ]

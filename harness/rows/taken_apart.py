@@ -6,7 +6,6 @@ import torch
 
 import stage4_overlap
 from harness.rows.training import Training
-from harness.rows.ways import STAGE_4, stage_with_prefetch
 
 
 class LeavesLate(stage4_overlap.DistributedOptimizer):
@@ -31,20 +30,6 @@ def leaves_late(prefetch, bucket_cap_mb=None):
             optimizer.prefetch_params(model)
         return Training(model, model, optimizer)
     return build
-
-
-def equal_buckets(model, adamw):
-    """Stage 4 without the small first and last bucket: each is closed at the cap."""
-    def layout(nbytes, dtypes, cap_bytes):
-        buckets, filling = [], {}
-        for index in reversed(range(len(nbytes))):
-            bucket = filling.setdefault(dtypes[index], [])
-            bucket.append(index)
-            if sum(nbytes[one] for one in bucket) >= cap_bytes:
-                buckets.append(filling.pop(dtypes[index]))
-        return buckets + list(filling.values())
-    with mock.patch.object(stage4_overlap.optimizer, "bucket_layout", layout):
-        return stage_with_prefetch(STAGE_4)(model, adamw)
 
 
 def whole_messages():

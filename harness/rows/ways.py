@@ -86,10 +86,11 @@ def fsdp2(reshard_after_forward):
     return build
 
 
-def stage(package, **settings):
+def stage(package, core=False, **settings):
+    """`core`: without its guard."""
     def build(model, adamw):
-        optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, **settings, **adamw)
-        return Training(model, model, optimizer)
+        make = optimizer_class(package, "ShardedOptimizer" if core else "DistributedOptimizer")
+        return Training(model, model, make(model.parameters(), torch.optim.AdamW, **settings, **adamw))
     return build
 
 
@@ -115,8 +116,8 @@ def owner_reduce(bucket_cap_mb=None):
     return build
 
 
-def optimizer_class(package):
-    return importlib.import_module(package).DistributedOptimizer
+def optimizer_class(package, name="DistributedOptimizer"):
+    return getattr(importlib.import_module(package), name)
 
 
 STAGE_1, STAGE_2, STAGE_3, STAGE_4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"

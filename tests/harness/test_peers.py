@@ -10,7 +10,7 @@ from harness.measure import accumulation, default_buckets, examine
 from harness.measure.ledger import Ledger
 from harness.measure.played_rank import rank_0_of
 from harness.measure.setup import Settings, adamw, make_batches, make_model
-from harness.rows import catalogue, taken_apart, ways
+from harness.rows import catalogue, taken_apart
 from harness.rows.choice import ONE_PARAMETER, Choice
 from harness.rows.owner_reduce import owner_buckets
 from harness.rows.replicated import DistributedOptimizer
@@ -50,28 +50,24 @@ def test_an_owner_is_right_on_three_ranks(run, choice):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_without_its_tuning_stage_4_has_longer_messages_and_fewer_buckets(run, world_size):
-    """The half of 16 MiB is 8 pieces, or one message; 1 MiB of parameters is a small bucket, one, and a small one."""
-    assert run(untuned)[0] == ((8, 1), (3, 1))
+def test_without_its_tuning_stage_4_has_longer_messages(run, world_size):
+    """The half of 16 MiB is 8 pieces, or one message."""
+    assert run(untuned)[0] == (8, 1)
 
 
 def untuned(rank):
-    """-> (messages, in one piece), (buckets, of one size)."""
+    """-> messages, messages in one piece."""
     def sent():
         with Ledger() as ledger:
             param.sum().backward()
             optimizer.step()
         return ledger.collectives["send"]
 
-    def n_buckets(build):
-        model = torch.nn.ParameterList([torch.zeros(2**14) for _ in range(16)])  # 64 kB each, 1 MiB together: the cap
-        return len(build(model, {}).optimizer.buckets)
     param = torch.nn.Parameter(torch.ones(2**22))
     optimizer = stage4_overlap.DistributedOptimizer([param], torch.optim.AdamW)
     pieces = sent()
     with taken_apart.whole_messages():
-        whole = sent()
-    return (pieces, whole), (n_buckets(ways.stage_with_prefetch(ways.STAGE_4)), n_buckets(taken_apart.equal_buckets))
+        return pieces, sent()
 
 
 def messages(rank, choice):

@@ -165,7 +165,7 @@ def test_the_state_of_a_core_is_spread(run, stage, world_size):
 def counted(rank, stage, dtype, grad_dtype):
     """-> collectives of a backward pass and a step, bytes that this rank sends, padded elements, number of buckets."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(dtype)
-    kwargs = {FOUR: {"bucket_cap_mb": 0.02}, THREE: {"grad_dtype": grad_dtype}}.get(stage, {})
+    kwargs = {FOUR: {"bucket_cap_mb": 0.01}, THREE: {"grad_dtype": grad_dtype}}.get(stage, {})
     optimizer = core_of(stage)(model.parameters(), lr=0.01, **kwargs)
     with Ledger() as ledger:
         model(torch.ones(2, 64, dtype=dtype)).sum().backward()

@@ -65,7 +65,7 @@ def whole(tensor):
 
 def build(rank, **kwargs):
     model, mesh = tensor_parallel(rank)
-    groups = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0005, **kwargs}
+    groups = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0003, **kwargs}
     optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.01, **groups)
     return model, optimizer
 

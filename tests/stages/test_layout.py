@@ -61,13 +61,13 @@ def test_every_element_has_one_owner_and_is_cut_where_alignment_says(world_size,
 MB = 2**20
 
 
-def test_buckets_hold_whole_parameters_in_reverse_order_and_the_first_and_last_are_small():
-    sizes = [MB, MB] + [MB] * 12 + [MB]  # a cap of 4 MB closes the first and the last at 1 MB
-    assert bucket_layout(sizes, ["f32"] * 15, 4 * MB) == [[14], [13, 12, 11, 10], [9, 8, 7, 6], [5, 4, 3, 2], [1], [0]]
+def test_buckets_hold_whole_parameters_in_reverse_order_and_are_closed_at_the_cap():
+    assert bucket_layout([MB] * 11, ["f32"] * 11, 4 * MB) == [[10, 9, 8, 7], [6, 5, 4, 3], [2, 1, 0]]
 
 
 def test_a_parameter_larger_than_the_cap_is_a_bucket():
-    assert bucket_layout([MB, 9 * MB, MB], ["f32"] * 3, 4 * MB) == [[2], [1], [0]]
+    assert bucket_layout([MB, 9 * MB, MB], ["f32"] * 3, 4 * MB) == [[2, 1], [0]]
+    assert bucket_layout([MB, 9 * MB, 4 * MB], ["f32"] * 3, 4 * MB) == [[2], [1], [0]]
 
 
 def test_one_bucket_when_all_is_small():
@@ -75,7 +75,7 @@ def test_one_bucket_when_all_is_small():
 
 
 def test_dtypes_have_buckets_of_their_own():
-    assert bucket_layout([MB] * 6, ["bf16", "f32"] * 3, 2 * MB) == [[5], [4, 2], [3, 1], [0]]
+    assert bucket_layout([MB] * 6, ["bf16", "f32"] * 3, 2 * MB) == [[5, 3], [4, 2], [1], [0]]
 
 
 @pytest.mark.parametrize("cap", [1, 100, 1000, 10**9])
@@ -89,22 +89,18 @@ def test_every_parameter_is_in_one_bucket(cap):
 def test_buckets_and_shards_by_hand():
     """Parameters of 6, 3, 8 and 5 elements in fp32, a cap of 32 bytes, 2 ranks, shards of multiples of 4 elements.
 
-    The first and the last bucket are closed at 8 bytes: parameter 3 alone, and parameter 0 alone. Between them
-    parameter 2 has 32 bytes and is a bucket, and parameter 1 is left over: 12 bytes, too many to join the last one.
+    Parameters 3 and 2 have 52 bytes, and are a bucket of 16 elements: 8 for parameter 3, and 8 for parameter 2.
+    Parameters 1 and 0 have 36 bytes: 4 elements for parameter 1, 8 for parameter 0, and 4 that nobody needs.
     """
     numels = [6, 3, 8, 5]
     buckets = bucket_layout([4 * numel for numel in numels], ["f32"] * 4, 32)
-    assert buckets == [[3], [2], [1], [0]]
-    assert [padded_numel(numels[i], 2, 4) for (i,) in buckets] == [8, 8, 8, 8]
-    assert [ranges_in_shard([numels[i]], [0], 4, 8) for (i,) in buckets] == [
-        [Range(0, 4, 5, 0)],  # one element of five, three of padding
-        [Range(0, 4, 8, 0)],
-        [],  # rank 1 has nothing but padding of the bucket with three elements
-        [Range(0, 4, 6, 0)],
+    assert buckets == [[3, 2], [1, 0]]
+    found = []
+    for bucket in buckets:
+        *starts, end = param_starts([numels[i] for i in bucket], 4)
+        assert padded_numel(end, 2, 4) == 16
+        found.append([ranges_in_shard([numels[i] for i in bucket], starts, *shard) for shard in ((0, 8), (8, 16))])
+    assert found == [
+        [[Range(0, 0, 5, 0)], [Range(1, 0, 8, 0)]],
+        [[Range(0, 0, 3, 0), Range(1, 0, 4, 4)], [Range(1, 4, 6, 0)]],
     ]
-
-
-def test_a_small_rest_joins_the_last_bucket():
-    """A cap of 64 bytes: 4 bytes that are left over are less than a quarter of it."""
-    assert bucket_layout([16, 4, 64, 16], ["f32"] * 4, 64) == [[3], [2], [1, 0]]
-    assert bucket_layout([16, 16, 64, 16], ["f32"] * 4, 64) == [[3], [2], [1], [0]]
