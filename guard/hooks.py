@@ -33,12 +33,13 @@ def hook_gradient(param, method, takes=False):
     """
     # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
+    compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-    @untraced  # where a compiled function calls backward()
+    @skip  # `untraced`, in one call: it is made for each parameter. A compiled function may call backward()
     def hook(param):
         owner = weak_owner()
         if owner is not None:
-            function(owner, param)
+            (function if compiler() is None else torch.compiler.disable(function))(owner, param)
 
     hook.takes_gradient, hook.owner = takes, weak_owner
     hooks = param._post_accumulate_grad_hooks or {}

@@ -80,21 +80,22 @@ class Agreement:
         -> for each parameter: 0, or MISSING on a rank that asks for a gradient, or LATE, or MOVED.
         """
         now, params = self._round, all_params(self)
-        by_autograd = now.waiting.union(*[bucket.ready for bucket in self.buckets])
-        assigned = {param for param in params if param.grad is not None} - by_autograd  # by a user
+        ids = list(map(id, params))
+        by_autograd = now.waiting.union(*[map(id, bucket.ready) for bucket in self.buckets])
+        assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # by a user
         wrong = dict.fromkeys(assigned if now.is_synced else assigned & now.used, LATE)
         for bucket in self.buckets:
-            wrong.update(dict.fromkeys(bucket.moved_params(), MOVED))
+            wrong.update(dict.fromkeys(map(id, bucket.moved_params()), MOVED))
         if now.is_synced:  # the other ranks have gone on: there is nobody to agree with
-            return [wrong.get(param, 0) for param in params]
+            return [wrong.get(one, 0) for one in ids]
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if now.is_open or not now.n:
             self._finish_round()
         kept = [param.grad is not None for param in params]  # by no_sync, say: they leave in a round of their own
-        used = [param in now.used or is_kept for param, is_kept in zip(params, kept)]
-        wrong = [wrong.get(param) or (MISSING if param.requires_grad and not is_used else 0)
-                 for param, is_used in zip(params, used)]
+        used = [one in now.used or is_kept for one, is_kept in zip(ids, kept)]
+        wrong = [wrong.get(one) or (MISSING if not is_used and param.requires_grad else 0)
+                 for one, param, is_used in zip(ids, params, used)]
         checksum = checksum_of(self.param_groups)  # they agree if the largest is the smallest
         report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
         report = torch.tensor(report, dtype=torch.int32).to(params[0].device)

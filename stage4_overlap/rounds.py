@@ -20,8 +20,9 @@ class Round:
     Attributes:
         n, is_open: how many rounds have ended, and whether a backward pass has begun one that hasn't.
         went_backward: whether a pass has begun a round; once agreed: on any rank.
-        used: the parameters whose gradient, of this rank, has left.
-        waiting: those whose gradient came outside of a round, and is in param.grad. In a round `Bucket.ready` has them.
+        used: ids of the parameters whose gradient, of this rank, has left. Ids: a tensor's hash is slow, and asked often.
+        waiting: of those whose gradient came outside of a round, and is in param.grad. In a round they are in
+            `Bucket.ready`.
         unused: those that received a gradient on no rank: they are not stepped.
         settings_differ: whether the ranks have other values in their parameter groups, or only other roundings.
         is_synced: whether the ranks have agreed on these, and everything has left.
@@ -68,12 +69,12 @@ class Rounds:
         if isinstance(param, Awaited):
             refuse_awaited(param, self.param_groups)
         if now.is_accumulating:
-            now.waiting.add(param)
+            now.waiting.add(id(param))
             return
         if now.backward_pass is None or now.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
         if not now.is_open:  # every bucket has left: what is used again, by a checkpoint, waits for the next round
-            now.waiting.add(param)
+            now.waiting.add(id(param))
             return
         handle, all_hooks = self._hooks[id(param)]
         if next(reversed(all_hooks)) == handle.id:
@@ -103,7 +104,7 @@ class Rounds:
         self.send_full_buckets()
 
     def send_grads(self, bucket):
-        used = [param for param in bucket.params if param.grad is not None]
+        used = [id(param) for param in bucket.params if param.grad is not None]
         super().send_grads(bucket)
         self._round.used.update(used)
         self._round.waiting.difference_update(used)

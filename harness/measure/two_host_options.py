@@ -16,7 +16,7 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
                       "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
-                      "stage 3, gloo's own", "fsdp2, gloo's own"))]
+                      "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
 # --rows curve: what make curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]

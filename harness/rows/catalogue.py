@@ -57,6 +57,8 @@ ROWS = [
     Way("owner reduce", "peer", owner_reduce(), travels(2), sharded_by_owner, sized=owner_reduce),
     Way("fsdp2", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False),
     Way("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), travels(3), sharded_all, starts_apart=False),
+    Way("stage 2, gloo's own", "stage", stage(STAGE_2), travels(3), sharded_moments,
+        inside=contextlib.nullcontext),
     Way("stage 3, gloo's own", "stage", stage(STAGE_3), travels(2), sharded_moments,
         inside=contextlib.nullcontext),
     Way("fsdp2, gloo's own", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False,

@@ -1,8 +1,9 @@
-"""A reduce-scatter for gloo that sends what the formula says: gloo's own is an all-reduce underneath, twice the bytes.
+"""For gloo, a reduce-scatter that sends what the formula says, and an all-gather that takes what the line takes.
 
-Rows of stage 3 and of FSDP2 are measured with it, both alike, put in from outside: neither knows. It is the exchange of
-stage 4's transport, in pieces: what a rank holds for it is two pieces of every other rank's, and no more. Rows called
-"gloo's own" are those without.
+gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather is half as slow again
+as the line: messages of more than a MiB are slow. Rows are measured with these, all alike, put in from outside: none
+knows. They are the exchange of stage 4's transport, in pieces: what a rank holds for the sum is two pieces of every
+other rank's, and no more. Rows called "gloo's own" are those without.
 """
 
 import contextlib
@@ -16,12 +17,14 @@ import torch.distributed as dist
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MiB a message and peer
 # Both names of torch; releases before 2.13 have the first alone, and FSDP2 calls the second where there is one.
 NAMES = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
+GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
 
 
 @contextlib.contextmanager
 def in_place_of_gloos():
-    """While it is entered, torch's reduce-scatter of a tensor is this one for groups of gloo. Others keep theirs."""
+    """While it is entered, torch's reduce-scatter and all-gather of a tensor are these for groups of gloo."""
     own = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in NAMES}
+    own |= {name: functools.partial(all_gather, getattr(dist, name)) for name in GATHERS}
     with mock.patch.multiple(dist, **own):
         yield
 
@@ -53,6 +56,28 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
             under_way.append(exchange(pieces, received, number + 2, rank, group))
     if op == dist.ReduceOp.AVG:
         out /= d
+
+
+@torch.no_grad()
+def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
+    """As torch.distributed.all_gather_into_tensor, `native`. `input_tensor` may be this rank's own part of the output,
+    as in stage 3. Raises NotImplementedError for async_op."""
+    if dist.get_backend(group) != "gloo":
+        return native(output_tensor, input_tensor, group=group, async_op=async_op)
+    if async_op:
+        raise NotImplementedError("the exchange in place of gloo's all-gather waits")
+    rank, d = dist.get_rank(group), dist.get_world_size(group)
+    numel, parts, messages = max(1, PIECE_BYTES // input_tensor.itemsize), output_tensor.view(d, -1), []
+    mine = input_tensor.reshape(-1)
+    if mine.data_ptr() != parts[rank].data_ptr():
+        parts[rank].copy_(mine)
+    for distance in range(1, d):
+        to, by = (rank + distance) % d, (rank - distance) % d
+        for sent, received in zip(mine.split(numel), parts[by].split(numel)):
+            messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+            messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=by))
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
 
 
 def exchange(pieces, received, number, rank, group):

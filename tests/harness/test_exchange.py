@@ -1,4 +1,6 @@
-"""The reduce-scatter that rows of stage 3 and FSDP2 are measured with: gloo's sum, half of gloo's bytes."""
+"""The reduce-scatter and the all-gather that rows are measured with: gloo's results; of the sum half of gloo's bytes."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +58,29 @@ def test_on_other_numbers_of_ranks_it_differs_by_the_order_of_sums(run, world_si
         assert our_bytes == (world_size - 1) * N * 4
 
 
+def gathered(rank, name, in_place):
+    """-> the parts of all ranks, by gloo's all-gather and by the exchange; bytes that each sends."""
+    found = []
+    for transport in (exchange.contextlib.nullcontext, exchange.in_place_of_gloos):
+        output = torch.zeros(rank.world_size * N)
+        source = output.view(rank.world_size, N)[rank.rank] if in_place else torch.empty(N)
+        source.copy_(torch.arange(N) + rank.rank / 2)
+        with transport(), Ledger() as ledger:
+            getattr(dist, name)(output, source)
+        found.append((output, ledger.wire_bytes))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", exchange.GATHERS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_all_gather_is_gloos_with_as_many_bytes(run, world_size, name, in_place):
+    for (gloos, its_bytes), (ours, our_bytes) in run(gathered, name, in_place):
+        assert torch.equal(gloos, ours) and ours.view(world_size, N)[:, 2].tolist() == [
+            2 + rank / 2 for rank in range(world_size)]
+        assert its_bytes == our_bytes == (world_size - 1) * N * 4
+
+
 def held(rank):
     """-> bytes that the exchange takes for itself at its peak."""
     full = torch.ones(rank.world_size * N * 8, device=rank.device)
@@ -72,39 +97,36 @@ def test_it_holds_pieces_and_no_second_input(run, world_size):
 
 
 def calls(rank, base):
-    """-> how often a step of that row calls the exchange."""
-    seen, own = [], exchange.reduce_scatter
-
-    def noted(*args, **kwargs):
-        seen.append(args)
-        return own(*args, **kwargs)
-    exchange.reduce_scatter = noted
-    try:
-        way, settings = catalogue.find(base), Settings("nano", 2, 16, 1, 1)
-        with way.inside():
-            training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
-            training.step(make_batches(settings, rank)[0])
-            training.finish()
-    finally:
-        exchange.reduce_scatter = own
-    return len(seen)
+    """-> how often a step of that row calls the exchange: to sum, to gather."""
+    way, settings = catalogue.find(base), Settings("nano", 2, 16, 1, 1)
+    spies = [mock.patch.object(exchange, name, wraps=getattr(exchange, name)) for name in ("reduce_scatter", "all_gather")]
+    with spies[0] as sums, spies[1] as gathers, way.inside():
+        training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+        sums.reset_mock()
+        gathers.reset_mock()
+        training.step(make_batches(settings, rank)[0])
+        training.finish()
+    return sums.call_count, gathers.call_count
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("base, n_calls", [("stage 3 grad buffer", 1), ("fsdp2", 3), ("fsdp2 reshard", 3),
-                                           ("stage 3, gloo's own", 0), ("fsdp2, gloo's own", 0)])
-def test_stage_3_and_fsdp2_go_through_it(run, base, n_calls):
+@pytest.mark.parametrize("base, n_sums, n_gathers", [
+    ("stage 2 all-gather", 0, 1), ("stage 3 grad buffer", 1, 1), ("fsdp2", 3, 3), ("fsdp2 reshard", 3, 6),
+    ("stage 2, gloo's own", 0, 0), ("stage 3, gloo's own", 0, 0), ("fsdp2, gloo's own", 0, 0)])
+def test_stages_2_and_3_and_fsdp2_go_through_it(run, base, n_sums, n_gathers):
     """nano has two blocks: FSDP2's units are those, and the rest."""
-    assert run(calls, base) == [n_calls] * 2
+    assert run(calls, base) == [(n_sums, n_gathers)] * 2
 
 
 def refused(rank):
     full = torch.ones(rank.world_size * 4)
     with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="waits, and sums or averages"):
         dist.reduce_scatter_tensor(torch.empty(4), full, op=dist.ReduceOp.MAX)
-    return dist.reduce_scatter_tensor.__name__
+    with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="all-gather waits"):
+        dist.all_gather_into_tensor(full, torch.empty(4), async_op=True)
+    return dist.reduce_scatter_tensor.__name__, dist.all_gather_into_tensor.__name__
 
 
 @pytest.mark.parametrize("world_size", [2])
 def test_what_nothing_here_has_asked_for_is_refused_and_torch_is_as_it_was(run, world_size):
-    assert run(refused) == ["reduce_scatter_tensor"] * 2
+    assert run(refused) == [("reduce_scatter_tensor", "all_gather_into_tensor")] * 2
