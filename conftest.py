@@ -26,6 +26,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # what a test asks of make is no part of `make test`
         os.environ.pop(name, None)
+    # Several files of tests at once, each with up to four ranks: whoever waits for a message would wait for a core.
+    os.environ.setdefault("GLOO_PRIORITY", "normal")
     if config.getoption("--gpu"):
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu: torch finds no GPU here")

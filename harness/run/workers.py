@@ -138,7 +138,11 @@ class Workers:
         return "failure", (f"rank {rank} {how}", "")
 
     def _raise(self, failures):
-        """The cause is a rank that died, if one did: what the others say then is only that they miss it."""
+        """The cause is a rank that died, if one did: what the others say then is only that they miss it.
+
+        Of several alike it is the lowest, not the one that was first to say so.
+        """
+        failures = dict(sorted(failures.items()))
         deaths = [line for line, details in failures.values() if not details]
         lines = deaths or [line for line, _ in failures.values()]
         raise WorkerError(lines[0], "\n".join(details or line for line, details in failures.values()))
