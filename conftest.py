@@ -3,6 +3,7 @@
 Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPUs.
 """
 
+import gc
 import importlib.util
 import os
 
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if is_asked_for(item)]
     if config.getoption("--gpu"):
         items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
+
+
+def pytest_collection_finish():
+    """Modules and tests are here for good: a collection of garbage needn't look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 `Workers` keeps a process a rank alive, and hands it functions.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -182,6 +183,8 @@ def _worker(rank, world_size, port, timeout_s, pipe):
     """The life of one rank: connect, then functions until an empty message. An exception is sent, and not the end."""
     global _to_parent
     _to_parent = pipe
+    # What was imported before the fork is here for good: a collection that looks at it takes 0.15 s, and copies pages.
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     jobs = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(pipe, jobs), daemon=True).start()
