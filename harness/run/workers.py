@@ -121,7 +121,7 @@ class Workers:
             if failures:  # a rank that only lost its neighbour often reports before the death of that neighbour is seen
                 deadline = min(deadline, time.monotonic() + 0.5)
         if failures:
-            self._raise(failures)
+            self._raise(dict(sorted(failures.items())))
         if len(results) < self.world_size:
             names = ", ".join(str(rank) for rank in missing)
             raise WorkerError(f"no answer from rank {names} after {self.timeout_s} seconds")
@@ -143,9 +143,7 @@ class Workers:
 
         Of several alike it is the lowest, not the one that was first to say so.
         """
-        failures = dict(sorted(failures.items()))
-        deaths = [line for line, details in failures.values() if not details]
-        lines = deaths or [line for line, _ in failures.values()]
+        lines = [line for line, details in failures.values() if not details] or [line for line, _ in failures.values()]
         raise WorkerError(lines[0], "\n".join(details or line for line, details in failures.values()))
 
     def _kill(self):
@@ -198,8 +196,7 @@ def _worker(rank, world_size, port, timeout_s, pipe):
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))
         except BaseException as error:  # whatever it is, SystemExit too: the parent reports it in one line
-            message = str(error).strip().splitlines() or [""]
-            line = f"rank {rank}: {type(error).__name__}: {message[0]}"
+            line = f"rank {rank}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             answer = pickle.dumps(("failure", (line, f"rank {rank}: {traceback.format_exc()}")))
         pipe.send_bytes(answer)
     if me is not None:

@@ -71,7 +71,7 @@ def where(shown):
 
 
 def picture(shown):
-    return shown.inner_html("main") + shown.inner_text("#intro")
+    return shown.evaluate("() => document.querySelector('main').innerHTML + document.querySelector('#intro').innerText")
 
 
 @pytest.mark.slow
