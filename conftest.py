@@ -3,6 +3,7 @@
 Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPUs.
 """
 
+import gc
 import importlib.util
 import os
 
@@ -26,6 +27,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # what a test asks of make is no part of `make test`
         os.environ.pop(name, None)
+    # Several files of tests at once, each with up to four ranks: whoever waits for a message would wait for a core.
+    os.environ.setdefault("GLOO_PRIORITY", "normal")
     if config.getoption("--gpu"):
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu: torch finds no GPU here")
@@ -70,6 +73,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if is_asked_for(item)]
     if config.getoption("--gpu"):
         items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
+
+
+def pytest_collection_finish():
+    """Modules and tests are here for good: a collection of garbage needn't look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 torchrun itself, and Python's own start and end, are left to the tests that start real processes.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -109,6 +110,7 @@ def _environment(changes):
 
 def _be_a_rank(command, environment, cwd, outputs):
     """In the new process: becomes what `python script.py` would be, as far as the script can see; and ends like it."""
+    gc.freeze()  # as in harness.run.workers
     for number, file in enumerate(outputs, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)

@@ -23,7 +23,12 @@ def let_computing_go_first(threads):
 
     Linux prefers who wakes up, and gloo's threads do at each 64 kB that arrive: in the midst of a matrix product. (Here
     those of the default group; a group that is made later has threads of its own.)
+
+    GLOO_PRIORITY=normal in the environment leaves them as they are, for a machine with many more ranks than cores: they
+    would get none while any rank computes, and the others wait for what they send.
     """
+    if os.environ.get("GLOO_PRIORITY") == "normal":
+        return
     for thread in threads:
         try:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

@@ -271,7 +271,8 @@ def test_level_3_counts_by_test_and_explains_one(capfd):
     *_, failed, expected, came, cause, more = capfd.readouterr().out.splitlines()
     assert failed == "  FAILED    1 of 3: test_closure_and_its_loss 1 of 1"
     assert expected == "  expected  closure and its loss"
-    assert came.startswith("  came      Failed: rank 0: TypeError: ") and "positional" in came
+    # Both ranks fail; where the machine is busy, rank 1 may be told of before rank 0 gets there.
+    assert re.match("  came      Failed: rank [01]: TypeError: ", came) and "positional" in came
     assert cause == "  cause     level 3's methods take more: step(closure), clip_grad_norm_(max_norm, norm_type)"
     assert more == ('  more      make test ARGS="tests/stages/test_contract.py --stage tests.graded.whole '
                     '-k test_closure_and_its_loss"')

@@ -3,6 +3,7 @@
 And what can be known without a GPU of the lines that are made for it.
 """
 
+import functools
 import importlib
 import sys
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.measure import gpu_step, ledger
+from harness.measure import gpu_step, host_time, ledger
 from harness.report.gpu_table import gpu_sheet
 from harness.report.sheet import sheet_text
 from harness.train.gpt import GPT, MODELS
@@ -21,7 +22,13 @@ from tests.common import STAGES
 CPU = torch.device("cpu")
 
 
-def test_rows_and_bytes():
+@pytest.fixture
+def few_tensors(monkeypatch):
+    """What of this the processor does is measured with few tensors: how much that is has tests of its own."""
+    monkeypatch.setattr(host_time, "measure_ranks", functools.partial(host_time.measure_ranks, n_tensors=40))
+
+
+def test_rows_and_bytes(few_tensors):
     result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024, host_steps=1)
     assert [(row.stage, row.d) for row in result.rows] == [
         ("fused AdamW", 1), *((stage, d) for stage in gpu_step.STAGES for d in (1, 8))]
@@ -33,7 +40,7 @@ def test_rows_and_bytes():
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 
 
-def test_an_out_of_memory_is_a_result(monkeypatch):
+def test_an_out_of_memory_is_a_result(monkeypatch, few_tensors):
     def fails(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     monkeypatch.setattr(gpu_step, "time_steps", fails)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.run import devices, lost_ranks
 from harness.run.workers import WorkerError, Workers, event
-from tests.ranks import hears_ctrl_c
+from tests.ranks import hears_ctrl_c, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -162,19 +162,35 @@ def test_threads_of_a_rank(written, threads, monkeypatch):
     assert found == [threads]
 
 
-def policies(rank):
-    """-> niceness of this thread; of each of gloo's: (scheduling policy, niceness)."""
-    names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
-    threads = [thread for thread, name in names.items() if "gloo" in name]
-    return os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in threads]
+POLICIES = """
+import os, torch
+from pathlib import Path
+from harness.run import meeting
+
+meeting.connect(timeout_s=30)
+torch.distributed.all_reduce(torch.ones(1), group=meeting.beside(30))
+names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
+gloo = [thread for thread, name in names.items() if "gloo" in name]
+print(os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in gloo])
+meeting.disconnect()
+"""
 
 
-def test_what_computes_goes_before_threads_of_gloo():
-    """On Linux; elsewhere a thread has no policy of its own."""
-    with Workers(2, timeout_s=30) as workers:
-        for nice, threads in workers.run(policies):
-            assert len(threads) >= 2 or not Path("/proc/self/task").exists()
-            assert all(found == (os.SCHED_BATCH, min(nice + 10, 19)) for found in threads)
+@pytest.mark.parametrize("written", [None, "normal"])
+def test_what_computes_goes_before_threads_of_gloo(written, tmp_path, monkeypatch):
+    """On Linux, and unless it is told not to; elsewhere a thread has no policy of its own."""
+    monkeypatch.delenv("GLOO_PRIORITY", raising=False)
+    if written:
+        monkeypatch.setenv("GLOO_PRIORITY", written)
+    (tmp_path / "policies.py").write_text(POLICIES)
+    (tmp_path / "harness").symlink_to(ROOT / "harness")
+    for rank in run_ranks(2, tmp_path / "policies.py"):
+        assert rank.code == 0, rank.stderr
+        nice, threads = rank.stdout.split(" ", 1)
+        threads, nice = eval(threads), int(nice)
+        assert len(threads) >= 2 or not Path("/proc/self/task").exists()
+        lower = (os.SCHED_BATCH, min(nice + 10, 19))
+        assert all(found == ((os.SCHED_OTHER, nice) if written else lower) for found in threads)
 
 
 ENDS = """

@@ -1,7 +1,6 @@
 """make plan: what is counted is what training holds, and modelled seconds are those that a reader adds up by hand."""
 
 import math
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from harness.plan.replay import Hardware, message_seconds, replay
 from harness.report.reading_time import code_lines
 from harness.rows import catalogue
 from harness.rows.choice import Choice
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_module
 
 TINY = models.NAMED["tiny"]
 COST = dry_run.Cost(activations=1000.0, flops=2000.0)
@@ -183,10 +182,9 @@ def test_bad_options_are_one_line(options, says, capsys, monkeypatch):
 
 
 def test_the_program_prints_its_tables(tmp_path):
-    command = [sys.executable, "-m", "harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
-               "--advise", "--json", tmp_path / "plan.json"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run = run_module("harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16", "--advise",
+                     "--json", tmp_path / "plan.json")
+    assert run.code == 0, run.stderr
     for title in ("What a rank of 16 holds", "Model state, bytes a parameter", "A step of nano on 16 x h100", "Stage: ",
                   "Sizes of buckets: ", "Bucket in rings|trees: stage 4 bf16 ",
                   "Accumulation: ", "Owner's reduce: ", "DDP: "):

@@ -3,12 +3,11 @@
 The classes below stand for third-party optimizers, each for what one of them does.
 """
 
-import time
-
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from guard.probe import PASSED
 from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of, optimizer_of, trainable
@@ -344,7 +343,22 @@ def test_arguments_that_are_wrong_are_torchs_own_error(stage):
 # ------------------------------------------------------------------------------------------------------- what it costs
 
 
+class Work(TorchDispatchMode):
+    """Counts what torch does while it is entered: operators, and elements of what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operators += 1
+        self.elements += result.numel() if isinstance(result, torch.Tensor) else 0
+        return result
+
+
 def test_the_trial_is_short_and_leaves_no_trace(stage):
+    """Here 5,400 to 6,700 operators, 0.1 seconds; with a trial for each lr 21,000 and more."""
     calls, state = [], torch.get_rng_state()
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     params = model_of_all()
@@ -352,16 +366,13 @@ def test_the_trial_is_short_and_leaves_no_trace(stage):
     build(stage, torch.optim.AdamW, params)
     try:
         torch.set_rng_state(state)
-        took = []
-        for _ in range(5):  # others use the processor too
-            PASSED.clear()
-            before = time.process_time()
+        PASSED.clear()
+        with Work() as work:
             build(stage, torch.optim.AdamW, groups)
-            took.append(time.process_time() - before)
     finally:
         hook.remove()
     assert not calls and torch.equal(torch.get_rng_state(), state)
-    assert min(took) < 0.1
+    assert 1_000 < work.operators < 10_000 and work.elements < 40_000_000
 
 
 def test_each_kind_of_group_is_tried(stage):
