@@ -104,7 +104,7 @@ class GuardedBuffer(GradBuffer):
             param.grad = self.given[index]
 
     def has_its_own(self, index, grad):
-        """Whether `grad` is what the parameter was given, as it was then. Else it may be the same memory: see `is_same`."""
+        """Whether `grad` is what the parameter was given, unchanged. Else it may be the same memory: see `is_same`."""
         return (grad is self.given[index] and grad is not None and not grad.requires_grad
                 and grad.data_ptr() == self.grads[index].data_ptr())
 

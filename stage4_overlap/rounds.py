@@ -20,7 +20,7 @@ class Round:
     Attributes:
         n, is_open: how many rounds have ended, and whether a backward pass has begun one that hasn't.
         went_backward: whether a pass has begun a round; once agreed: on any rank.
-        used: ids of the parameters whose gradient, of this rank, has left. Ids: a tensor's hash is slow, and asked often.
+        used: ids of the parameters whose gradient, of this rank, has left. A tensor's own hash is slow.
         waiting: of those whose gradient came outside of a round, and is in param.grad. In a round they are in
             `Bucket.ready`.
         unused: those that received a gradient on no rank: they are not stepped.

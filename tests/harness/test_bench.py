@@ -65,7 +65,7 @@ def test_every_row_has_every_figure(result):
         assert [step.seconds for step in row.timeline] == [None] * 2  # of the recorded step the exposed time is kept
     kinds = [row.kind for row in result.rows]
     assert kinds.count("reference") == kinds.count("noise") == 1
-    assert kinds.count("floor") == 2 and kinds.count("stage") == 8
+    assert kinds.count("floor") == 2 and kinds.count("stage") == 9
     assert result.model_state and result.gathered and result.host and result.caps
     assert (result.conditions.ranks, result.conditions.model, result.conditions.dtype) == (2, "nano", "float32")
 

@@ -1,4 +1,4 @@
-"""The reduce-scatter and the all-gather that rows are measured with: gloo's results; of the sum half of gloo's bytes."""
+"""The reduce-scatter and the all-gather of the rows: gloo's results, and for the sum half of gloo's bytes."""
 
 from unittest import mock
 
@@ -99,8 +99,9 @@ def test_it_holds_pieces_and_no_second_input(run, world_size):
 def calls(rank, base):
     """-> how often a step of that row calls the exchange: to sum, to gather."""
     way, settings = catalogue.find(base), Settings("nano", 2, 16, 1, 1)
-    spies = [mock.patch.object(exchange, name, wraps=getattr(exchange, name)) for name in ("reduce_scatter", "all_gather")]
-    with spies[0] as sums, spies[1] as gathers, way.inside():
+    sum_spy = mock.patch.object(exchange, "reduce_scatter", wraps=exchange.reduce_scatter)
+    gather_spy = mock.patch.object(exchange, "all_gather", wraps=exchange.all_gather)
+    with sum_spy as sums, gather_spy as gathers, way.inside():
         training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
         sums.reset_mock()
         gathers.reset_mock()
