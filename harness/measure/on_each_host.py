@@ -62,7 +62,7 @@ def measure_here(args):
     sized = [choice for choice in tuned if not is_curve and args.rows in choice.name or choice.base == "ddp"]
     result = every_row.measure_rows(together, settings, bucket_sizes.beside(chosen, sized), progress)
     result.sweep = sweep
-    if not is_curve:
+    if not is_curve and args.rows != "variants":  # of these a time is shown, and no picture
         recorder.record_rows(together, settings, result.rows, progress)
     if args.accumulation:
         time_accumulation(together, settings, result, always, tuned, progress)
