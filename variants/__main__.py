@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
 from harness.report import published
+from harness.report.cells import rate_words
 from harness.report.loss_table import loss_sheet
 from harness.report.reading_time import code_lines, core_lines
 from harness.report.sheet import NONE
@@ -164,7 +165,7 @@ def measured_times():
         found["one machine"] = published.load("bench_variants.json")
     if is_published("network_variants.json"):
         results = published.load("network_variants.json").at_all_rates()
-        found.update({result.conditions.rate: result for result in results})
+        found.update({rate_words(result.conditions.rate): result for result in results})
     return found
 
 
@@ -212,13 +213,22 @@ def loss_table():
     return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", *textwrap.wrap(note, 120)))]
 
 
+def spread(result):
+    """-> how far the rounds of a row lie apart, over their median: of the row with most."""
+    return max((max(row.rounds_ms) - min(row.rounds_ms)) / row.median_ms for row in result.rows if row.rounds_ms)
+
+
 def times_beside():
-    """-> a line of DDP with bf16 gradients, which wire16 is compared with; nothing where that wasn't measured."""
+    """-> lines: the noise; and DDP with bf16 gradients, which wire16 is compared with, where that was measured."""
+    times = measured_times()
+    noise = [f"{where} {spread(result):.0%} in {result.conditions.rounds}" for where, result in times.items()]
     pairs = {where: [result.timed(name) for name in ("ddp summed in bf16", "stage 4 overlap", "variants wire16")]
-             for where, result in measured_times().items()}
+             for where, result in times.items()}
     said = [f"{where}: × {ddp.over(base):.2f}, wire16 × {wire16.over(base):.2f}"
             for where, (ddp, base, wire16) in pairs.items() if ddp and base and wire16]
-    return [f"DDP with bf16 gradients, over stage 4: {'; '.join(said)}."] if said else []
+    lines = [f"Rounds of a row differ by up to: {'; '.join(noise)} rounds."] if noise else []
+    lines += [f"DDP with bf16 gradients, over stage 4: {'; '.join(said)}."] if said else []
+    return "\n\n".join(textwrap.fill(line, 118) for line in lines).splitlines()
 
 
 TABLES = {"table": table, "padding": padding_table, "losses": loss_table, "times": times_beside}
