@@ -14,13 +14,14 @@ import torch._dynamo  # now: torch imports it as it builds its first optimizer, 
 from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None where nothing is compiled
+
 
 def untraced(function):
     """`function`, which torch.compile leaves alone, and all that it calls.
 
     torch.compiler.disable()'s wrapper takes longer than a hook does: it is entered only where something is compiled.
     """
-    compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None where nothing is compiled
     return skip(lambda *args: (function if compiler() is None else torch.compiler.disable(function))(*args))
 
 
@@ -33,7 +34,6 @@ def hook_gradient(param, method, takes=False):
     """
     # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
-    compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @skip  # `untraced`, in one call: it is made for each parameter. A compiled function may call backward()
     def hook(param):

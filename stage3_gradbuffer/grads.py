@@ -75,7 +75,6 @@ class AnyGrads:
 class GuardedBuffer(GradBuffer):
     """Attributes:
         received: indices of the parameters whose gradient has come since the last step.
-        given: what each parameter got for its gradient.
         versions, zero_version, shard_version: autograd's counts of the writes into each parameter, and into `flat` when
             it was zero, and when it held the shard: to see later ones, by whomever.
     """
@@ -84,7 +83,7 @@ class GuardedBuffer(GradBuffer):
         self.in_main_grad = grad_dtype != params[0].dtype
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.received, self.hooks, self.given = set(), [], [None] * len(params)
+        self.received, self.hooks = set(), []
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
@@ -92,31 +91,14 @@ class GuardedBuffer(GradBuffer):
         self.note_new_params()
 
     def attach(self, param, grad):
-        if self.in_main_grad:
+        if self.in_main_grad or param.requires_grad and param.grad is None:  # one that is there counts, as in torch
             super().attach(param, grad.detach())  # not the view itself: a user may detach_() it, or set its data
-        elif param.requires_grad and param.grad is None:  # one that is there counts, as in torch
-            self.give(self.index_of[id(param)], param)
-
-    def give(self, index, param):
-        """A parameter its view for a gradient, unless it has that still."""
-        if not self.has_its_own(index, param.grad):
-            self.given[index] = self.grads[index].detach()
-            param.grad = self.given[index]
-
-    def has_its_own(self, index, grad):
-        """Whether `grad` is what the parameter was given, unchanged. Else it may be the same memory: see `is_same`."""
-        return (grad is self.given[index] and grad is not None and not grad.requires_grad
-                and grad.data_ptr() == self.grads[index].data_ptr())
 
     def watch(self, param):
         self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
 
     def take_grad(self, param):
         """Bring a gradient into the buffer, wherever autograd or the user has put it."""
-        index = self.index_of[id(param)]
-        if self.holds is Holds.GRADS and self.has_its_own(index, param.grad):  # the second one of a pass, and the rest
-            self.received.add(index)
-            return
         if torch.is_grad_enabled():  # in backward(create_graph=True)
             with torch.no_grad():
                 return self.take_grad(param)
@@ -126,12 +108,13 @@ class GuardedBuffer(GradBuffer):
                                "before backward()")
         if param.grad is None:  # an earlier hook has taken it
             return
+        index = self.index_of[id(param)]
         self.received.add(index)
         if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
             self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
             # If it requires grad, backward(create_graph=True) made it, to be differentiated.
             if not param.grad.requires_grad and is_same(param, self.param_views[index]):
-                self.give(index, param)
+                param.grad = self.grads[index].detach()
         super().take_grad(param)
 
     def collect_grads(self):
@@ -143,11 +126,10 @@ class GuardedBuffer(GradBuffer):
             if param.grad is None and not self.in_main_grad:
                 self.grads[index].zero_()  # set to None by the user
                 self.received.discard(index)
-            elif param.grad is not None and not self.has_its_own(index, param.grad) and not is_same(
-                    param.grad, self.grads[index]):
+            elif param.grad is not None and not is_same(param.grad, self.grads[index]):
                 self.take_grad(param)
                 if not self.in_main_grad:
-                    self.give(index, param)  # its graph, if it has one, has been used
+                    param.grad = self.grads[index].detach()  # its graph, if it has one, has been used
             elif param.requires_grad:
                 self.received.add(index)
 
@@ -207,12 +189,9 @@ class GuardedBuffer(GradBuffer):
             super().zero()
             self.zero_version = self.flat._version
         self.received.clear()
-        for index, param in enumerate(self.params):
-            if self.in_main_grad or not param.requires_grad:
-                param.grad = None
-                continue
+        for param, grad in zip(self.params, self.grads):
             try:
-                self.give(index, param)
+                param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
             except RuntimeError:  # model.bfloat16() has replaced its data: refused before the next step
                 param.grad = None
 

@@ -84,8 +84,7 @@ class Agreement:
         by_autograd = now.waiting.union(*[map(id, bucket.ready) for bucket in self.buckets])
         assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # by a user
         wrong = dict.fromkeys(assigned if now.is_synced else assigned & now.used, LATE)
-        for bucket in self.buckets:
-            wrong.update(dict.fromkeys(map(id, bucket.moved_params()), MOVED))
+        wrong |= {id(param): MOVED for bucket in self.buckets for param in bucket.moved_params()}
         if now.is_synced:  # the other ranks have gone on: there is nobody to agree with
             return [wrong.get(one, 0) for one in ids]
         if self.rank < 0:

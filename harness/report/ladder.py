@@ -61,9 +61,9 @@ def notes(result, ddp):
     c = result.conditions
     return ("Counted: bytes a parameter after a step, AdamW, fp32 (1 to 3: 8 + 8/d; 4: 4 + 12/d + b; b: two bucket "
             f"buffers); peak in a step, with activations; Ψ: {c.parameters:,} parameters' bytes, of which (d-1)/d are "
-            "sent. Code lines: of the core. Time: of a step, core and guard (2, 3: without gloo's own reduce-scatter and "
-            f"all-gather), over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, median of {c.rounds} "
-            f"rounds ({c.machine}, {c.date}).")
+            "sent. Code lines: of the core. Time: of a step, core and guard (2, 3: without gloo's own reduce-scatter "
+            f"and all-gather), over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, "
+            f"median of {c.rounds} rounds ({c.machine}, {c.date}).")
 
 
 def ddp_words(result):

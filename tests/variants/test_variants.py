@@ -474,7 +474,9 @@ def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     cells = {line.split(" | ")[0]: line.split(" | ")[6] for line in table() if " | " in line}
     assert cells["| idea"] == "time, one machine" and cells["| wire16"] == "× 0.50" and cells["| blocks"] == "–"
     assert cells["| stage4_overlap"] == "15 ms"
-    assert times_beside() == ["DDP with bf16 gradients, over stage 4: one machine: × 2.00, wire16 × 0.50."]
+    noise, _, line = times_beside()
+    assert noise == "Rounds of a row differ by up to: one machine 67% in 3 rounds."
+    assert line == ("DDP with bf16 gradients, over stage 4: one machine: × 2.00, wire16 × 0.50.")
     conditions = LossConditions("machine", "2", "gloo", 2, "nano", 9, 8, 64, 300, "today")
     losses = LossResult(conditions, [LossRow("fp32", "fp32", 0.9, [2.0, 4.0]), LossRow("b", "fp32", 0.9, [2.5, 4.25])])
     (tmp_path / "results" / "losses.json").write_text(saved.to_json(losses))
