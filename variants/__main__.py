@@ -226,7 +226,7 @@ def times_beside():
              for where, result in times.items()}
     said = [f"{where}: × {ddp.over(base):.2f}, wire16 × {wire16.over(base):.2f}"
             for where, (ddp, base, wire16) in pairs.items() if ddp and base and wire16]
-    lines = [f"Rounds of a row differ by up to: {'; '.join(noise)} rounds."] if noise else []
+    lines = [f"Rounds differ by up to: {'; '.join(noise)} rounds."] if noise else []
     lines += [f"DDP with bf16 gradients, over stage 4: {'; '.join(said)}."] if said else []
     return "\n\n".join(textwrap.fill(line, 118) for line in lines).splitlines()
 

@@ -475,7 +475,7 @@ def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     assert cells["| idea"] == "time, one machine" and cells["| wire16"] == "× 0.50" and cells["| blocks"] == "–"
     assert cells["| stage4_overlap"] == "15 ms"
     noise, _, line = times_beside()
-    assert noise == "Rounds of a row differ by up to: one machine 67% in 3 rounds."
+    assert noise == "Rounds differ by up to: one machine 67% in 3 rounds."
     assert line == ("DDP with bf16 gradients, over stage 4: one machine: × 2.00, wire16 × 0.50.")
     conditions = LossConditions("machine", "2", "gloo", 2, "nano", 9, 8, 64, 300, "today")
     losses = LossResult(conditions, [LossRow("fp32", "fp32", 0.9, [2.0, 4.0]), LossRow("b", "fp32", 0.9, [2.5, 4.25])])
