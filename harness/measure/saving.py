@@ -114,19 +114,28 @@ class Round:
                     break
         return times
 
-    def measure(self, folder, rank):
-        """-> {row: seconds}, and what an asynchronous save costs steps: (ms of the call, ms of steps, their number)."""
-        mine, content = folder / f"mine-{rank}", memoryview(bytearray(os.urandom(CHUNK)) * (self.n_bytes // CHUNK))
-        torch_path, found = folder / f"torch-{rank}", {}
-        found["disk, write"] = seconds_of(lambda: write_raw(mine, content))
-        found["torch.save"] = seconds_of(lambda: torch_save(torch_path, self.tensors))
-        found["checkpoint.save"] = seconds_of(lambda: checkpoint.save(folder / "saved", self.model, self.optimizer))
-        alone = statistics.median(self.steps())
-        start, saving = time.perf_counter(), []
+    def save_behind(self, path):
+        """-> ms for which the call holds up training."""
+        saving = []
         held_up = 1e3 * seconds_of(lambda: saving.append(
-            checkpoint.save(folder / "behind", self.model, self.optimizer, asynchronous=True)))
-        seconds_of(lambda: saving[0].result())
-        found["checkpoint.save, asynchronous"] = time.perf_counter() - start
+            checkpoint.save(path, self.model, self.optimizer, asynchronous=True)))
+        saving[0].result()
+        return held_up
+
+    def measure(self, folder, rank, number):
+        """-> {row: seconds}, and what an asynchronous save costs steps: (ms of the call, ms of steps, their number).
+
+        In each round another row writes first: a disk may be slower after some gigabytes.
+        """
+        mine, content = folder / f"mine-{rank}", memoryview(bytearray(os.urandom(CHUNK)) * (self.n_bytes // CHUNK))
+        torch_path, found, held_up = folder / f"torch-{rank}", {}, []
+        writers = [("disk, write", lambda: write_raw(mine, content)),
+                   ("torch.save", lambda: torch_save(torch_path, self.tensors)),
+                   ("checkpoint.save", lambda: checkpoint.save(folder / "saved", self.model, self.optimizer)),
+                   ("checkpoint.save, asynchronous", lambda: held_up.append(self.save_behind(folder / "behind")))]
+        for name, writer in writers[number % len(writers) :] + writers[: number % len(writers)]:
+            found[name] = seconds_of(writer)
+        alone = statistics.median(self.steps())
         forget(folder)
         found["disk, read"] = seconds_of(lambda: read_raw(mine, content))
         found["torch.load"] = seconds_of(lambda: torch.load(torch_path))
@@ -134,7 +143,7 @@ class Round:
         again = checkpoint.save(folder / "again", self.model, self.optimizer, asynchronous=True)
         behind = self.steps(again)
         again.result()
-        return found, (held_up, alone, sum(behind) - alone * len(behind), len(behind))
+        return found, (held_up[0], alone, sum(behind) - alone * len(behind), len(behind))
 
 
 def measure(rank, n_bytes, folder, rounds):
@@ -143,7 +152,7 @@ def measure(rank, n_bytes, folder, rounds):
         place = Path(folder) / str(number)
         place.mkdir(exist_ok=True)
         dist.barrier()
-        found.append(one.measure(place, rank.rank))
+        found.append(one.measure(place, rank.rank, number))
         dist.barrier()
         if rank.rank == 0:
             shutil.rmtree(place)
@@ -154,7 +163,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of each rank (default 1)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
+    parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: for temporary files)")
     parser.add_argument("--json", type=Path, default=Path("measured/saving.json"), help="where the result is written")
     args = parser.parse_args()

@@ -19,8 +19,9 @@ def saving_sheet(result):
         [("", ""), ("seconds", "measured"), ("GB/s", "measured"), ("from–to", "measured"),
          ("of the\ndisk's rate", "measured")], rows,
         ["Disk: each rank writes its bytes into a file, 1 MiB at a time, and calls fsync, or reads them, all at once. "
-         "torch.save: the same tensors of each rank, with fsync. Files are read after the system has been asked to "
-         "forget them. The slowest rank counts.",
+         "torch.save: the same tensors of each rank, with fsync. checkpoint.save makes a checksum, and tells the disk "
+         "to begin every 16 MiB; checkpoint.load compares the checksum, then reads again. In each round another row "
+         "writes first. Files are read after the system has been asked to forget them. The slowest rank counts.",
          f"An asynchronous save holds up the step that calls it for {held:,.0f} ms, in which it copies; a step without "
          f"one takes {c.step_ms:,.0f} ms. The {statistics.median(result.n_behind):.0f} steps that ran while it was "
          f"written took {behind:,.0f} ms more than as many without: the cores are shared.",
