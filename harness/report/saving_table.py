@@ -23,7 +23,8 @@ def saving_sheet(result):
          "to begin every 16 MiB; checkpoint.load compares the checksum, then reads again. In each round another row "
          "writes first. Files are read after the system has been asked to forget them. The slowest rank counts.",
          f"An asynchronous save holds up the step that calls it for {held:,.0f} ms, in which it copies; a step without "
-         f"one takes {c.step_ms:,.0f} ms. The {statistics.median(result.n_behind):.0f} steps that ran while it was "
-         f"written took {behind:,.0f} ms more than as many without: the cores are shared.",
+         f"one takes {c.step_ms:,.0f} ms. Steps that ran while it was written, "
+         f"{statistics.median(result.n_behind):.0f} a round, took {behind:,.0f} ms more than as many "
+         "without: the cores are shared.",
          f"{c.machine} · torch {c.torch} · stage 4, AdamW, fp32 · {c.rounds} rounds, all rows in turn, medians · "
          f"{c.date}{commit_of(c)}"])
