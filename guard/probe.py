@@ -117,12 +117,11 @@ def trials_of(make_optimizer, groups):
             options = {**options, "lr": 0.1}  # for a difference to be seen
         device = next(param.device for group in groups for param in group["params"])
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in sorted(n_dims)]
-        large = [(512, *[2] * (n - 2), 2 ** max(0, 10 - n)) for n in n_dims if n > 1] or [(2**17,)]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
-        yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
         # 6144 elements: bitsandbytes keeps 8 bits from 4096 on, which halves and thirds of it haven't.
-        medium = [(48, *[2] * (n - 2), 2 ** max(0, 9 - n)) for n in n_dims if n > 1] or [(6144,)]
-        yield Trial(make_optimizer, options, medium, OF_LARGE_TENSORS, device)
+        for rows, numel in (512, 2**17), (48, 6144):
+            large = [(rows, *[2] * (n - 2), max(1, numel // rows >> n - 2)) for n in n_dims if n > 1] or [(numel,)]
+            yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
 
 
 class Trial(NamedTuple):
@@ -163,7 +162,7 @@ class Trial(NamedTuple):
                 before = values.clone()
                 for step in range(n_steps):
                     if step == 0 or not is_steady:
-                        noise = torch.randn(values.shape, generator=generator) * magnitude
+                        noise = torch.randn(values.shape, generator=generator, device="cpu") * magnitude
                     grads.copy_(noise)  # in each step: SGD with nesterov writes into gradients
                     for optimizer, params, own_grads in zip(optimizers, *shares):
                         for param, grad in zip(params, own_grads):

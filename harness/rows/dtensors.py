@@ -39,25 +39,20 @@ class OfDTensors:
 
     @contextlib.contextmanager
     def _local_params(self):
+        """Without what has no element on this rank, which CUDA's fused kernels refuse."""
         outside = [group["params"] for group in self.param_groups]
+        spread = [param for param in sum(outside, []) if local(param) is not param]
         for group in self.param_groups:
-            group["params"] = [local(param) for param in group["params"]]
-        inside = [group["params"] for group in self.param_groups]
-        for param, tensor in pairs(outside, inside):
-            tensor.grad = local(param.grad)
+            group["params"] = [local(param) for param in group["params"] if local(param).numel()]
+        for param in spread:
+            local(param).grad = local(param.grad)
         try:
             yield
         finally:
-            for _, tensor in pairs(outside, inside):
-                tensor.grad = None
+            for param in spread:
+                local(param).grad = None
             for group, params in zip(self.param_groups, outside):
                 group["params"] = params
-
-
-def pairs(outside, inside):
-    """-> the DTensors of groups, each with what of it lies on this rank."""
-    both = zip(sum(outside, []), sum(inside, []))
-    return [(param, tensor) for param, tensor in both if param is not tensor]
 
 
 def clip_grad_norm_(params, max_norm, norm_type):

@@ -3,13 +3,15 @@
 The classes below stand for third-party optimizers, each for what one of them does.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from guard.probe import PASSED
+from guard.probe import PASSED, check_elementwise, check_one_by_one
 from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of, optimizer_of, trainable
 
 ONE, TWO, THREE, FOUR = STAGES
@@ -373,6 +375,17 @@ def test_the_trial_is_short_and_leaves_no_trace(stage):
         hook.remove()
     assert not calls and torch.equal(torch.get_rng_state(), state)
     assert 1_000 < work.operators < 10_000 and work.elements < 40_000_000
+
+
+@pytest.mark.parametrize("check", [check_elementwise, check_one_by_one])
+def test_the_trial_is_on_the_device_of_the_parameters(check):
+    """Whatever torch.set_default_device() says: "cuda" in programs for GPUs."""
+    class OfThisTest(Plain):
+        pass
+
+    params = model_of_all()
+    with torch.device("meta"):
+        check(functools.partial(OfThisTest), [{"params": params}])
 
 
 def test_each_kind_of_group_is_tried(stage):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import AwaitedBucket
-from tests.common import assert_same
+from tests.common import assert_same, of_cpus, on_its_device
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
 
@@ -212,8 +212,12 @@ def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(run, wor
 
 
 def two_optimizers(rank):
-    """Rank 0 goes backward through the parameters of the first one first, the others through those of the second."""
-    both = [zeros(rank, n=2) for _ in range(2)]
+    """Rank 0 goes backward through the parameters of the first one first, the others through those of the second.
+
+    On gloo, where messages have tags: NCCL's collectives must have one order on all ranks, DDP's too.
+    """
+    rank, group = of_cpus(rank)
+    both = [zeros(rank, n=2, process_group=group) for _ in range(2)]
     losses = [sum(param.sum() * (i + 1) for param in params) for i, (params, _) in enumerate(both)]
     for loss in (losses[::-1] if rank.rank else losses):
         loss.backward()
@@ -263,6 +267,7 @@ def test_gloo_by_another_name_sums_in_fp32_too(run, world_size):
     run(by_other_names)
 
 
+@on_its_device
 def not_stepped(rank):
     """Graphs through parameters that a step leaves alone, since they are unused or frozen, live on, as in torch."""
     torch.manual_seed(0)
@@ -289,6 +294,7 @@ def test_graphs_through_what_was_not_stepped(run):
     run(not_stepped)
 
 
+@on_its_device
 def interrupted(rank):
     """Ctrl-C where a bucket leaves, on every rank: what is given up is gone, and the rest is as if it had not been."""
     models, calls = [], itertools.count()
