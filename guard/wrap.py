@@ -141,13 +141,12 @@ class Wrapper(SeenThroughWrappers):
         self.pass_on_hyperparameters()
         stepped = {id(param) for param in all_params(self.optimizer)}
         for param, state in list(self.optimizer.state.items()):
-            if not isinstance(param, torch.Tensor):
-                continue  # what has a name for a key torch saves as it is
-            if not state:
+            is_tensor = isinstance(param, torch.Tensor)  # what has a name for a key torch saves as it is
+            if is_tensor and not state:
                 del self.optimizer.state[param]  # made by torch for somebody who looked; maybe another rank steps it
-            elif id(param) not in stepped:
-                shape = tuple(param.shape)
-                raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
+            elif is_tensor and id(param) not in stepped:
+                raise ValueError(f"optimizer.state has a tensor of shape {tuple(param.shape)}, which isn't stepped "
+                                 "here: remove it")
         part, names = self.optimizer.state_dict(), self._names_of_parts()
         part["state"] = {names.get(key, key): state for key, state in part["state"].items()}
         for group in part["param_groups"]:

@@ -53,8 +53,6 @@ class DistributedOptimizer(AnyGrads, Clipped, Scaled, Modes, StateOfPieces, Wrap
         for name, param in named:
             if not param.is_contiguous():
                 raise not_contiguous(name, param)
-            if self.grad_dtype not in (None, param.dtype) and (
-                self.grad_dtype is not torch.float32 or param.dtype.itemsize > 2
-            ):
+            if self.grad_dtype not in (None, param.dtype, torch.float32 if param.dtype.itemsize <= 2 else None):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
         return named

@@ -74,6 +74,7 @@ class AnyGrads:
 
 class GuardedBuffer(GradBuffer):
     """Attributes:
+        given: what each parameter got for its gradient. While that is there, as it was, there is nothing to do.
         received: indices of the parameters whose gradient has come since the last step.
         versions, zero_version, shard_version: autograd's counts of the writes into each parameter, and into `flat` when
             it was zero, and when it held the shard: to see later ones, by whomever.
@@ -83,7 +84,7 @@ class GuardedBuffer(GradBuffer):
         self.in_main_grad = grad_dtype != params[0].dtype
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.received, self.hooks = set(), []
+        self.received, self.given = set(), [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
@@ -94,27 +95,45 @@ class GuardedBuffer(GradBuffer):
         if self.in_main_grad or param.requires_grad and param.grad is None:  # one that is there counts, as in torch
             super().attach(param, grad.detach())  # not the view itself: a user may detach_() it, or set its data
 
+    def give(self, index):
+        """A view of the buffer to a parameter for a gradient; none if it is frozen, has a main_grad, or other data."""
+        param, grad = self.params[index], None
+        if param.requires_grad and not self.in_main_grad and is_same(param, self.param_views[index]):
+            grad = self.grads[index].detach()
+        param.grad = self.given[index] = grad
+
+    def changed_grads(self):
+        """-> indices of the parameters that have another gradient than they were given, or may have none."""
+        return [index for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads))
+                if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
+                or given.data_ptr() != view.data_ptr()]
+
     def watch(self, param):
-        self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
+        hook_gradient(param, self.take_grad, takes=True)
 
     def take_grad(self, param):
+        index = self.index_of[id(param)]
+        if self.holds is Holds.GRADS and self.given[index] is not None and param.grad is self.given[index]:
+            self.received.add(index)  # autograd has added to the view: nothing to do, but for the first one of a pass
+        else:
+            self.bring_grad(index)
+
+    @torch.no_grad()  # in backward(create_graph=True)
+    def bring_grad(self, index):
         """Bring a gradient into the buffer, wherever autograd or the user has put it."""
-        if torch.is_grad_enabled():  # in backward(create_graph=True)
-            with torch.no_grad():
-                return self.take_grad(param)
+        param = self.params[index]
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
                                "before backward()")
         if param.grad is None:  # an earlier hook has taken it
             return
-        index = self.index_of[id(param)]
         self.received.add(index)
         if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
             self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
             # If it requires grad, backward(create_graph=True) made it, to be differentiated.
             if not param.grad.requires_grad and is_same(param, self.param_views[index]):
-                param.grad = self.grads[index].detach()
+                self.give(index)
         super().take_grad(param)
 
     def collect_grads(self):
@@ -122,16 +141,14 @@ class GuardedBuffer(GradBuffer):
 
         But the view that a parameter had when it was frozen is no gradient, unless backward has put one there.
         """
-        for index, param in enumerate(self.params):
+        for index in self.changed_grads():
+            param = self.params[index]
             if param.grad is None and not self.in_main_grad:
                 self.grads[index].zero_()  # set to None by the user
                 self.received.discard(index)
             elif param.grad is not None and not is_same(param.grad, self.grads[index]):
-                self.take_grad(param)
-                if not self.in_main_grad:
-                    param.grad = self.grads[index].detach()  # its graph, if it has one, has been used
-            elif param.requires_grad:
-                self.received.add(index)
+                self.bring_grad(index)
+                self.give(index)  # its graph, if it has one, has been used
 
     def reduce_scatter_grads(self):
         """Once between two steps. Frozen parameters are not stepped, unless they had a gradient before."""
@@ -163,10 +180,11 @@ class GuardedBuffer(GradBuffer):
 
     def refuse_new_data(self, groups):
         """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
-        for param, view, grad in zip(self.params, self.param_views, self.grads):
+        for param, view in zip(self.params, self.param_views):
             if param.data_ptr() != view.data_ptr():
                 raise data_replaced(name_of(param, groups))
-            if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
+        for param, grad in zip(self.params, self.grads if self.in_main_grad else ()):
+            if not is_same(getattr(param, "main_grad", None), grad):
                 name = name_of(param, groups)
                 raise RuntimeError(f"main_grad of parameter {name} was replaced, or a later optimizer has the "
                                    "gradients: write into it with copy_(), or build this one anew")
@@ -189,16 +207,11 @@ class GuardedBuffer(GradBuffer):
             super().zero()
             self.zero_version = self.flat._version
         self.received.clear()
-        for param, grad in zip(self.params, self.grads):
-            try:
-                param.grad = grad.detach() if param.requires_grad and not self.in_main_grad else None
-            except RuntimeError:  # model.bfloat16() has replaced its data: refused before the next step
-                param.grad = None
+        for index in self.changed_grads():
+            self.give(index)
 
     def let_go(self):
         """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""
-        for hook in self.hooks:
-            hook.remove()
         for param, grad in zip(self.params, self.grads):
             if is_same(param.grad, grad):
                 param.grad = None

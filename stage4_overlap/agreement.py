@@ -29,11 +29,10 @@ class Agreement:
                 already: then on the rank where that is so. Or the parameter groups of the ranks differ, in lr say.
         """
         wrong = self._agree()
-        if self._round.settings_differ:
-            difference = difference_between_ranks(self.param_groups, self.process_group)
-            if difference:
-                self.zero_grad()
-                raise RuntimeError(difference)
+        difference = self._round.settings_differ and difference_between_ranks(self.param_groups, self.process_group)
+        if difference:
+            self.zero_grad()
+            raise RuntimeError(difference)
         worst = max(wrong)
         if worst and not (worst == MISSING and self.find_unused_parameters):
             self.zero_grad()

@@ -11,7 +11,6 @@ import weakref
 
 import torch
 
-from guard.groups import name_of
 from guard.hooks import untraced
 
 from .buckets import SafeBucket
@@ -64,12 +63,6 @@ class AwaitsReaders:
     def zero_grad(self, set_to_none=True):
         with torch._C.DisableTorchFunctionSubclass():  # it looks at each param.grad, not at elements
             super().zero_grad(set_to_none)
-
-
-def refuse_awaited(param, groups):
-    raise RuntimeError(f"a gradient has come for parameter {name_of(param, groups)}, which is still under way: it was "
-                       "read before the last step, or past torch's functions, by a TorchScript model say: call "
-                       "optimizer.finish_param_sync() after step()")
 
 
 class AwaitedBucket(SafeBucket):

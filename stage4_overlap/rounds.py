@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from .awaited import Awaited, refuse_awaited
+from guard.groups import name_of
+
+from .awaited import Awaited
 
 
 class Round:
@@ -26,7 +28,7 @@ class Round:
         unused: those that received a gradient on no rank: they are not stepped.
         settings_differ: whether the ranks have other values in their parameter groups, or only other roundings.
         is_synced: whether the ranks have agreed on these, and everything has left.
-        backward_pass: a weak reference to the one that is under way.
+        backward_pass: function () -> the one that is under way, if it is; a weak reference.
         is_accumulating: inside no_sync.
     """
 
@@ -36,7 +38,7 @@ class Round:
         self.n, self.is_open, self.went_backward = 0, False, False
         self.used, self.waiting, self.unused = set(), set(), set()
         self.settings_differ = self.is_synced = False
-        self.backward_pass = None
+        self.backward_pass = lambda: None
 
 
 class Rounds:
@@ -67,17 +69,19 @@ class Rounds:
         now = self._round
         now.is_synced = False
         if isinstance(param, Awaited):
-            refuse_awaited(param, self.param_groups)
+            raise RuntimeError(f"a gradient has come for parameter {name_of(param, self.param_groups)}, which is still "
+                               "under way: it was read before the last step, or past torch's functions, by a "
+                               "TorchScript model say: call optimizer.finish_param_sync() after step()")
         if now.is_accumulating:
             now.waiting.add(id(param))
             return
-        if now.backward_pass is None or now.backward_pass() is None:  # this is the first gradient of a pass
+        if now.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
         if not now.is_open:  # every bucket has left: what is used again, by a checkpoint, waits for the next round
             now.waiting.add(id(param))
             return
         handle, all_hooks = self._hooks[id(param)]
-        if next(reversed(all_hooks)) == handle.id:
+        if len(all_hooks) == 1 or next(reversed(all_hooks)) == handle.id:
             super().on_grad_ready(param)
         else:  # hooks of the user's come later: they see this gradient now, and it leaves with the next one
             self.bucket_of[param].ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
@@ -94,7 +98,7 @@ class Rounds:
 
     def _end_backward(self):
         """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
-        self._round.backward_pass = None
+        self._round.backward_pass = lambda: None
         if self._round.is_open:
             self._finish_round()
 
