@@ -1,5 +1,6 @@
 """What the rows say, in words: sentences with figures in them."""
 
+import statistics
 import textwrap
 
 from harness.report import published
@@ -53,6 +54,17 @@ def lead(result):
              "all of the lead over those is bucket size, and none of it ours")
     return (f"{text}, and {stage4.over(ddp):.2f} of DDP with its default ones. Of these the tuned ones take "
             f"{tuned.over(ddp):.2f}: {whose}.")
+
+
+def drained(result):
+    """What older tables made of the ratio to DDP: they shared the drain out over the steps of a round."""
+    stage4, tuned = result.timed(bucket_sizes.STAGE_4), bucket_sizes.tuned(result, "ddp")
+    if not (tuned and stage4.drain_ms):
+        return "what drains after the last step: not measured apart."
+    rounds = zip(stage4.rounds_ms, stage4.drain_ms, tuned.rounds_ms)
+    shared = statistics.median((step + drain / 8) / other for step, drain, other in rounds)
+    return (f"what drains after the last step is no step's. Older tables shared it out over a round of 8 steps: so "
+            f"stage 4 would take {shared:.2f} of tuned DDP's time, not {stage4.over(tuned):.2f}.")
 
 
 def seven_b():
@@ -132,6 +144,6 @@ def gloos_own(result):
 
 def found_block():
     """What the rows say of peers, of bytes, of overlap, of owners and of accumulation, in words."""
-    sentences = (lead, gloos_own, apart, untuned, owner, share_sentence)
+    sentences = (lead, drained, gloos_own, apart, untuned, owner, share_sentence)
     return [bullets(f"{rate_words(result.conditions.rate)}: {say(result)}"
                     for say in sentences for result in published.by_rate())]
