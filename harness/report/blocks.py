@@ -112,7 +112,9 @@ def _mutations_sheets():
 
 def _cuda_sheets():
     bench = published.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
-    return [sheet_text(gpu_sheet(published.load("cuda.json", GpuResult))), *_time_and_memory(bench), _conditions(bench)]
+    result = published.load("cuda.json", GpuResult)
+    host = [sheet_text(host_sheet(rows)) for rows in result.host if rows[0].d == 8]
+    return [sheet_text(gpu_sheet(result)), *host, *_time_and_memory(bench), _conditions(bench)]
 
 
 def _saving_sheets():

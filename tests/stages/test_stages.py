@@ -40,7 +40,8 @@ def test_beneath_ddp(run, stage):
 
 
 def mixed_dtypes(rank, stage):
-    params = [torch.nn.Parameter(torch.ones(5, dtype=dtype, device=rank.device)) for dtype in (torch.float32, torch.bfloat16)]
+    dtypes = torch.float32, torch.bfloat16
+    params = [torch.nn.Parameter(torch.ones(5, dtype=dtype, device=rank.device)) for dtype in dtypes]
     try:
         optimizer_of(stage)(params)
     except ValueError as error:
