@@ -386,10 +386,10 @@ def test_the_gpu_s_block_has_the_memory_too(monkeypatch):
     bench = with_kinds(published.load("bench_cuda.json"))
     monkeypatch.setattr(published, "load_of", lambda *_: bench)
     sheets = blocks.BLOCKS["cuda"]()
-    assert [text.splitlines()[0].split(",")[0] for text in sheets[1:4]] == [
-        "Time and traffic of a step", "Memory of a rank", "Peak within each phase"]
-    assert "commit" in sheets[0] and "commit" in sheets[4]  # of which code these figures are
-    assert "reserved" in sheets[2] and "…" not in "".join(sheets)
+    assert [text.splitlines()[0].split(",")[0] for text in sheets[1:5]] == [
+        "Host time of a step in ms", "Time and traffic of a step", "Memory of a rank", "Peak within each phase"]
+    assert "commit" in sheets[0] and "commit" in sheets[5]  # of which code these figures are
+    assert "reserved" in sheets[3] and "…" not in "".join(sheets)
 
 
 def test_an_unknown_block_is_an_error():
