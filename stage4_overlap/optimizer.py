@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             module.register_forward_pre_hook(self.wait_for_own_params)
 
     def wait_for_own_params(self, module, _):
-        for param in module._parameters.values():  # its own; parameters(recurse=False) takes longer than the rest
+        for param in module._parameters.values():  # its own: as parameters(recurse=False), which is slow
             if param in self.bucket_of:
                 self.bucket_of[param].finish_param_sync()
 
