@@ -1,8 +1,10 @@
 """Scripts run as ranks, in processes forked from one that has imported torch: a rank then starts in half a second.
 
+And so do the `Workers` that such a script starts: it finds that process running, with the environment of the tests.
 torchrun itself, and Python's own start and end, are left to the tests that start real processes.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import time
 import types
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -55,9 +58,9 @@ def run_alone(script, *args, cwd=ROOT):
     return ended
 
 
-def run_module(module, *args, cwd=ROOT):
-    """Runs `python -m module` -> Ended."""
-    (ended,) = _run([{}], f"-m {module}", args, cwd)
+def run_module(module, *args, cwd=ROOT, limit_s=LIMIT_S, **environment):
+    """Runs `python -m module`, with more in its environment -> Ended."""
+    (ended,) = _run([environment], f"-m {module}", args, cwd, limit_s)
     return ended
 
 
@@ -66,7 +69,37 @@ def run_with(environments, script, *args, cwd=ROOT):
     return _run(environments, script, args, cwd)
 
 
-def _run(environments, script, args, cwd):
+@contextlib.contextmanager
+def imported_already(*modules):
+    """What starts meanwhile is forked from a process of its own, which has imported these modules too.
+
+    They take seconds, which would pass in each rank. The process has the environment of its start.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch._dynamo", *modules])
+    before, forkserver.connect_to_new_process = forkserver.connect_to_new_process, server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = before
+        server._stop()
+
+
+def _the_server():
+    """-> how the process that forks is reached, as attributes of a ForkServer: private ones, the same since 3.10."""
+    server = forkserver.connect_to_new_process.__self__
+    server.ensure_running()
+    names = "_forkserver_address", "_forkserver_authkey"  # the latter since 3.14
+    return {name: value for name, value in vars(server).items() if name in names}
+
+
+def _find_server(server):
+    """In the new process: it starts Workers from that process too, and not one of its own, which imports torch anew."""
+    vars(forkserver._forkserver).update(server)
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+
+
+def _run(environments, script, args, cwd, limit_s=LIMIT_S):
     start_forkserver()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
@@ -76,11 +109,11 @@ def _run(environments, script, args, cwd):
             file.touch()
         try:
             for environment, outputs in zip(environments, files):
-                arguments = (command, _environment(environment), str(cwd), outputs)
+                arguments = (command, _environment(environment), str(cwd), outputs, _the_server())
                 process = context.Process(target=_be_a_rank, args=arguments)
                 process.start()
                 processes.append(process)
-            _wait_for(processes)
+            _wait_for(processes, limit_s)
         except TimeoutError as error:
             said = "".join(errors.read_text() for _, errors in files)
             raise TimeoutError(f"{error}; the ranks have said:\n{said}") from None
@@ -92,25 +125,27 @@ def _run(environments, script, args, cwd):
                 for process, outputs in zip(processes, files)]
 
 
-def _wait_for(processes):
-    deadline = time.monotonic() + LIMIT_S
+def _wait_for(processes, limit_s):
+    deadline = time.monotonic() + limit_s
     alive = {process.sentinel: rank for rank, process in enumerate(processes)}
     while alive:
         ended = wait(alive, max(0, deadline - time.monotonic()))
         if not ended:
-            raise TimeoutError(f"rank {', '.join(map(str, alive.values()))} still runs after {LIMIT_S} seconds")
+            raise TimeoutError(f"rank {', '.join(map(str, alive.values()))} still runs after {limit_s} seconds")
         for sentinel in ended:
             del alive[sentinel]
 
 
 def _environment(changes):
-    kept = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+    kept = {name: value for name, value in os.environ.items()
+            if name not in OF_TORCHRUN and not name.startswith("PYTEST_")}
     return {**kept, **{name: str(value) for name, value in changes.items()}}
 
 
-def _be_a_rank(command, environment, cwd, outputs):
+def _be_a_rank(command, environment, cwd, outputs, server):
     """In the new process: becomes what `python script.py` would be, as far as the script can see; and ends like it."""
     gc.freeze()  # as in harness.run.workers
+    _find_server(server)
     for number, file in enumerate(outputs, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
@@ -119,7 +154,8 @@ def _be_a_rank(command, environment, cwd, outputs):
     # What the script imports of this repository it must find by itself, and new, not as the tests have left it.
     module = command[0].removeprefix("-m ") if command[0].startswith("-m ") else None
     found_in = cwd if module else Path(command[0]).resolve().parent
-    sys.path[:] = [str(found_in), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    found_first = [str(found_in), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*found_first, *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] in ("checkpoint", "harness", "tests")]:
         del sys.modules[name]
     sys.argv[:] = command

@@ -2,9 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from guard.schema import Schema, Spec, check_state, described, schema_of
 from tests.checkpoint.test_checkpoint import SHARDED, a_run, equal, step_alike
 from tests.checkpoint.test_states import KEPT
 from tests.common import STAGES, optimizer_of
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_with
 
 CLASSES = {"Adadelta": {}, "Adafactor": {}, "Adagrad": {}, "Adam": {"amsgrad": True}, "AdamW": {"fused": True},
            "Adamax": {}, "ASGD": {}, "Muon": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"centered": True},
@@ -264,7 +261,7 @@ def test_a_moment_lies_in_memory_as_its_parameter_does(run, stage):
 
 def test_a_moment_that_is_too_small_ends_no_process(tmp_path):
     """The one that did: exp_avg of one element, then a fused step. In a process of its own."""
-    script = """
+    (tmp_path / "program.py").write_text("""if True:
         import torch, checkpoint
         model = torch.nn.Linear(231, 231)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -278,9 +275,9 @@ def test_a_moment_that_is_too_small_ends_no_process(tmp_path):
             print(error)
         for _ in range(20):
             optimizer.step()
-    """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    """)
+    (ended,) = run_with([{"PYTHONPATH": ROOT}], tmp_path / "program.py")
+    assert ended.code == 0, ended.stderr
     assert "exp_avg in the state of parameter 0 is of another optimizer: float32 of shape (1,)" in ended.stdout
 
 

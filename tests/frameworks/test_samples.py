@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from tests.common import STAGES
-from tests.ranks import ROOT, run_ranks
+from tests.ranks import ROOT, imported_already, run_ranks
 
 LIBRARIES = ["accelerate", "lightning", "peft", "safetensors", "transformers"]
 missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
@@ -22,9 +22,9 @@ SAMPLES = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", 
 TINY = re.search(r"^```python\n(# tiny\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 RESUMES = ["accelerate", "Hugging Face Trainer", "Lightning", "Fabric", "A loop like nanoGPT's"]
 FIGURES = {}  # sample -> those of its program with DDP, once it has run
-QUICK = ["accelerate", "A loop like nanoGPT's"]  # the others are `slow`: importing a library takes seconds
-
-
+QUICK = ["accelerate", "A loop like nanoGPT's"]  # the others are `slow`
+IMPORTED = ["transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "accelerate", "lightning",
+            "lightning.fabric.strategies", "lightning.pytorch.strategies", "peft", "torch.optim.swa_utils"]
 
 
 def program(sample, kind):
@@ -33,10 +33,18 @@ def program(sample, kind):
     return "".join(line[1:] + "\n" for line in lines)
 
 
+@pytest.fixture(scope="module")
+def libraries():
+    """In the process that ranks are forked from: a rank would take seconds to import them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with imported_already(*IMPORTED):
+            yield
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(libraries, tmp_path):
     """`run(code, folder, n_ranks)` -> [figures of a step, …], which the program printed. It trains in that folder."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in [*STAGES, "guard", "checkpoint"]:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "tiny.py").write_text(TINY)

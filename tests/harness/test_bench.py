@@ -211,16 +211,16 @@ def test_collectives(result):
 
 
 def test_a_wrong_stage_gets_no_time(tmp_path):
-    """Of bench.py as people run it."""
+    """Of the whole bench.py."""
     ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", "results", "tests")
     shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
     stage = tmp_path / "copy" / "stage2_allgather" / "optimizer.py"
     right = stage.read_text()
     stage.write_text(right.replace("/= self.world_size", "/= self.world_size + 1"))
     assert stage.read_text() != right
-    command = [sys.executable, "bench.py", *NANO, "--quick", "--rows", "stage 2 all-gather", "--json", "wrong.json"]
-    run = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1, run.stderr
+    run = run_alone(tmp_path / "copy" / "bench.py", *NANO, "--quick", "--rows", "stage 2 all-gather",
+                    "--json", "wrong.json", cwd=tmp_path / "copy")
+    assert run.code == 1, run.stderr
     result = saved.from_json(Result, (tmp_path / "copy" / "wrong.json").read_text())
     wrong = result.find("stage 2 all-gather")
     assert not wrong.rounds_ms and wrong.error
@@ -400,9 +400,9 @@ def gathered_elements(rank, stage):
 
 
 @pytest.mark.parametrize("world_size", [4])
-def test_what_is_gathered_is_what_was_shared_out(run, world_size):
+def test_what_is_gathered_is_what_was_shared_out(run, world_size, result):
     """On 4 ranks stage 2 gathers 3 % of padding."""
-    for row, (_, package, _) in zip(any_ranks.gathered(Settings("nano", 2, 16, 1, 1)), any_ranks.GATHERED):
+    for row, (_, package, _) in zip(result.gathered, any_ranks.GATHERED, strict=True):
         assert run(gathered_elements, package.__name__) == [row.over_numel[world_size]] * world_size, row.name
         assert row.over_numel[world_size] > 1.03 or package is not stage2_allgather
         assert row.over_numel[1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter

@@ -157,8 +157,9 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
     assert not torch.equal(one, other)  # each rank has its own
 
 
-def test_random_kills_lose_nothing(tmp_path):
-    """The short version of make faults, which kills ten times."""
+def test_random_kills_lose_nothing(tmp_path, monkeypatch):
+    """The short version of make faults, which kills ten times: once, after a seventh of a second, in a shorter run."""
+    monkeypatch.setattr(kills, "STEPS_A_KILL", 100)
     assert random_kills(stage=4, ranks=2, kills=1, seed=1, folder=tmp_path).kills == 1
 
 
@@ -306,7 +307,9 @@ def test_bad_input_is_one_line(args, monkeypatch, capsys):
 
 
 def test_what_was_started_ends_when_something_goes_wrong(tmp_path):
-    with pytest.raises(AssertionError), Run(f"{STAGES[3]}/train.py", 2, 10**6, tmp_path) as run:
+    """Ranks that only sleep, beneath torchrun: how a train.py ends itself, tests/harness/test_resume.py shows."""
+    (tmp_path / "sleeps.py").write_text("import time\nprint('validation loss before')\ntime.sleep(600)\n")
+    with pytest.raises(AssertionError), Run(str(tmp_path / "sleeps.py"), 2, 10**6, tmp_path) as run:
         next(run.starts())
         children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
         raise AssertionError

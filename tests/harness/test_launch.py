@@ -133,21 +133,11 @@ meeting.disconnect()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_first_choice_that_works_is_taken(world_size):
+def test_the_first_choice_that_works_is_taken(world_size, tmp_path):
     """gloo doesn't know the device of the first and the last."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = []
-    for rank in range(world_size):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        command = [sys.executable, "-c", FALLS_BACK, ROOT]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True))
-    try:
-        printed = [rank.communicate(timeout=60)[0].split() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert printed == [["cpu", "gloo"]] * world_size
+    (tmp_path / "falls_back.py").write_text(FALLS_BACK)
+    ranks = run_ranks(world_size, tmp_path / "falls_back.py", ROOT)
+    assert [rank.stdout.split() for rank in ranks] == [["cpu", "gloo"]] * world_size, ranks
 
 
 @pytest.mark.parametrize("written, threads", [(None, 1), ("", 1), ("2", 2), ("2,1", 2), ("0", 1), ("-2", 1), ("x", 1)])

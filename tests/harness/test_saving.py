@@ -1,22 +1,18 @@
 """make saving: what it measures is there, and can be shown."""
 
-import subprocess
-import sys
-
 import pytest
 
 from harness.rows import saved
 from harness.rows.saving_results import SavingResult
-from tests.ranks import ROOT
+from tests.ranks import run_module
 
 
 @pytest.mark.slow
 def test_saving_is_measured_beside_the_disk(tmp_path):
     """The bytes are those that the checkpoint has, and every row has its rate; how large it is says nothing here."""
-    command = [sys.executable, "-m", "harness.measure.saving", "--gigabytes", "0.01", "--rounds", "1",
-               "--folder", tmp_path, "--json", tmp_path / "saving.json"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run = run_module("harness.measure.saving", "--gigabytes", "0.01", "--rounds", "1", "--folder", tmp_path,
+                     "--json", tmp_path / "saving.json")
+    assert run.code == 0, run.stderr
     result = saved.from_json(SavingResult, (tmp_path / "saving.json").read_text())
     assert "Saving and loading 0.0 GB on 2 ranks" in run.stdout
     assert result.conditions.bytes == 2 * 12 * 1024**2  # two layers: a parameter and two moments each

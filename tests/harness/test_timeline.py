@@ -2,10 +2,8 @@
 
 import gc
 import json
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +18,7 @@ from harness.report.step_trace import trace
 from harness.rows import catalogue, rates
 from harness.rows.results import RecordedStep, Result, Row
 from harness.rows.spans import length, overlap, union
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ranks import run_module
 
 
 def message(kind, launched_at, completed_at):
@@ -132,13 +129,6 @@ def test_the_memory_curve_ends_where_the_counter_ends(run, name):
         assert recorded > {"stage 3 grad buffer": 3}.get(name, 4) * params
 
 
-def run_timeline(args):
-    command = [sys.executable, "-m", "harness.measure.timeline", *args]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 @pytest.mark.parametrize("seconds, ticks", [(0.8347, [0, 200, 400, 600, 800]), (1, [0, 200, 400, 600, 800, 1000]),
                                             (0.0132, [0, 5, 10]), (2.5, [0, 500, 1000, 1500, 2000, 2500])])
 def test_ticks_are_round_numbers_at_their_place(seconds, ticks):
@@ -158,8 +148,10 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
     out = tmp_path / "timeline.svg"
     args = ["--rows", row, "--model", "nano", "--sequence-length", "16", "--out", str(out)]
     if row == "stage 4":
-        printed = run_timeline(args)
-    else:  # without the seconds that a Python process needs to import torch
+        ended = run_module("harness.measure.timeline", *args)
+        assert ended.code == 0, ended.stderr
+        printed = ended.stdout
+    else:
         monkeypatch.setattr(sys, "argv", ["timeline.py", *args])
         timeline.main()
         printed = capsys.readouterr().out

@@ -1,6 +1,5 @@
 """How core and guard fit together: the order of the classes, the names that users see, a package that is taken."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import guard
 from harness.report.seams import table
 from harness.run.take import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
-from tests.ranks import ROOT, run_alone
+from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of
 
 
@@ -53,11 +52,10 @@ def test_the_contract_holds_of_packages_that_were_taken(tmp_path):
             f"import {name}\nprint({name}.DistributedOptimizer.__module__, {name}.__version__)\n")
         alone = run_alone(tmp_path / "program.py", cwd=tmp_path)
         assert alone.stdout.split() == [f"{name}.distributed", VERSION], alone.stderr
-    command = [sys.executable, "-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2",
-               *(f"--stage={name}" for name in names.values()), "tests/stages/test_contract.py"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300,
-                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 0, run.stdout[-3000:]
+    run = run_module("pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2",
+                     *(f"--stage={name}" for name in names.values()), "tests/stages/test_contract.py",
+                     limit_s=300, PYTHONPATH=tmp_path)
+    assert run.code == 0, run.stdout[-3000:]
     assert {run.stdout.count(f"[{name}-2]") for name in names.values()} == {run.stdout.count("[mine_1-2]")} != {0}
 
 

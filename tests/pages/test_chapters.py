@@ -2,18 +2,15 @@
 
 import ast
 import itertools
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from tests.common import STAGES
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_module
 
 WORDS = dict(zip(STAGES, (600, 520, 950, 1300)))  # at the most, outside of code and tables
 OWN = "# not in the core"  # opens code that another test runs, see test_story.py
@@ -172,8 +169,6 @@ def test_the_bug_of_a_chapter_is_seen_by_the_command_beside_it(tests, chapter, t
 
     (arguments,) = re.findall(rf'make test ARGS="(.*{tests}.*)"', parts_of(chapter)["The bug that you will write"])
     ranks = [] if "--ranks" in arguments else ["--ranks", "2"]  # fewer than the reader's, for the sake of time
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", *shlex.split(arguments), *ranks]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1, run.stdout + run.stderr
+    run = run_module("pytest", "-p", "no:cacheprovider", "-x", *shlex.split(arguments), *ranks, cwd=tmp_path)
+    assert run.code == 1, run.stdout + run.stderr
     assert re.search(shown, run.stdout), run.stdout

@@ -1,13 +1,11 @@
 """Negative controls: the contract, run on optimizers that are wrong, must fail, and in the test that is about it."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ranks import run_module
+
 EQUAL = "test_equals_replicated_training[{}-2-AdamW-unfused]"
 SHARDED = "test_state_is_sharded[{}-2]"
 
@@ -22,13 +20,12 @@ CONTROLS = {  # which tests fail; the others pass
 
 @pytest.fixture(scope="module")
 def contract():
-    """One run of the contract's two tests over all controls -> subprocess.CompletedProcess."""
+    """One run of the contract's two tests over all controls -> Ended."""
     stages = [f"--stage={control}" for control in CONTROLS]
     contract = "tests/stages/test_contract.py"
     tests = [f"{contract}::{test.format(control)}" for control in CONTROLS for test in (EQUAL, SHARDED)]
-    command = [sys.executable, "-m", "pytest", *stages, "--ranks", "2", "-rA", "--tb=no", "-q", *tests]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1, run.stdout + run.stderr
+    run = run_module("pytest", *stages, "--ranks", "2", "-rA", "--tb=no", "-q", *tests)
+    assert run.code == 1, run.stdout + run.stderr
     return run
 
 
