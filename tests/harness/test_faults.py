@@ -103,7 +103,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(undisturbed, tmp_path):
     stage, moment = MOMENTS[3]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
                "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *options(tmp_path / "run", ranks=2)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)  # torchrun, twice
     assert run.returncode == 0, run.stderr
     assert len(re.findall("validation loss before", run.stdout)) == 2  # two attempts
     assert f"resumed from {tmp_path}/run/step-00000010" in run.stdout

@@ -43,7 +43,8 @@ needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, netwo
 
 
 def network(*args, **kwargs):
-    return [sys.executable, "-m", "harness.measure.two_hosts", *args], dict(cwd=ROOT, text=True, **kwargs)
+    """Ahead of the ranks of other tests: each host has one core, on which every message would wait for theirs."""
+    return ["nice", "-n", "-10", sys.executable, "-m", "harness.measure.two_hosts", *args], dict(cwd=ROOT, text=True, **kwargs)
 
 
 def hosts():
@@ -58,7 +59,7 @@ def result(tmp_path_factory):
     shutil.copy(ROOT / "results" / "network.json", path)
     before = hosts()
     command, options = network("--rate", "100mbit", "--rows", "stage 4", *NANO, "--json", str(path))
-    run = subprocess.run(command, capture_output=True, timeout=240, **options)
+    run = subprocess.run(command, capture_output=True, timeout=480, **options)
     assert run.returncode == 0, run.stdout + run.stderr
     assert not set(hosts()) - set(before)
     assert "What the line of 100 Mbit/s allows" in run.stdout and "computes" in run.stdout
