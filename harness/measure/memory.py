@@ -40,6 +40,7 @@ class StorageMemory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
+        self.lock = threading.RLock()  # gloo's threads let go of tensors at any moment, and that is counted there
         self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes that count, (start, stop) of its memory]
         self.spans = Spans()
         self.kinds = weakref.WeakKeyDictionary()  # storage -> what `mark` has called it
@@ -73,7 +74,9 @@ class StorageMemory(TorchDispatchMode):
         """Says what the storages of `tensors` are, for good: a storage keeps the first kind that it was given."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                self.kinds.setdefault(self.spans.owner(plain.untyped_storage()), kind)
+                with self.lock:
+                    owner = self.spans.owner(plain.untyped_storage())
+                self.kinds.setdefault(owner, kind)
 
     def by_kind(self):
         """-> {kind: bytes of it that are alive, …, REST: bytes}: every storage counts once, the sum is `live`."""
@@ -91,6 +94,10 @@ class StorageMemory(TorchDispatchMode):
         self.track(plain_tensors(tensor))
 
     def _track(self, storage):
+        with self.lock:
+            self._track_alone(storage)
+
+    def _track_alone(self, storage):
         size = self.sizes.get(storage)
         if size is None:
             size = self.sizes[storage] = [0, None]
@@ -106,11 +113,12 @@ class StorageMemory(TorchDispatchMode):
 
     def _add(self, size, span, n_bytes):
         """A storage, known by its list `size`, now lies at `span` and counts with `n_bytes`; it may have been freed."""
-        if not n_bytes:
-            self.spans.drop(size)
-        self.live += n_bytes - size[0]
-        size[:] = n_bytes, span
-        self.peak = max(self.peak, self.live)
+        with self.lock:
+            if not n_bytes:
+                self.spans.drop(size)
+            self.live += n_bytes - size[0]
+            size[:] = n_bytes, span
+            self.peak = max(self.peak, self.live)
 
     def hold(self, n_bytes):
         """Counts bytes of which no tensor is known; fewer than 0: they are freed."""

@@ -1,7 +1,9 @@
 """The memory counter: against bytes that are known, and against what Linux says of the process."""
 
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,32 @@ def test_tensors_views_and_ends():
         assert (memory.live, memory.peak) == (0, 8000)
         memory.track([before])
         assert memory.live == 4000
+
+
+def test_other_threads_may_let_go_of_tensors():
+    """As gloo's do, at any moment: here three of them, which take turns as often as Python lets them."""
+    def let_go():
+        while tensors.get() is not None:
+            pass
+
+    tensors, threads = queue.SimpleQueue(), [threading.Thread(target=let_go) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with Memory("cpu") as memory:
+            for thread in threads:
+                thread.start()
+            try:
+                for _ in range(3000):
+                    tensors.put(torch.empty(1000))
+            finally:
+                for _ in threads:
+                    tensors.put(None)
+                for thread in threads:
+                    thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert memory.live == 0 and memory.peak >= 4000
 
 
 def test_storages_in_the_memory_of_another_count_once():
