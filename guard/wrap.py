@@ -145,8 +145,8 @@ class Wrapper(SeenThroughWrappers):
             if is_tensor and not state:
                 del self.optimizer.state[param]  # made by torch for somebody who looked; maybe another rank steps it
             elif is_tensor and id(param) not in stepped:
-                raise ValueError(f"optimizer.state has a tensor of shape {tuple(param.shape)}, which isn't stepped "
-                                 "here: remove it")
+                shape = tuple(param.shape)
+                raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
         part, names = self.optimizer.state_dict(), self._names_of_parts()
         part["state"] = {names.get(key, key): state for key, state in part["state"].items()}
         for group in part["param_groups"]:

@@ -84,7 +84,7 @@ class GuardedBuffer(GradBuffer):
         self.in_main_grad = grad_dtype != params[0].dtype
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.received, self.given = set(), [None] * len(params)
+        self.received, self.hooks, self.given = set(), [], [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
@@ -109,19 +109,18 @@ class GuardedBuffer(GradBuffer):
                 or given.data_ptr() != view.data_ptr()]
 
     def watch(self, param):
-        hook_gradient(param, self.take_grad, takes=True)
+        self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
 
     def take_grad(self, param):
         index = self.index_of[id(param)]
         if self.holds is Holds.GRADS and self.given[index] is not None and param.grad is self.given[index]:
-            self.received.add(index)  # autograd has added to the view: nothing to do, but for the first one of a pass
+            self.received.add(index)  # autograd has added to the view, and an earlier one has said that there are GRADS
         else:
-            self.bring_grad(index)
+            self.bring_grad(param, index)
 
-    @torch.no_grad()  # in backward(create_graph=True)
-    def bring_grad(self, index):
+    @torch.no_grad()  # backward(create_graph=True) calls hooks with gradients on
+    def bring_grad(self, param, index):
         """Bring a gradient into the buffer, wherever autograd or the user has put it."""
-        param = self.params[index]
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
@@ -147,7 +146,7 @@ class GuardedBuffer(GradBuffer):
                 self.grads[index].zero_()  # set to None by the user
                 self.received.discard(index)
             elif param.grad is not None and not is_same(param.grad, self.grads[index]):
-                self.bring_grad(index)
+                self.bring_grad(param, index)
                 self.give(index)  # its graph, if it has one, has been used
 
     def reduce_scatter_grads(self):
@@ -180,11 +179,10 @@ class GuardedBuffer(GradBuffer):
 
     def refuse_new_data(self, groups):
         """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
-        for param, view in zip(self.params, self.param_views):
+        for param, view, grad in zip(self.params, self.param_views, self.grads):
             if param.data_ptr() != view.data_ptr():
                 raise data_replaced(name_of(param, groups))
-        for param, grad in zip(self.params, self.grads if self.in_main_grad else ()):
-            if not is_same(getattr(param, "main_grad", None), grad):
+            if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
                 name = name_of(param, groups)
                 raise RuntimeError(f"main_grad of parameter {name} was replaced, or a later optimizer has the "
                                    "gradients: write into it with copy_(), or build this one anew")
@@ -212,6 +210,8 @@ class GuardedBuffer(GradBuffer):
 
     def let_go(self):
         """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""
+        for hook in self.hooks:
+            hook.remove()
         for param, grad in zip(self.params, self.grads):
             if is_same(param.grad, grad):
                 param.grad = None
