@@ -24,17 +24,18 @@ one_of = $(and $(filter 1,$(words $(1))),$(filter $(2),$(1)))
 has = $(shell $(PYTHON) -c 'import $(1)' 2> /dev/null && echo yes)
 # Several files of tests at once, where pytest-xdist is there: one more than there are cores, since tests wait too.
 N_FILES = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
-PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist loadfile --no-loadscope-reorder)
+PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist worksteal)
 # What a change breaks first: a minute. `make test` has all.
-FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py layout.py rounds.py)
+FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py drawn.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test check lint grade train network curve timeline show seams take faults cuda saving host plan
+.PHONY: help bench test test-all check lint grade train network curve timeline show seams take faults cuda saving host plan
 .PHONY: report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
-	@echo 'make test                   the contract, over every stage and 1 to 4 ranks  (ARGS="-k clip", on GPUs "--gpu")'
+	@echo 'make test                   all that code decides, on all stages: minutes  (ARGS="-k clip", on GPUs "--gpu")'
+	@echo 'make test-all               also what waits: kills, torchrun, two hosts, a browser, other frameworks'
 	@echo 'make check                  lint, types, and the tests that a change breaks first: a minute  (CONTRIBUTING.md)'
 	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
@@ -61,14 +62,18 @@ bench: $(ENV)
 	exec $(PYTHON) bench.py --json measured/bench$(VARIANTS_FILE).json $(ARGS)
 
 test: $(ENV)
+	exec $(PYTHON) -m pytest $(PARALLEL) -m 'not waits' $(ARGS)
+
+test-all: $(ENV)
 	exec $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
 
 check: lint
-	exec $(PYTHON) -m pytest $(PARALLEL) --quiet -m 'not slow' --ranks 2 $(FAST) $(ARGS)
+	exec $(PYTHON) -m pytest $(PARALLEL) --quiet -m 'not waits' --ranks 2 $(FAST) $(ARGS)
 
 lint: $(TOOLS)
 	$(if $(call has,ruff),$(PYTHON) -m ruff check .,@echo 'lint: $(PYTHON) has no ruff, left out')
 	$(if $(call has,mypy),$(PYTHON) -m mypy,@echo 'lint: $(PYTHON) has no mypy, left out')
+	$(if $(call has,importlinter),$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()',@echo 'lint: $(PYTHON) has no import-linter, left out')
 
 grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from harness.run.workers import WorkerError, Workers
+from harness.run.workers import Pools, PoolsElsewhere, WorkerError
 from tests.common import STAGES
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
@@ -20,7 +20,7 @@ ON_GPUS = [f"test_{name}.py" for name in ("checkpoint", "contract", "dtensor", "
 
 def pytest_addoption(parser):
     parser.addoption("--stage", action="append", metavar="PACKAGE", help="a package with a DistributedOptimizer")
-    parser.addoption("--ranks", type=int, action="append", help="a world size; by default 1 to 4, on GPUs 1 and 2")
+    parser.addoption("--ranks", type=int, action="append", help="a world size; by default 2 and 3, on GPUs 1 and 2")
     parser.addoption("--gpu", action="store_true", help="the tests of the stages, on GPUs: several ranks may share one")
 
 
@@ -34,21 +34,24 @@ def pytest_configure(config):
             raise pytest.UsageError("--gpu: torch finds no GPU here")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in whatever is started: the same on every machine
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RanksForXdist())
     for stage in config.getoption("--stage") or []:
         if importlib.util.find_spec(stage) is None:
             raise pytest.UsageError(f"--stage {stage}: there is no package of that name here; the stages are {STAGES}")
 
 
 def pytest_generate_tests(metafunc):
-    """Every test that takes a stage runs on each, and likewise for world sizes, unless it says itself on which.
+    """A test that takes `stage` and `world_size` says by a mark on which it can fail; without one: all stages, 2 and 3.
 
-    On GPUs that is 1 and 2 ranks: NCCL sums the gradients of more in an order of its own, and the last bits differ.
+    any_size: 1 to 4 ranks. shared_guard: the code behind it is one in all stages, so two of them do. Or parametrize.
+    On GPUs it is 1 and 2 ranks: NCCL sums the gradients of more in an order of its own, and the last bits differ.
     """
-    world_sizes = [1, 2] if metafunc.config.getoption("--gpu") else [1, 2, 3, 4]
-    for name, values in {
-        "stage": metafunc.config.getoption("--stage") or STAGES,
-        "world_size": metafunc.config.getoption("--ranks") or world_sizes,
-    }.items():
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    sizes = [1, 2] if metafunc.config.getoption("--gpu") else [1, 2, 3, 4] if "any_size" in marks else [2, 3]
+    stages = [STAGES[1], STAGES[3]] if "shared_guard" in marks else STAGES
+    for name, values in {"stage": metafunc.config.getoption("--stage") or stages,
+                         "world_size": metafunc.config.getoption("--ranks") or sizes}.items():
         chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
         if name in metafunc.fixturenames and not chosen:
             metafunc.parametrize(name, values)
@@ -81,27 +84,38 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+class RanksForXdist:
+    """In the process that pytest-xdist's workers answer to: all of them share its ranks."""
+
+    def __init__(self):
+        self.pools = Pools()
+        self.address = self.pools.serve()
+
+    def pytest_configure_node(self, node):
+        node.workerinput["ranks"] = self.address
+
+    def pytest_unconfigure(self):
+        self.pools.close()
+
+
 @pytest.fixture(scope="session")
-def pools():
-    """Workers by world size, started once: idle ranks cost memory, and nothing else."""
-    started = {}
-    yield started
-    for workers in started.values():
-        workers.close()
+def pools(request):
+    """Ranks by world size, started once: idle ranks cost memory, and nothing else."""
+    address = getattr(request.config, "workerinput", {}).get("ranks")
+    pools = PoolsElsewhere(address) if address else Pools()
+    yield pools
+    pools.close()
 
 
 @pytest.fixture
 def run(pools, world_size, request):
     """`run(function, *args)` calls `function(rank, *args)` on `world_size` ranks and returns the list of results."""
     if request.config.getoption("--gpu"):
-        for other in set(pools) - {world_size}:
-            pools.pop(other).close()
+        pools.close(but={world_size})
 
     def run(function, *args, **kwargs):
-        if world_size not in pools:
-            pools[world_size] = Workers(world_size, timeout_s=60)
         try:
-            return pools[world_size].run(function, *args, **kwargs)
+            return pools.run(world_size, function, *args, **kwargs)
         except WorkerError as error:
             pytest.fail(f"{error}\n{error.details}", pytrace=False)
 

@@ -145,6 +145,7 @@ def _environment(changes):
 def _be_a_rank(command, environment, cwd, outputs, server):
     """In the new process: becomes what `python script.py` would be, as far as the script can see; and ends like it."""
     gc.freeze()  # as in harness.run.workers
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests have it ignored
     _find_server(server)
     for number, file in enumerate(outputs, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)

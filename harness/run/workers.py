@@ -3,8 +3,11 @@
 `Workers` keeps a process a rank alive, and hands it functions.
 """
 
+import collections
+import contextlib
 import gc
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
@@ -60,10 +63,13 @@ class Workers:
 
         `on_event(rank: int, obj)` is called here for each `event(obj)` that a rank sends meanwhile.
         """
+        return self.run_job(job_of(function, *args, **kwargs), on_event)
+
+    def run_job(self, job, on_event=None):
+        """The same for what `job_of` has packed, here or in another process."""
         if not self.processes:
             self._start()
         try:
-            job = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs))))
             for pipe in self.pipes:
                 self._send(pipe, job)
             return self._collect(on_event)
@@ -156,6 +162,76 @@ class Workers:
         self.processes, self.pipes, self.store = [], [], None
 
 
+def job_of(function, *args, **kwargs):
+    """-> bytes: a call, and where its function is found; a rank unpacks both."""
+    return pickle.dumps((sys.path, pickle.dumps((function, args, kwargs))))
+
+
+class Pools:
+    """`Workers` by world size, each started when it is first asked for, and kept: the ranks of a whole test session.
+
+        pools.run(2, function, 3)    # as Workers(2).run(function, 3)
+
+    With `serve`, other processes ask for the same ranks through `PoolsElsewhere`: pytest-xdist's workers share them.
+    A world size runs one call at a time.
+    """
+
+    def __init__(self, timeout_s=300):
+        self.timeout_s, self.started, self.locks = timeout_s, {}, collections.defaultdict(threading.Lock)
+        self.listener = None
+
+    def run(self, world_size, function, *args, **kwargs):
+        return self.run_job(world_size, job_of(function, *args, **kwargs))
+
+    def run_job(self, world_size, job):
+        with self.locks[world_size]:
+            if world_size not in self.started:
+                self.started[world_size] = Workers(world_size, self.timeout_s)
+            return self.started[world_size].run_job(job)
+
+    def close(self, but=()):
+        """Ends the ranks of all world sizes but these."""
+        for world_size in set(self.started) - set(but):
+            self.started.pop(world_size).close()
+
+    def serve(self):
+        """-> the address for PoolsElsewhere. Answers from threads, as long as this process lives."""
+        start_forkserver()  # in the main thread: it sets a signal for a moment
+        self.listener = multiprocessing.connection.Listener(family="AF_UNIX")
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self.listener.address
+
+    def _accept(self):
+        while True:
+            threading.Thread(target=self._answer, args=(self.listener.accept(),), daemon=True).start()
+
+    def _answer(self, connection):
+        with contextlib.suppress(EOFError, OSError):  # whoever asked has ended
+            while True:
+                try:
+                    answer = self.run_job(*connection.recv()), None
+                except Exception as error:
+                    answer = None, (str(error), getattr(error, "details", traceback.format_exc()))
+                connection.send_bytes(pickle.dumps(answer))  # `send` would share the memory of tensors
+
+
+class PoolsElsewhere:
+    """The Pools of another process, which has called `serve`."""
+
+    def __init__(self, address):
+        self.connection = multiprocessing.connection.Client(address, family="AF_UNIX")
+
+    def run(self, world_size, function, *args, **kwargs):
+        self.connection.send((world_size, job_of(function, *args, **kwargs)))
+        results, failure = pickle.loads(self.connection.recv_bytes())
+        if failure:
+            raise WorkerError(*failure)
+        return results
+
+    def close(self, but=()):
+        self.connection.close()
+
+
 def start_forkserver():
     """Starts, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
 
@@ -163,6 +239,8 @@ def start_forkserver():
     """
     # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+    if threading.current_thread() is not threading.main_thread():  # `Pools.serve` has been here before
+        return multiprocessing.forkserver.ensure_running()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.forkserver.ensure_running()
     signal.signal(signal.SIGINT, before)

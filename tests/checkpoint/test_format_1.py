@@ -41,11 +41,12 @@ def load_format_1(rank, stage, path, optimizer_cls):
         assert torch.equal(param.cpu(), pattern(shape, 1.001).bfloat16())
 
 
-@pytest.mark.parametrize("name", ["adamw", "stack"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_format_before_this_one_is_loaded(run, stage, name):
-    run(load_format_1, stage, FORMAT_1 / name, Stack if name == "stack" else torch.optim.AdamW)
+@pytest.mark.parametrize("stage", STAGES[1:])
+@pytest.mark.parametrize("world_size", [3])
+def test_the_format_before_this_one_is_loaded(run, stage):
+    for name in ["adamw", "stack"]:
+        print(name)  # pytest shows what was the last
+        run(load_format_1, stage, FORMAT_1 / name, Stack if name == "stack" else torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("world_size", [2])

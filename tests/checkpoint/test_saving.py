@@ -70,6 +70,7 @@ def save_beside(rank, stage, folder, is_refused):
     checkpoint.save(folder / "step-2", model, optimizer)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("stage", STAGES[3:])
 @pytest.mark.parametrize("world_size", [2])
 def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(run, stage, tmp_path):
@@ -126,6 +127,7 @@ def test_what_lies_in_the_place_of_the_lock_is_not_waited_for_and_not_followed(w
     assert [path.name for path in lock.parent.iterdir()] == [LOCK]
 
 
+@pytest.mark.waits
 def test_the_lock_stays_when_its_holder_copies_the_folder(tmp_path):
     """One of the process would be lost with any descriptor of the file that it closes."""
     copies = f"import shutil; shutil.copytree({str(tmp_path / 'run')!r}, {str(tmp_path / 'copy')!r})"
@@ -136,6 +138,7 @@ def test_the_lock_stays_when_its_holder_copies_the_folder(tmp_path):
             checkpoint.save(tmp_path / "run" / "step-2", model, torch.optim.AdamW(model.parameters()))
 
 
+@pytest.mark.waits
 def test_the_lock_ends_with_its_holder_and_not_with_a_child(tmp_path):
     """A worker that was forked and lives on has no part in it."""
     forks = ("import os, time; child = os.fork(); child or (os.closerange(0, 3), time.sleep(60), os._exit(0)); "
@@ -160,6 +163,7 @@ def test_a_lock_that_was_removed_is_taken_anew(tmp_path):
     assert (tmp_path / LOCK).exists()
 
 
+@pytest.mark.waits
 def test_without_locks_two_runs_at_once_never_mix(tmp_path, monkeypatch):
     """The second saves the same step as a whole while the first is in the middle of it."""
     def refuse(*args):
@@ -221,6 +225,7 @@ def test_a_failed_asynchronous_save_is_told_by_the_next(run, stage, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"three", "four", LOCK}
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_failed_asynchronous_save_is_told_at_the_end(asks, tmp_path):
     """One that the program has heard of is not told again."""
@@ -289,6 +294,7 @@ def slow(rank, stage, folder):
         checkpoint.load(folder / "one", model, optimizer)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("stage", STAGES[3:])
 @pytest.mark.parametrize("world_size", [2])
 def test_a_slow_rank_is_waited_for(run, stage, tmp_path):
@@ -322,6 +328,7 @@ def missing(rank, stage, folder, where):
         dist.barrier()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("where, seconds", [("not there", 3), ("writes", 2), ("collects", 2)])
 @pytest.mark.parametrize("stage", STAGES[3:])
 @pytest.mark.parametrize("world_size", [2])

@@ -26,17 +26,18 @@ def of_a_class(optimizer, param):
     return schema_of(type(optimizer), options, {}, param.shape, param.dtype, param.device)
 
 
-@pytest.mark.parametrize("cls", [*CLASSES, *KEPT], ids=lambda cls: getattr(cls, "__name__", cls))
-def test_what_an_optimizer_keeps_fits_its_schema_at_each_step(cls):
-    param = torch.nn.Parameter(torch.ones(5, 7))
-    optimizer = cls([param]) if isinstance(cls, type) else getattr(torch.optim, cls)([param], **CLASSES[cls])
-    schema = of_a_class(optimizer, param)
-    assert schema is not None
-    for _ in range(5):
-        param.grad = torch.randn(5, 7)
-        optimizer.step()
-        check_state(schema, described(dict(optimizer.state[param])), param.shape, "it")
-    assert schema.from_start == (cls == "Adagrad")
+def test_what_an_optimizer_keeps_fits_its_schema_at_each_step():
+    for cls in [*CLASSES, *KEPT]:
+        print(cls)  # pytest shows what was the last
+        param = torch.nn.Parameter(torch.ones(5, 7))
+        optimizer = cls([param]) if isinstance(cls, type) else getattr(torch.optim, cls)([param], **CLASSES[cls])
+        schema = of_a_class(optimizer, param)
+        assert schema is not None
+        for _ in range(5):
+            param.grad = torch.randn(5, 7)
+            optimizer.step()
+            check_state(schema, described(dict(optimizer.state[param])), param.shape, "it")
+        assert schema.from_start == (cls == "Adagrad")
 
 
 def test_one_that_cannot_be_stepped_alone_has_none():
@@ -78,17 +79,20 @@ def test_what_fits_is_taken():
     check_state(SCHEMA, {**FITS, **more}, (5, 7), "it")  # of later steps
 
 
-@pytest.mark.parametrize("what", MISFITS)
-def test_what_does_not_fit_is_refused_by_name(what):
-    (path,) = MISFITS[what]
-    with pytest.raises(ValueError, match=f"{path}.* in the state of it is of another optimizer: "):
-        check_state(SCHEMA, {**FITS, **MISFITS[what]}, (5, 7), "it")
+def test_what_does_not_fit_is_refused_by_name():
+    for what in MISFITS:
+        print(what)  # pytest shows what was the last
+        (path,) = MISFITS[what]
+        with pytest.raises(ValueError, match=f"{path}.* in the state of it is of another optimizer: "):
+            check_state(SCHEMA, {**FITS, **MISFITS[what]}, (5, 7), "it")
 
 
-@pytest.mark.parametrize("missing", FITS)
-def test_entries_belong_together(missing):
-    with pytest.raises(ValueError, match="the state of it is of another optimizer: .*, this one keeps step, sum, n"):
-        check_state(SCHEMA, {key: value for key, value in FITS.items() if key != missing}, (5, 7), "it")
+def test_entries_belong_together():
+    for missing in FITS:
+        print(missing)  # pytest shows what was the last
+        refusal = "the state of it is of another optimizer: .*, this one keeps step, sum, n"
+        with pytest.raises(ValueError, match=refusal):
+            check_state(SCHEMA, {key: value for key, value in FITS.items() if key != missing}, (5, 7), "it")
 
 
 # --------------------------------------------------------------------------------------------------- in a full state
@@ -124,11 +128,12 @@ def load_a_wrong_one(rank, stage, what):
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("stage", [None, *STAGES[1:]])
 @pytest.mark.parametrize("world_size", [2])
-def test_a_full_state_is_checked_before_anything_changes(run, stage, what):
-    assert len(set(run(load_a_wrong_one, stage, what))) == 1
+def test_a_full_state_is_checked_before_anything_changes(run, stage):
+    for what in WRONG:
+        print(what)  # pytest shows what was the last
+        assert len(set(run(load_a_wrong_one, stage, what))) == 1
 
 
 def exchange(rank, stage):
@@ -142,7 +147,7 @@ def exchange(rank, stage):
         load_full_state_dict(optimizer, full)
 
 
-@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("stage", [None, *STAGES[1:]])
 @pytest.mark.parametrize("world_size", [2])
 def test_states_that_changed_places_are_refused(run, stage):
     run(exchange, stage)
@@ -161,7 +166,7 @@ def amsgrad(rank, stage, path):
         checkpoint.save(path, model, optimizer)
 
 
-@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("stage", [None, *STAGES[1:]])
 @pytest.mark.parametrize("world_size", [2])
 def test_entries_that_the_saved_hyperparameters_ask_for_must_be_there(run, stage, tmp_path):
     run(amsgrad, stage, tmp_path / "one")
@@ -185,11 +190,12 @@ def wrong_hyperparameters(rank, stage, key):
     assert equal(full_state_dict(optimizer, to_all=True), before)
 
 
-@pytest.mark.parametrize("key", HYPERPARAMETERS)
-@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("stage", [None, STAGES[1], STAGES[3]])
 @pytest.mark.parametrize("world_size", [2])
-def test_hyperparameters_pass_the_optimizers_own_checks(run, stage, key):
-    run(wrong_hyperparameters, stage, key)
+def test_hyperparameters_pass_the_optimizers_own_checks(run, stage):
+    for key in HYPERPARAMETERS:
+        print(key)  # pytest shows what was the last
+        run(wrong_hyperparameters, stage, key)
 
 
 # --------------------------------------------------------------------------------------- a stage's own state_dict
@@ -214,11 +220,12 @@ def own_state_dict(rank, stage, what):
     assert equal(optimizer.state_dict(), before)
 
 
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGES[1:])
 @pytest.mark.parametrize("world_size", [2])
-def test_a_stages_own_state_dict_is_checked_before_anything_changes(run, stage, what):
-    run(own_state_dict, stage, what)
+def test_a_stages_own_state_dict_is_checked_before_anything_changes(run, stage):
+    for what in WRONG:
+        print(what)  # pytest shows what was the last
+        run(own_state_dict, stage, what)
 
 
 def wrong_main_params(rank, stage):
@@ -306,11 +313,12 @@ def wrong_main_param(rank, stage, what):
     assert equal(full_state_dict(optimizer, to_all=True), before) and equal(dict(model.state_dict()), params)
 
 
-@pytest.mark.parametrize("what", MAIN_PARAMS)
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("world_size", [2])
-def test_a_main_param_is_checked_before_it_becomes_the_weights(run, stage, what):
-    run(wrong_main_param, stage, what)
+def test_a_main_param_is_checked_before_it_becomes_the_weights(run, stage):
+    for what in MAIN_PARAMS:
+        print(what)  # pytest shows what was the last
+        run(wrong_main_param, stage, what)
 
 
 def wrong_main_param_in_files(rank, stage, path):

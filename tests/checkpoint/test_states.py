@@ -164,11 +164,14 @@ def carried(rank, stage, cls, path):
         assert is_close(full_state_dict(its_optimizer, to_all=True)["state"], plain.state_dict()["state"])
 
 
-@pytest.mark.parametrize("cls", KEPT)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_state_that_can_be_cut_is_carried(run, stage, cls, tmp_path):
-    run(carried, stage, cls, tmp_path / "one")
+@pytest.mark.parametrize("stage", STAGES[1:])
+@pytest.mark.parametrize("world_size", [3])
+def test_a_state_that_can_be_cut_is_carried(run, stage, tmp_path):
+    for number, cls in enumerate(KEPT):
+        folder_of_it = tmp_path / str(number)
+        folder_of_it.mkdir()
+        print(cls)  # pytest shows what was the last
+        run(carried, stage, cls, folder_of_it / "one")
 
 
 def into_other_stages(rank, stages, cls, path):

@@ -20,7 +20,6 @@ from checkpoint.convert import convert, converted
 from checkpoint.manifest import MANIFEST, manifest_of, sealed, unsealed
 from checkpoint.states import owners_of
 from harness.run.meeting import Rank
-from harness.run.workers import Workers
 from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
 
 ONE = Rank(0, 1, torch.device("cpu"), "gloo")
@@ -29,11 +28,7 @@ ONE = Rank(0, 1, torch.device("cpu"), "gloo")
 @pytest.fixture
 def on(pools):
     """`on(n, function, *args)` runs it on n ranks -> what rank 0 returns."""
-    def on(n, function, *args):
-        if n not in pools:
-            pools[n] = Workers(n, timeout_s=60)
-        return pools[n].run(function, *args)[0]
-    return on
+    return lambda n, function, *args: pools.run(n, function, *args)[0]
 
 
 class Odd(Block):

@@ -76,7 +76,7 @@ def close(figures, expected, rel=1e-6):
 
 
 def slow_unless(quick, values):
-    return [pytest.param(value, marks=[] if value in quick else pytest.mark.slow) for value in values]
+    return [pytest.param(value, marks=[] if value in quick else pytest.mark.waits) for value in values]
 
 
 def forget_the_end(folder):
@@ -104,7 +104,7 @@ def test_a_sample_trains_as_with_ddp(run, with_ddp, sample):
         assert close(resumed[-half:], ddp[-half:], rel=1e-5) and len(resumed) in (half, 2 * half)
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @pytest.mark.parametrize("stage", STAGES[:3])
 @pytest.mark.parametrize("sample", [*RESUMES, "PEFT", "EMA and SWA"])
 def test_a_sample_trains_so_with_the_other_stages(run, with_ddp, sample, stage):

@@ -264,7 +264,7 @@ def test_a_stage_passes_levels_1_and_2(grade, stage):
     assert "FAILED" not in grade(stage)
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 def test_level_3_counts_by_test_and_explains_one(capfd):
     arguments = ["--ranks", "2", "-k", "closure_and or sixteen or named"]
     assert not contract.holds("tests.graded.whole", arguments, is_core=False)
@@ -278,7 +278,7 @@ def test_level_3_counts_by_test_and_explains_one(capfd):
                     '-k test_closure_and_its_loss"')
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 def test_level_3_of_a_core_are_the_tests_of_the_cores(capfd):
     """Those about no stage in particular: the ones about one stage are not run, and not counted."""
     arguments = ["--ranks", "2", "-k", "leaves_of_gradients or spread or order_two_at_a_time"]
@@ -330,7 +330,7 @@ def test_a_text_that_no_check_has_is_no_success(workers, capsys):
     assert line == "grade: error: --only zzz: no check of levels 1 to 2 has that in its name"
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch):
     monkeypatch.setenv("LEFT_BY", "forks")  # it inherits this
     came, lines = graded("tests.graded.forks", "--levels", "1", "--only", "one parameter")

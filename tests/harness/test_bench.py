@@ -34,7 +34,7 @@ from harness.train.gpt import GPT, MODELS
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 NOTHING = Result(None, [])
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]

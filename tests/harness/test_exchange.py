@@ -11,7 +11,7 @@ from harness.measure.memory import Memory
 from harness.measure.setup import Settings, adamw, make_batches, make_model
 from harness.rows import catalogue, exchange
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 N = 700_003  # of fp32 a rank: three pieces, the last a short one
 

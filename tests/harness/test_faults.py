@@ -31,7 +31,7 @@ from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
 SEQUENCES = 12  # a step, whatever the number of ranks

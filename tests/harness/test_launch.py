@@ -15,7 +15,7 @@ from harness.run import devices, lost_ranks
 from harness.run.workers import WorkerError, Workers, event
 from tests.ranks import hears_ctrl_c, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 ROOT = Path(__file__).resolve().parents[2]
 

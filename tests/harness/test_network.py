@@ -20,7 +20,7 @@ from harness.rows.results import AccumulatedRow, Result, Row, Sweep
 from harness.run import meeting, signals
 from tests.ranks import hears_ctrl_c
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]

@@ -181,6 +181,7 @@ def test_bad_options_are_one_line(options, says, capsys, monkeypatch):
     assert ended.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"plan: error: {says}")
 
 
+@pytest.mark.waits
 def test_the_program_prints_its_tables(tmp_path):
     run = run_module("harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16", "--advise",
                      "--json", tmp_path / "plan.json")

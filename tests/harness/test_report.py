@@ -420,6 +420,7 @@ def copied(tmp_path):
     return shutil.copytree(published.ROOT, tmp_path / "copy", ignore=IGNORED)
 
 
+@pytest.mark.waits
 def test_a_locale_without_unicode_changes_nothing(tmp_path):
     copy = copied(tmp_path)
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -431,6 +432,7 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
 
 
+@pytest.mark.waits
 def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
     show = "from harness.report import published, terminal; terminal.show(published.load('bench.json'))"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -444,6 +446,7 @@ WITHOUT_NUMBERS = json.dumps({"schema": saved.SCHEMA, "kills": "many"})
 OF_ANOTHER_SCHEMA = json.dumps({"schema": 0, "conditions": {}, "rows": []})
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("name, content", [("network.json", ""), ("faults.json", "{}"), ("bench.json", "[1]"),
                                            ("cuda.json", ""), ("bench_cuda.json", "{}"), ("cuda.json", None),
                                            ("faults.json", WITHOUT_NUMBERS), ("bench.json", OF_ANOTHER_SCHEMA)])
@@ -560,6 +563,7 @@ def test_yours_stand_beside_the_published_ones(copy_with_yours):
     assert max(map(len, [*bench.splitlines(), *network.splitlines()])) <= pages.COLUMNS
 
 
+@pytest.mark.waits
 def test_nothing_is_published_unless_it_is_said(copy_with_yours, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report"])
     before = {path: path.read_bytes() for path in (copy_with_yours / "results").iterdir()}
@@ -633,7 +637,7 @@ def test_a_rate_that_is_measured_again_keeps_the_sweep_of_before():
         one.conditions.rate for one in (first, *others)]
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 def test_a_run_leaves_the_checkout_clean(tmp_path):
     """As in a fresh clone: `make bench`, then what `make report` calls, then `git status` has nothing to say."""
     copy = shutil.copytree(HERE, tmp_path / "clone", ignore=IGNORED_IN_A_CLONE)

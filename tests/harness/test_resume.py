@@ -17,7 +17,7 @@ from harness.train import options, run_folder, run_settings, saved_extra, stop_s
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 OPTIONS = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 TRAIN = f"{STAGES[3]}/train.py"

@@ -7,7 +7,7 @@ from harness.rows.saving_results import SavingResult
 from tests.ranks import run_module
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 def test_saving_is_measured_beside_the_disk(tmp_path):
     """The bytes are those that the checkpoint has, and every row has its rate; how large it is says nothing here."""
     run = run_module("harness.measure.saving", "--gigabytes", "0.01", "--rounds", "1", "--folder", tmp_path,

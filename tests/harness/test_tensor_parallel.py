@@ -16,7 +16,7 @@ from harness.train.tensor_parallel import share_layers
 from tests.common import STAGES
 from tests.ranks import run_alone, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 TRAIN = f"{STAGES[3]}/train.py"
 OPTIONS = ["--model", "nano", "--sequence-length", "32", "--steps", "18", "--clip", "0.5"]

@@ -143,6 +143,7 @@ def test_ticks_are_round_numbers_at_their_place(seconds, ticks):
     assert len({one.get("text-anchor") for one in found[1:-1]} | {"middle"}) == 1
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("row", ["stage 4", "fsdp2", "all"])
 def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, capsys):
     out = tmp_path / "timeline.svg"

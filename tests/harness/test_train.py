@@ -14,7 +14,7 @@ from harness.train import corpus, progress
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.waits
 
 NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 

@@ -13,7 +13,7 @@ from tests.common import STAGES
 from tests.ranks import ROOT, run_module
 
 WORDS = dict(zip(STAGES, (600, 520, 950, 1300)))  # at the most, outside of code and tables
-OWN = "# not in the core"  # opens code that another test runs, see test_story.py
+OWN = "# not in the core"  # opens code that another test runs, see test_samples.py
 HEADINGS = [
     "What is still wrong with {before}",
     "New words",
@@ -153,7 +153,7 @@ BUGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @pytest.mark.parametrize("tests, chapter", BUGS, ids=lambda part: part)
 def test_the_bug_of_a_chapter_is_seen_by_the_command_beside_it(tests, chapter, tmp_path):
     """In a copy of the repository. Without the edit the same tests are green: tests/stages/test_cores.py has them."""

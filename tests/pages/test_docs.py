@@ -1,31 +1,28 @@
 """Every page says what is there, as far as files tell; and the check finds each mistake in a small project."""
 
+import ast
 import functools
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+from checkpoint import errors
 from harness.report import command_runs, docs_check, markdown, page_checks, project_files
 from harness.report.reading_time import code_lines, core_lines, minutes, words
+from tests.common import STAGES
 from tests.ranks import ROOT
 
 
-@functools.lru_cache(maxsize=1)
-def found():
-    return docs_check.problems()
-
-
-@pytest.mark.parametrize("page", [page.name for page in project_files.pages()])
-def test_a_page_says_what_is_there(page):
+def test_every_page_says_what_is_there():
     """Links, names, commands, samples, tables that stand twice, and words: see harness/report/docs_check.py."""
-    mine = [line for line in found() if line.startswith(f"{page}:")]
-    assert not mine, "\n".join(mine)
-
-
-def test_every_page_with_a_bound_is_there():
+    problems = docs_check.problems()
+    assert not problems, "\n".join(problems)
     assert page_checks.MOST_WORDS.keys() <= {page.name for page in project_files.pages()}
+    for page, most in {"guide.md": 1850, "checkpoints.md": 1100}.items():
+        assert len((ROOT / "docs" / page).read_text().split()) <= most, page
 
 
 @pytest.fixture
@@ -96,7 +93,7 @@ def test_a_right_page_has_no_problem(project):
     assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 5
 
 
-@pytest.mark.parametrize("mistake, message", [
+MISTAKES = [
     ("[text](nowhere.md)", "there is no nowhere.md"),
     ("![picture](nowhere.svg)", "there is no nowhere.svg"),
     ('<img src="nowhere.svg">', "there is no nowhere.svg"),
@@ -126,12 +123,15 @@ def test_a_right_page_has_no_problem(project):
     ("```python\noptimizer.nothing()\n```", "optimizer.nothing: no stage has that"),
     ("<!-- report: bench -->", "a generated table"),
     ("word " * (page_checks.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
-])
-def test_a_mistake_is_named_with_its_line(project, mistake, message):
-    wrong = project(f"Text.\n\n{mistake}\n")
-    assert len(wrong) == 1 and message in wrong[0]
-    assert wrong[0].startswith("page.md:1:" if "words" in message or "table" in message else ("page.md:3", "page.md:4")
-                               [mistake.startswith("```")])
+]
+
+
+def test_a_mistake_is_named_with_its_line(project):
+    for mistake, message in MISTAKES:
+        wrong = project(f"Text.\n\n{mistake}\n")
+        assert len(wrong) == 1 and message in wrong[0], mistake
+        line = 1 if "words" in message or "table" in message else 4 if mistake.startswith("```") else 3
+        assert wrong[0].startswith(f"page.md:{line}"), mistake
 
 
 def test_a_row_of_a_table_stands_in_one_page_only(project):
@@ -170,7 +170,7 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
     assert minutes(tmp_path / "page.md", tmp_path) == pytest.approx(300 / 200 + 6 / 5, abs=0.01)
 
 
-@pytest.mark.parametrize("text, words", [
+QUICK = [
     ("make show", ["make", "show", "PYTHON", "ARGS="]),
     ('make train STAGE=3 ARGS="--steps 50"',
      ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {command_runs.SMALL['train']}"]),
@@ -184,11 +184,14 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
     ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
     ("pip install torch", None),
     ("torchrun --nnodes 2 stage4_overlap/train.py", None), ("torchrun --nproc-per-node 2 program.py", None),
-])
-def test_what_takes_minutes_is_run_in_a_small_mode_or_read_only(text, words):
+]
+
+
+def test_what_takes_minutes_is_run_in_a_small_mode_or_read_only():
     as_written = {sys.executable: "python", f"PYTHON={sys.executable}": "PYTHON"}
-    quick = command_runs.quick(text)
-    assert words == (quick and [as_written.get(word, word) for word in quick])
+    for text, expected in QUICK:
+        quick = command_runs.quick(text)
+        assert expected == (quick and [as_written.get(word, word) for word in quick]), text
 
 
 def test_what_a_page_shows_is_compared_figures_aside():
@@ -206,3 +209,74 @@ def test_a_command_that_fails_or_prints_something_else_is_found(project):
     assert command_runs.run(first, project.root) == ""
     assert command_runs.run(second, project.root) == "it doesn't print 'something else'"
     assert "ended with 2" in command_runs.run(third, project.root) and command_runs.run(fourth, project.root) is None
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+REFERENCE = ROOT / "docs" / "reference.md"
+RAISED = sorted(path for folder in [*STAGES, "guard", "checkpoint"] for path in (ROOT / folder).rglob("*.py"))
+SOURCES = [*RAISED, *sorted((ROOT / "harness").rglob("*.py"))]
+PROGRAMS = ("train.py", "__main__.py")  # their messages are about options, and name these
+
+
+def is_error(function):
+    """Whether a call of it makes an exception: ValueError(…), pickle.UnpicklingError(…), DamagedCheckpoint(…)."""
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    return name.endswith("Error") or name in vars(errors)
+
+
+@functools.cache
+def texts(path, errors_only=False):
+    """The strings of a file, with … for what is filled in; of module-level constants their values."""
+    tree = ast.parse(path.read_text())
+    constants = {node.targets[0].id: node.value.value for node in tree.body
+                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+                 and isinstance(node.targets[0], ast.Name)}
+
+    def text_of(node):
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else "…"
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text_of, node.values))
+        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+            return str(constants.get(node.value.id, "…"))
+        return "…"
+
+    roots = [tree]
+    if errors_only:
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        roots = [argument for call in calls if is_error(call.func) for argument in call.args]
+    strings = [node for root in roots for node in ast.walk(root) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    return [text for text in map(text_of, strings) if text.strip("… ")]
+
+
+def fragments(text):
+    return [part.strip(" :;") for part in text.split("…") if part.strip(" :;")]
+
+
+SHOWN = [one or two for one, two in re.findall(r"^(?:`([^`]+)`|`` ?(.+?) ?``)$", REFERENCE.read_text(), re.MULTILINE)]
+
+
+def test_errors_of_the_reference_are_those_of_the_code():
+    """The page is found by searching for an error: what it shows is raised, and what is raised it shows.
+
+    An error of ours stands alone on a line, in backticks, with `…` for what varies; one of torch begins with "torch:".
+    """
+    code = [text for path in SOURCES for text in texts(path)]
+    assert len(SHOWN) > 100
+    for shown in SHOWN:
+        for fragment in fragments(shown):
+            assert any(fragment in text for text in code), f"nothing in the code says {fragment!r}"
+    page = " ".join(REFERENCE.read_text().split())
+    for path in [path for path in RAISED if path.name not in PROGRAMS]:
+        for text in texts(path, errors_only=True):
+            longest = max(fragments(text), key=len, default="")
+            # without a space in it, it only puts others together
+            assert " " not in longest or longest in page, f"docs/reference.md has no heading for {text!r}"
+
+
+def test_every_group_of_the_reference_is_in_its_contents():
+    page = REFERENCE.read_text()
+    groups = re.findall(r"^## (.+)$", page, flags=re.MULTILINE)
+    assert re.findall(r"^- \[(.+?)\]\(#", page, flags=re.MULTILINE) == groups

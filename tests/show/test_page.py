@@ -70,7 +70,7 @@ def where(shown):
     return int(re.match(r"frame (\d+) of", shown.inner_text("#where"))[1])
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_it_opens_and_plays_without_an_error_or_a_request(started, program):
@@ -86,7 +86,7 @@ def test_it_opens_and_plays_without_an_error_or_a_request(started, program):
         assert wrong == [] and requests == [browser.PAGE.as_uri()]
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 def test_back_returns_the_same_picture(started):
     """By keys that the page is told of, so that nothing is drawn in between; real ones are in the next test."""
@@ -109,7 +109,7 @@ def test_back_returns_the_same_picture(started):
         assert there == back[::-1] and len(set(there)) == 40
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 def test_keys(started):
     with browser.opened(started, "3/1") as (shown, _, _):
@@ -138,7 +138,7 @@ def test_keys(started):
         assert re.match(r"rank 0 · parameters p0\[1\] = ", shown.inner_text("#inspector"))
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 @pytest.mark.parametrize("program", "01234")
 def test_the_last_frame_has_the_numbers_of_the_recording(started, program):
@@ -149,7 +149,7 @@ def test_the_last_frame_has_the_numbers_of_the_recording(started, program):
         assert row.locator(".cell.stale").count() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 def test_what_ranks_hold_after_sync_grads_can_be_read_off(started):
     frame = max(k for k, one in enumerate(PROGRAMS["3"]["frames"]) if one["phase"] == "sync_grads")
@@ -162,7 +162,7 @@ def test_what_ranks_hold_after_sync_grads_can_be_read_off(started):
             assert kinds == ["average" if i // 4 == rank else "garbage" for i in range(16)]
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 def test_a_cell_says_what_it_is_who_wrote_it_and_where_it_came_from(started):
     frame = PROGRAMS["3"]["operations"][0]["arrows"][0][4]
@@ -175,7 +175,7 @@ def test_a_cell_says_what_it_is_who_wrote_it_and_where_it_came_from(started):
         assert "in GradBuffer.reduce_scatter_grads" in said and "reduce-scatter from rank 0, 2, 3" in said
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 def test_two_programs_side_by_side_on_one_clock(started):
     with browser.opened(started, "2/1") as (shown, wrong, _):
@@ -194,7 +194,7 @@ def test_two_programs_side_by_side_on_one_clock(started):
         assert wrong == []
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 def test_predict_first_hides_a_result_until_its_reader_has_chosen(started):
     arrives = PROGRAMS["3"]["operations"][0]["arrows"][0][4]
@@ -210,7 +210,7 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started):
         assert where(shown) == arrives + 1
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_page_jumps_to_the_first_wrong_value(started, bug):
@@ -222,7 +222,7 @@ def test_the_page_jumps_to_the_first_wrong_value(started, bug):
         assert PROGRAMS[bug]["differs"]["text"] in shown.inner_text("#intro")
 
 
-@pytest.mark.slow
+@pytest.mark.waits
 @in_a_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.ledger import Ledger
 from tests.common import STAGES, Net, Replicated, batch, loss_of, on_its_device, optimizer_of, trainable
-from tests.pages.test_guide import FILES, PROGRAMS
+from tests.pages.test_samples import FILES, PROGRAMS
 from tests.ranks import ROOT, run_ranks
 
 RUNGS = {"rung 0": "harness.rows.replicated", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
@@ -73,6 +73,7 @@ IMPORT = "from stage4_overlap import DistributedOptimizer\n"
 TOLD = "print(torch.cat([param.detach().view(-1) for param in model.parameters()]).tolist())\n"
 
 
+@pytest.mark.waits  # for a process a rank
 def test_from_rung_0_to_stage_4_is_one_line(tmp_path):
     """The loop of the guide, with either import: the same weights on both ranks."""
     for name in (*STAGES, "guard", "harness"):

@@ -1,4 +1,4 @@
-"""The cores: each stage's idea, alone, trains what is well-behaved, and sends what its formula says. On 1 to 4 ranks.
+"""The cores: each stage's idea, alone, trains what is well-behaved, on 2 and 3 ranks; and where an element lies.
 
 What a core leaves out, its guard adds: the other tests are about both together. With `--stage mine` those that are
 about no stage in particular run on a core of yours.
@@ -6,14 +6,19 @@ about no stage in particular run on a core of yours.
 
 import importlib
 import inspect
+import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.measure.ledger import Ledger
 from harness.measure.memory import Memory
-from tests.common import OPTIMIZERS, STAGES, add, assert_same, batch, loss_of, one_rank_of
+from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
+from stage4_overlap.buffer import bucket_layout
+from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of
+from tests.stages import on_ranks, situation
 
 UNFUSED = {"foreach": False}
 ONE, TWO, THREE, FOUR = STAGES
@@ -30,53 +35,18 @@ def small_buckets(stage):
     return {"bucket_cap_mb": 2e-4} if "bucket_cap_mb" in inspect.signature(core_of(stage)).parameters else {}
 
 
-class Tied(nn.Module):
-    """Tied weights, a scalar, odd sizes: 215 elements. All are trained, and every batch uses all."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Linear(7, 5, bias=False)
-        self.up, self.down, self.tied = nn.Linear(5, 11), nn.Linear(11, 5), nn.Linear(5, 11)
-        self.scale = nn.Parameter(torch.rand(()))
-        self.head = nn.Linear(5, 7)
-        self.tied.weight = self.up.weight
-
-    def forward(self, x):  # (batch, 7) -> (batch, 7)
-        x = self.embed(x)
-        x = x + self.down(torch.tanh(self.up(x))) * self.scale
-        return self.head(x + self.down(torch.tanh(self.tied(x))))
-
-
 def by_dimension(model):
     """Matrices in one group; vectors and the scalar in another, without weight decay."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.03}]
 
 
-class Replicated:
-    """One process with the batches of all ranks."""
-
-    def __init__(self, world_size, groups, optimizer_cls, kwargs):
-        self.world_size, self.model = world_size, Tied(seed=0)
-        self.optimizer = optimizer_cls(groups(self.model), **kwargs)
-
-    def step(self, *steps):
-        for step in steps:
-            total = [None] * len(list(self.model.parameters()))
-            for rank in range(self.world_size):
-                grads = torch.autograd.grad(loss_of(self.model, *batch(step, rank)), list(self.model.parameters()))
-                total = [add(before, grad / self.world_size) for before, grad in zip(total, grads)]
-            for param, grad in zip(self.model.parameters(), total):
-                param.grad = add(param.grad, grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     """A constant schedule would hide that the rate isn't passed on: it falls by a tenth a step."""
     optimizer_cls, kwargs = OPTIMIZERS[name][0], {**OPTIMIZERS[name][1], **UNFUSED}
-    model, reference = Tied(seed=rank.rank), Replicated(rank.world_size, groups, optimizer_cls, kwargs)
+    model, reference = Net(seed=rank.rank), Replicated(rank, optimizer_cls, groups, **kwargs)
+    for one in (model, reference.model):
+        one.frozen.requires_grad_(True)  # all are trained, and every batch uses all
     optimizer = core_of(stage)(groups(model), optimizer_cls, **small_buckets(stage), **kwargs)
     if prefetch:
         optimizer.prefetch_params(model)
@@ -98,27 +68,25 @@ def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     assert_same(model, reference.model, exact=rank.world_size <= 2 and micro_batches == 1)
 
 
-@pytest.mark.parametrize("groups", [nn.Module.parameters, by_dimension], ids=["one group", "two groups"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("groups, name", [(nn.Module.parameters, "AdamW"), (by_dimension, "AdamW"),
+                                          (nn.Module.parameters, "SGD"), (by_dimension, "Adagrad")])
 def test_a_core_equals_replicated_training(run, stage, name, groups):
     run(equals_replicated, stage, name, groups, prefetch=False, micro_batches=1)
 
 
-def never_zeroed(rank, stage):
-    """Two steps of SGD without zero_grad(): gradients add up, as in torch, but stages 3 and 4 use them up in a step."""
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_what_a_step_of_a_core_leaves_of_gradients(rank, stage):
+    """Two steps of SGD without zero_grad(): gradients add up, as in torch, but stages 3 and 4 use them up in a step.
+
+    Either is right in a learner's core.
+    """
     weight = nn.Parameter(torch.zeros(40))
     optimizer = core_of(stage)([weight], torch.optim.SGD, lr=1.0)
     for _ in range(2):
         weight.sum().backward()
         optimizer.step()
-    return weight[0].item()
-
-
-def test_what_a_step_of_a_core_leaves_of_gradients(run, stage):
-    """Either is right in a learner's core."""
-    expected = {ONE: [-3.0], TWO: [-3.0], THREE: [-2.0], FOUR: [-2.0]}.get(stage, [-2.0, -3.0])
-    (weight,) = set(run(never_zeroed, stage))
-    assert weight in expected
+    assert weight[0] in {ONE: [-3.0], TWO: [-3.0], THREE: [-2.0], FOUR: [-2.0]}.get(stage, [-2.0, -3.0])
 
 
 def test_a_core_adds_up_micro_batches(run, stage):
@@ -130,81 +98,47 @@ def test_prefetch_in_the_core(run, micro_batches):
     run(equals_replicated, FOUR, "AdamW", nn.Module.parameters, prefetch=True, micro_batches=micro_batches)
 
 
-def few(rank, stage, shapes):
+@on_ranks
+def test_a_core_with_fewer_parameters_or_elements_than_ranks(rank, stage):
     """The gradient of rank r is r + 1 everywhere: the mean is (d + 1) / 2."""
-    params = [nn.Parameter(torch.full(shape, float(rank.rank))) for shape in shapes]
-    optimizer = core_of(stage)(params, torch.optim.SGD, lr=1.0)
-    for _ in range(2):
-        (sum(param.sum() for param in params) * (rank.rank + 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach().flatten().tolist() for param in params]
+    for shapes in ([()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]):
+        with situation(shapes):
+            params = [nn.Parameter(torch.full(shape, float(rank.rank))) for shape in shapes]
+            optimizer = core_of(stage)(params, torch.optim.SGD, lr=1.0)
+            for _ in range(2):
+                (sum(param.sum() for param in params) * (rank.rank + 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(value == -(rank.world_size + 1) for param in params for value in param.flatten())
 
 
-@pytest.mark.parametrize("shapes", [[()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]], ids=str)
-def test_a_core_with_fewer_parameters_or_elements_than_ranks(run, stage, shapes, world_size):
-    for params in run(few, stage, shapes):
-        assert all(value == -(world_size + 1) for param in params for value in param)
-
-
-def state_elements(rank, stage):
+@on_ranks
+def test_the_state_of_a_core_is_spread(rank, stage):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
     optimizer = core_of(stage)(model.parameters(), lr=0.01)
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
     tensors = [value for state in optimizer.optimizer.state.values() for value in state.values()]
-    return sum(tensor.numel() for tensor in tensors if tensor.dim())
-
-
-def test_the_state_of_a_core_is_spread(run, stage, world_size):
-    counts, numel = run(state_elements, stage), 12 * (16 * 16 + 16)
+    counts, numel = [None] * rank.world_size, 12 * (16 * 16 + 16)
+    dist.all_gather_object(counts, sum(tensor.numel() for tensor in tensors if tensor.dim()))
     assert sum(counts) == 2 * numel
-    assert max(counts) <= 2 * (numel / world_size + 16 * 16)  # 1/d, up to one matrix
-
-
-def counted(rank, stage, dtype, grad_dtype):
-    """-> collectives of a backward pass and a step, bytes that this rank sends, padded elements, number of buckets."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(dtype)
-    kwargs = {FOUR: {"bucket_cap_mb": 0.01}, THREE: {"grad_dtype": grad_dtype}}.get(stage, {})
-    optimizer = core_of(stage)(model.parameters(), lr=0.01, **kwargs)
-    with Ledger() as ledger:
-        model(torch.ones(2, 64, dtype=dtype)).sum().backward()
-        optimizer.step()
-    d, numel = rank.world_size, 8 * (64 * 64 + 64)
-    if stage == TWO:
-        numel = max(sum(param.numel() for param in shard) for shard in optimizer.shards) * d
-    elif stage == THREE:
-        numel = optimizer.buffers[0].flat.numel()
-    elif stage == FOUR:
-        numel = sum(bucket.numel for bucket in optimizer.buckets)
-    n_buckets = len(getattr(optimizer, "buckets", []))
-    return ledger.collectives, ledger.wire_bytes, numel, n_buckets
-
-
-WIRES = [(stage, dtype, None) for stage in STAGES for dtype in (torch.float32, torch.bfloat16)]
-
-
-@pytest.mark.parametrize("stage, dtype, grad_dtype", [*WIRES, (THREE, torch.bfloat16, torch.float32)], ids=str)
-def test_collectives_and_bytes_of_a_core_are_those_of_its_formula(run, stage, world_size, dtype, grad_dtype):
-    collectives, wire_bytes, padded, n_buckets = run(counted, stage, dtype, grad_dtype)[0]
-    d, numel, p, g = world_size, 8 * (64 * 64 + 64), dtype.itemsize, (grad_dtype or dtype).itemsize
-    kinds = {  # gloo's reduce-scatter is an all-reduce underneath: the ledger counts it twice
-        ONE: ({"all_reduce": 1, "broadcast": d}, 2 * g * numel + p * numel),
-        TWO: ({"all_reduce": 1, "all_gather": 1}, 2 * g * numel + p * padded),
-        THREE: ({"reduce_scatter": 1, "all_gather": 1}, 2 * g * padded + p * padded),
-        FOUR: ({"send": n_buckets * (d - 1), "recv": n_buckets * (d - 1), "broadcast": d * n_buckets},
-               g * padded + p * padded),
-    }
-    expected, n_bytes = kinds[stage]
-    assert collectives == {kind: count for kind, count in expected.items() if count}
-    assert wire_bytes == round(n_bytes * (d - 1) / d)
-    assert padded <= numel * 1.25 and (stage != FOUR or n_buckets >= 4)
+    assert max(counts) <= 2 * (numel / rank.world_size + 16 * 16)  # 1/d, up to one matrix
 
 
 # ------------------------------------------------------------------------------------------- what one stage alone does
 
 
-def five_states(rank):
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("stage", [ONE, TWO])
+@on_ranks
+def test_the_largest_parameter_goes_first_to_the_rank_that_owns_least(rank, stage):
+    params = [nn.Parameter(torch.zeros(numel)) for numel in (11, 35, 12)]
+    assert [[len(param) for param in shard] for shard in core_of(stage)(params).shards] == [[35], [12, 11]]
+
+
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
     weight = nn.Parameter(torch.arange(21.0))
     optimizer = core_of(THREE)([weight], torch.optim.SGD, lr=1.0)
     buffer, seen = optimizer.buffers[0], []
@@ -222,17 +156,12 @@ def five_states(rank):
     optimizer.step()
     assert weight.grad.data_ptr() == buffer.flat.data_ptr() == address
     assert weight.tolist() == [value - 1 for value in range(21)]
-    return seen
-
-
-def test_the_buffer_of_the_core_holds_five_things_in_turn(run):
-    for seen in run(five_states):
-        assert seen == ["ZEROS", "GRADS", "GRAD_SHARD", "PARAM_SHARD", "PARAMS", "ZEROS"]
+    assert seen == ["ZEROS", "GRADS", "GRAD_SHARD", "PARAM_SHARD", "PARAMS", "ZEROS"]
 
 
 @pytest.mark.parametrize("dtype, grad_dtype", [(torch.float32, None), (torch.bfloat16, None),
                                                (torch.bfloat16, torch.float32)], ids=str)
-@pytest.mark.parametrize("d", [1, 2, 64])
+@pytest.mark.parametrize("d", [2, 64])
 def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dtype):
     """Not a byte. As one of d ranks whose messages go nowhere: gloo's own reduce-scatter makes a copy."""
     with one_rank_of(d), Memory("cpu") as memory:
@@ -247,7 +176,8 @@ def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dty
             assert more == 0 if step else more > 0  # the first one makes the moments
 
 
-def order_and_memory(rank):
+@on_ranks
+def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(rank):
     """Each rank calls the layers in another order; buckets leave in the same one, two at a time, and let go."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(6))
@@ -270,5 +200,127 @@ def order_and_memory(rank):
         torch.testing.assert_close(layer.weight.detach(), old - 2 * (i + 1))
 
 
-def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(run):
-    run(order_and_memory)
+@pytest.mark.parametrize("world_size", [3])
+@on_ranks
+def test_stage_4_adds_up_the_parts_in_rank_order(rank):
+    """2^25 + 1 - 2^25 is 0 in fp32, and 2^25 - 2^25 + 1 is 1: each order of these over the ranks has its own sum."""
+    orders = torch.tensor(list(itertools.permutations([2.0**25, 1.0, -(2.0**25)])) * 8)  # (48, 3): 16 for each rank
+    weight = nn.Parameter(torch.zeros(48))
+    optimizer = core_of(FOUR)([weight], torch.optim.SGD, lr=1.0)
+    (weight * 3 * orders[:, rank.rank]).sum().backward()
+    optimizer.step()
+    expected = (orders[:, 0] + orders[:, 1]) + orders[:, 2]
+    assert expected.unique().tolist() == [0, 1]
+    assert torch.equal(weight, -expected), weight
+
+
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank):
+    """What is read first leaves first: each of 2 ranks has 16 elements of the first parameter, 32 of the second."""
+    params = [nn.Parameter(torch.zeros(32 * n)) for n in (1, 2, 3, 4)]
+    optimizer = core_of(FOUR)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    with Ledger() as ledger:
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+    sent, came_back = ([entry.size // 4 for entry in ledger.entries if entry.kind == kind]
+                       for kind in ("send", "broadcast"))
+    assert (sent, came_back) == ([64, 48, 32, 16], [16, 16, 32, 32, 48, 48, 64, 64])
+
+
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_messages_of_stage_4_have_a_mebibyte_at_most(rank):
+    weight = nn.Parameter(torch.zeros(3 * 2**18))  # 3 MiB: 1.5 for each rank
+    optimizer = core_of(FOUR)([weight], torch.optim.SGD, lr=1.0)
+    with Ledger() as ledger:
+        weight.sum().backward()
+        optimizer.step()
+    sent, came_back = ([entry.size / 2**20 for entry in ledger.entries if entry.kind == kind]
+                       for kind in ("send", "broadcast"))
+    assert (sent, came_back) == ([1, 0.5], [1, 1, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
+    """Prefetched, and read by no forward pass since: the next step changes the memory that is sent from."""
+    params = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(4))
+    optimizer = core_of(FOUR)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    optimizer.prefetch_params(params)
+    under_way = []
+
+    def count(*_):
+        under_way.append(sum(bucket.param_sync is not None for bucket in optimizer.buckets))
+
+    optimizer.optimizer.register_step_pre_hook(count)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones(40)
+            optimizer.on_grad_ready(param)
+        optimizer.step()
+        count()
+    assert under_way == [0, 4] * 3
+
+
+def test_an_exchange_of_stage_4_receives_beside_what_it_sends_and_a_collective_in_place():
+    with one_rank_of(2):  # whose backend is neither gloo nor a real one: collectives, unless fp32 is asked for
+        for reduce_dtype, n_places in ((None, 1), (torch.float32, 2)):
+            optimizer = core_of(FOUR)([nn.Parameter(torch.zeros(64))], reduce_dtype=reduce_dtype)
+            places = [{buffer.sent.data_ptr(), buffer.received.data_ptr()} for buffer in optimizer.idle]
+            assert list(map(len, places)) == [n_places, n_places]
+
+
+# ------------------------------------------------------------------- which element belongs to whom: pure functions
+
+
+def test_padding_cuts_into_equal_shards_that_are_aligned():
+    for numel, world_size, alignment, expected in [(16, 4, 1, 16), (17, 4, 1, 20), (16, 4, 16, 64), (1, 1, 1, 1),
+                                                   (0, 3, 4, 0), (100, 3, 16, 144)]:
+        assert padded_numel(numel, world_size, alignment) == expected
+
+
+def test_where_parameters_begin_and_the_last_one_ends():
+    assert param_starts([5, 2, 9], 1) == [0, 5, 7, 16]
+    assert param_starts([5, 2, 9], 4) == [0, 8, 12, 24]
+    assert param_starts([0, 4], 4) == [0, 0, 4]
+
+
+def test_shards_ignore_parameter_boundaries():
+    """Parameters of 5, 2 and 9 elements, 4 ranks of 4: the second shard has the end of the first parameter."""
+    shards = [ranges_in_shard([5, 2, 9], [0, 5, 7, 16], 4 * r, 4 * r + 4) for r in range(4)]
+    assert shards[0] == [Range(index=0, start=0, stop=4, offset=0)]
+    assert shards[1] == [Range(0, 4, 5, 0), Range(1, 0, 2, 1), Range(2, 0, 1, 3)]
+    assert shards[2] == [Range(2, 1, 5, 0)]
+    assert shards[3] == [Range(2, 5, 9, 0)]
+
+
+def test_what_lies_between_parameters_is_in_no_range():
+    """The same on 3 ranks of 8, where each parameter begins at a multiple of 4: p0 in 0-4, p1 in 8-9, p2 in 12-20."""
+    shards = [ranges_in_shard([5, 2, 9], [0, 8, 12, 24], 8 * r, 8 * r + 8) for r in range(3)]
+    assert shards == [[Range(0, 0, 5, 0)], [Range(1, 0, 2, 0), Range(2, 0, 4, 4)], [Range(2, 4, 9, 0)]]
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 16])
+@pytest.mark.parametrize("world_size", [1, 3, 64])
+def test_every_element_has_one_owner_and_is_cut_where_alignment_says(world_size, alignment):
+    numels = [1, 35, 0, 55, 11, 128, 7]
+    *starts, end = param_starts(numels, alignment)
+    numel = padded_numel(end, world_size, alignment)
+    owners = [torch.zeros(n, dtype=torch.int64) for n in numels]
+    for rank in range(world_size):
+        shard = numel // world_size
+        for r in ranges_in_shard(numels, starts, rank * shard, (rank + 1) * shard):
+            owners[r.index][r.start : r.stop] += 1
+            assert rank * shard + r.offset == starts[r.index] + r.start
+            assert r.start % alignment == r.offset % alignment == 0  # so that a fused kernel rounds it like the whole
+    assert all(count.eq(1).all() for count in owners)
+
+
+def test_buckets_hold_whole_parameters_of_a_dtype_in_reverse_order_and_are_closed_at_the_cap():
+    MB = 2**20
+    assert bucket_layout([MB] * 11, ["f32"] * 11, 4 * MB) == [[10, 9, 8, 7], [6, 5, 4, 3], [2, 1, 0]]
+    assert bucket_layout([MB, 9 * MB, MB], ["f32"] * 3, 4 * MB) == [[2, 1], [0]]  # one is larger than the cap
+    assert bucket_layout([MB, 9 * MB, 4 * MB], ["f32"] * 3, 4 * MB) == [[2], [1], [0]]
+    assert bucket_layout([8, 8], ["f32"] * 2, MB) == [[1, 0]]
+    assert bucket_layout([MB] * 6, ["bf16", "f32"] * 3, 2 * MB) == [[5, 3], [4, 2], [1], [0]]

@@ -16,6 +16,7 @@ from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import AwaitedBucket
 from tests.common import assert_same, of_cpus, on_its_device
+from tests.stages import on_ranks
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
 
@@ -32,51 +33,26 @@ def moved_by(params, uses):
     return torch.allclose(torch.stack([param.detach().cpu()[0] for param in params]), expected)
 
 
-PASSES = {  # what a rank uses in each of its backward passes between two steps
-    "halves": lambda rank: [[5, 4], [3, 2, 1, 0]],
-    "the last bucket first": lambda rank: [[0], [5, 1], [3]],
-    "halves on rank 0, all elsewhere": lambda rank: [range(6)] * 2 if rank else [[5, 4], [3, 2, 1, 0]],
-    "all on rank 0, one elsewhere": lambda rank: [[min(rank, 5)]] * 4 if rank else [range(6)] * 4,
-    "one a pass on rank 0": lambda rank: [range(6)] * 6 if rank else [[i] for i in range(6)],
-}
-
-
-def passes_by_hand(rank, passes, checkpointed):
-    params, optimizer = zeros(rank, find_unused_parameters=True)
-    factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint wants one that does
-    for _ in range(2):
-        for used in PASSES[passes](rank.rank):
-            losses = [lambda factor, i=i: params[i].sum() * factor for i in used]
-            sum(checkpoint(f, factor, use_reentrant=True) if checkpointed else f(factor) for f in losses).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert moved_by(params, [[2 * sum(i in used for used in PASSES[passes](r)) for i in range(6)]
-                             for r in range(rank.world_size)])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("passes", PASSES)
-def test_micro_batches_whose_parameters_depend_on_the_rank(run, world_size, passes, checkpointed):
-    run(passes_by_hand, passes, checkpointed)
-
-
-def random_schedules(rank, seeds):
+@on_ranks
+def test_random_schedules(rank):
     """Passes over what each rank draws, inside and outside of no_sync, and everything else between them, by hand."""
-    for seed in seeds:
+    one = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint wants what requires grad
+    for seed in range(20):
         draw = random.Random(seed)  # the same on every rank
         n = draw.choice([1, 2, 3, 5])
         params, optimizer = zeros(rank, n, find_unused_parameters=True)
         if draw.random() < 0.5:
             optimizer.prefetch_params(torch.nn.ParameterList(params))
         waiting, moved = [0.0] * n, [0.0] * n
-        actions = [draw.choice("bbbbnnnsszfcr") for _ in range(15)] + ["s", "r"]
+        actions = [draw.choice("bbbbkknnnsszfcr") for _ in range(15)] + ["s", "r"]
         for position, action in enumerate(actions):
-            if action in "bn":  # a backward pass, outside and inside of no_sync
+            if action in "bkn":  # a backward pass, outside and inside of no_sync, with re-entrant checkpoints
                 uses = [{i: draw.randint(1, 4) for i in draw.sample(range(n), draw.randint(1, n))}
                         for _ in range(rank.world_size)]
+                losses = [lambda one, i=i: params[i].sum() * one
+                          for i, times in uses[rank.rank].items() for _ in range(times)]
                 with optimizer.no_sync() if action == "n" else contextlib.nullcontext():
-                    sum(params[i].sum() * times for i, times in uses[rank.rank].items()).backward()
+                    sum(checkpoint(f, one, use_reentrant=True) if action == "k" else f(one) for f in losses).backward()
                 waiting = [old + sum(use.get(i, 0) for use in uses) / rank.world_size for i, old in enumerate(waiting)]
             elif action == "s":
                 optimizer.step()
@@ -92,34 +68,9 @@ def random_schedules(rank, seeds):
                 assert moved_by(params, [moved]), (seed, actions[: position + 1])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_random_schedules(run, world_size):
-    run(random_schedules, range(20))
-
-
-def collective_before_step(rank, how):
-    """All ranks but 0 use one parameter of six: rank 0 may not wait in backward() while they wait elsewhere."""
-    params, optimizer = zeros(rank, find_unused_parameters=True)
-
-    def closure():
-        loss = sum(params[i].sum() for i in (range(1) if rank.rank else range(6)))
-        loss.backward()
-        return loss.detach()
-    if how == "of a closure's loss":
-        optimizer.step(closure)
-    else:
-        dist.all_reduce(closure())
-        optimizer.step()
-    assert moved_by(params, [[1] * 6] + [[1] + [0] * 5] * (rank.world_size - 1))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("how", ["of a closure's loss", "of the user's"])
-def test_a_collective_between_backward_and_step(run, world_size, how):
-    run(collective_before_step, how)
-
-
-def given_up(rank):
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_a_step_is_given_up_though_one_rank_has_let_nothing_leave(rank):
     """One rank has its gradients in no_sync, those of the others have left: to give the step up is for all of them."""
     params, optimizer = zeros(rank)
     for given_up in (True, False):
@@ -132,8 +83,35 @@ def given_up(rank):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_step_is_given_up_though_one_rank_has_let_nothing_leave(run, world_size):
-    run(given_up)
+@on_ranks
+def test_what_is_assigned_when_gradients_of_no_sync_have_left_is_too_late(rank):
+    """What waited for its round waits no longer when it has left: a gradient that is there then is a user's."""
+    params, optimizer = zeros(rank)
+    with optimizer.no_sync():
+        sum(param.sum() for param in params).backward()
+    assert [param.grad is None for param in params] == [False] * 6
+    sum(param.sum() for param in params).backward()
+    assert [param.grad is None for param in params] == [True] * 6
+    params[3].grad = torch.full((5,), 100.0, device=rank.device)
+    with pytest.raises(RuntimeError, match="the gradient of parameter 3 of group 0 was assigned after"):
+        optimizer.step()
+    params[3].grad = None
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    assert moved_by(params, [[1] * 6])
+
+
+@pytest.mark.parametrize("world_size", [3])
+@on_ranks
+def test_a_setting_that_one_rank_alone_has_is_an_error_on_every_rank(rank):
+    for owner, told in ((0, "0.5 on rank 0 and None on rank 1"), (2, "None on rank 0 and 0.5 on rank 2")):
+        params, optimizer = zeros(rank)
+        if rank.rank == owner:
+            optimizer.param_groups[0]["decay"] = 0.5
+        sum(param.sum() for param in params).backward()
+        with pytest.raises(RuntimeError, match=f"decay of group 0 is {told}"):
+            optimizer.step()
+        assert moved_by(params, [[0] * 6])
 
 
 class Fail(torch.autograd.Function):
@@ -146,7 +124,9 @@ class Fail(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def failed_pass(rank, checkpointed):
+@pytest.mark.parametrize("checkpointed", [False, True])
+@on_ranks
+def test_passes_after_one_that_failed(rank, checkpointed):
     """A pass fails on all ranks, on rank 0 when all gradients are there. They count, as in torch; so does the pass.
 
     The graph of the pass that failed, with the node of a re-entrant checkpoint in it, lives on.
@@ -168,30 +148,9 @@ def failed_pass(rank, checkpointed):
     assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_passes_after_one_that_failed(run, world_size, checkpointed):
-    run(failed_pass, checkpointed)
-
-
-def shared_in_checkpoints(rank):
-    """Parameters are used more often on some ranks, each time in a re-entrant checkpoint: gradients come each time."""
-    params, optimizer = zeros(rank)
-    factor = torch.ones((), device=rank.device, requires_grad=True)
-    uses = [3 - min(r, 2) for r in range(rank.world_size)]
-    losses = [checkpoint(lambda factor: sum(param.sum() for param in params) * factor, factor, use_reentrant=True)
-              for _ in range(uses[rank.rank])]
-    sum(losses).backward()
-    optimizer.step()
-    assert moved_by(params, [[n] * 6 for n in uses])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_layer_in_as_many_checkpoints_as_the_rank_likes(run, world_size):
-    run(shared_in_checkpoints)
-
-
-def dropped(rank):
+@pytest.mark.parametrize("world_size", [3])
+@on_ranks
+def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(rank):
     """Between backward() and step(), with ranks that used other parameters: it leaves nothing behind."""
     params, optimizer = zeros(rank, find_unused_parameters=True)
     sum(100 * params[i].sum() for i in (range(1) if rank.rank else range(6))).backward()
@@ -206,12 +165,9 @@ def dropped(rank):
     assert moved_by(params, [[1] * 6])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(run, world_size):
-    run(dropped)
-
-
-def two_optimizers(rank):
+@pytest.mark.parametrize("world_size", [3])
+@on_ranks
+def test_messages_of_two_optimizers_do_not_mix(rank):
     """Rank 0 goes backward through the parameters of the first one first, the others through those of the second.
 
     On gloo, where messages have tags: NCCL's collectives must have one order on all ranks, DDP's too.
@@ -226,12 +182,9 @@ def two_optimizers(rank):
         assert moved_by(params, [[i + 1] * 2])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_messages_of_two_optimizers_do_not_mix(run, world_size):
-    run(two_optimizers)
-
-
-def beside_other_messages(rank):
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
+def test_messages_of_the_user_are_not_taken_for_gradients(rank):
     """The user's own irecv, which has torch's default tag, and was there before any of the optimizer's."""
     group = dist.new_group()
     params, optimizer = zeros(rank, n=3, process_group=group)  # the first one on this group
@@ -245,11 +198,8 @@ def beside_other_messages(rank):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_messages_of_the_user_are_not_taken_for_gradients(run, world_size):
-    run(beside_other_messages)
-
-
-def by_other_names(rank):
+@on_ranks
+def test_gloo_by_another_name_sums_in_fp32_too(rank):
     """-> the averaged gradient, in groups whose backend is gloo by these names."""
     torch.manual_seed(rank.rank)
     values, found = torch.randn(99, dtype=torch.bfloat16), []
@@ -263,12 +213,9 @@ def by_other_names(rank):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_gloo_by_another_name_sums_in_fp32_too(run, world_size):
-    run(by_other_names)
-
-
+@on_ranks
 @on_its_device
-def not_stepped(rank):
+def test_graphs_through_what_was_not_stepped(rank):
     """Graphs through parameters that a step leaves alone, since they are unused or frozen, live on, as in torch."""
     torch.manual_seed(0)
     one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
@@ -290,12 +237,10 @@ def not_stepped(rank):
     features.sum().backward()
 
 
-def test_graphs_through_what_was_not_stepped(run):
-    run(not_stepped)
-
-
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks
 @on_its_device
-def interrupted(rank):
+def test_an_interrupt_where_a_bucket_leaves(rank):
     """Ctrl-C where a bucket leaves, on every rank: what is given up is gone, and the rest is as if it had not been."""
     models, calls = [], itertools.count()
     for interrupt in (False, True):
@@ -323,7 +268,3 @@ def interrupted(rank):
             optimizer.zero_grad()
         models.append(model)
     assert_same(*models, exact=True)
-
-
-def test_an_interrupt_where_a_bucket_leaves(run):
-    run(interrupted)

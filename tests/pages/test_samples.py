@@ -7,12 +7,15 @@ programs: they run on two ranks, or as many as `--nproc-per-node` in their first
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import STAGES
 from tests.ranks import ROOT, run_ranks
 
 PAGES = [ROOT / "docs" / name for name in ("guide.md", "checkpoints.md")]
-MAX_WORDS = {"guide.md": 1850, "checkpoints.md": 1100}
 
 
 def samples(page):
@@ -62,12 +65,14 @@ def test_each_page_has_samples():
     assert list(FILES) == ["common.py"]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("code", [code for *_, code in PROGRAMS], ids=ids(PROGRAMS))
 def test_a_sample_runs(folder, code):
     for ended in run(folder, code):
         assert ended.code == 0, ended.stderr
 
 
+@pytest.mark.waits
 def test_a_rank_that_is_lost_ends_the_other_with_one_line(folder):
     (code,) = [code for _, _, code in PROGRAMS if "--fail" in code]
     other, lost = run(folder, code, "--fail")
@@ -75,6 +80,74 @@ def test_a_rank_that_is_lost_ends_the_other_with_one_line(folder):
     assert re.fullmatch(r"rank 0: .+\n", other.stderr), other.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_short(page):
-    assert len(page.read_text().split()) <= MAX_WORDS[page.name]
+# ------------------------- README.md's in 60 seconds, chapter 3's rung between: DDP's result to the bit
+
+
+def block_of(page, opening):
+    """-> the block of Python of a page that begins so."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    (found,) = [block for block in blocks if block.startswith(opening)]
+    return found
+
+
+def batches_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 6, generator=generator) for _ in range(5)]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Loss(nn.Module):
+    """What the page writes as `model(batch)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = make_model()
+
+    def forward(self, batch):
+        return self.model(batch).pow(2).sum()
+
+
+def replicated(rank, make_optimizer):
+    model = Loss()
+    forward, optimizer = DistributedDataParallel(model), make_optimizer(model.parameters())
+    for batch in batches_of(rank.rank):
+        forward(batch).backward()
+        optimizer.step()
+        forward.zero_grad()
+    return model
+
+
+def in_60_seconds(rank):
+    model = Loss()
+    names = {"torch": torch, "dist": dist, "model": model, "rank": rank.rank, "d": rank.world_size,
+             "batches": batches_of(rank.rank)}
+    exec(block_of("README.md", "model = "), names)
+    assert len(names["optimizer"].state) == 2  # of four parameters
+    pairs = zip(model.parameters(), replicated(rank, torch.optim.AdamW).parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_the_idea_in_60_seconds_is_ddp_to_the_bit(run, world_size):
+    assert all(run(in_60_seconds))
+
+
+def rung_between(rank):
+    names, model = {"torch": torch, "dist": dist}, Loss()
+    exec(block_of(f"{STAGES[2]}/README.md", "# not in the core"), names)
+    for batch in batches_of(rank.rank):
+        model(batch).backward()
+        names["step"](list(model.parameters()), 0.1, rank.rank, rank.world_size)
+        model.zero_grad()
+    pairs = zip(model.parameters(), replicated(rank, lambda params: torch.optim.SGD(params, lr=0.1)).parameters(),
+                strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_the_rung_between_2_and_3_is_ddp_to_the_bit(run, world_size):
+    assert all(run(rung_between))

@@ -1,23 +1,18 @@
-"""How core and guard fit together: the order of the classes, the names that users see, a package that is taken."""
+"""What users take home: the names that they see, a stage copied alone, a package that `make take` wrote."""
 
-import re
+import inspect
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-import guard
-from harness.report.seams import table
+import checkpoint
 from harness.run.take import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of
-
-
-def test_the_table_of_seams_is_that_of_the_code():
-    assert re.findall(r"^    (\S+ .+)$", guard.__doc__, re.MULTILINE) == table(optimizer_of(STAGES[3]))
-
 
 OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "no_sync", "train", "eval"}
 OF_CHECKPOINT = {"pieces", "make_optimizer", "pass_on_hyperparameters", "refuse_different_settings", "has_grads"}
@@ -42,26 +37,45 @@ def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage):
     assert all(f"optimizer.{name}" in face for name in OF_CHECKPOINT)
 
 
-@pytest.mark.slow
-def test_the_contract_holds_of_packages_that_were_taken(tmp_path):
-    """Nothing of this repository is beside a package, and the tests are given the folder that all four are in."""
-    names = {stage: f"mine_{stage.removeprefix('stage')[0]}" for stage in STAGES}
-    for stage, name in names.items():
-        take(stage.removeprefix("stage")[0], tmp_path / name)
-        (tmp_path / "program.py").write_text(
-            f"import {name}\nprint({name}.DistributedOptimizer.__module__, {name}.__version__)\n")
-        alone = run_alone(tmp_path / "program.py", cwd=tmp_path)
-        assert alone.stdout.split() == [f"{name}.distributed", VERSION], alone.stderr
-    run = run_module("pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2",
-                     *(f"--stage={name}" for name in names.values()), "tests/stages/test_contract.py",
-                     limit_s=300, PYTHONPATH=tmp_path)
-    assert run.code == 0, run.stdout[-3000:]
-    assert {run.stdout.count(f"[{name}-2]") for name in names.values()} == {run.stdout.count("[mine_1-2]")} != {0}
+def test_public_functions_have_types():
+    methods = [getattr(optimizer_of(stage), name) for stage in STAGES
+               for name in ("__init__", "clip_grad_norm_", "finish_grad_sync", "no_sync")]
+    for function in [checkpoint.full_state_dict, checkpoint.load_full_state_dict, checkpoint.save, checkpoint.load,
+                     checkpoint.latest, checkpoint.reshard, *methods]:
+        signature = inspect.signature(function)
+        untyped = [name for name, parameter in signature.parameters.items()
+                   if name != "self" and parameter.annotation is parameter.empty]
+        assert not untyped and signature.return_annotation is not signature.empty, function
+
+
+ALONE = """
+import torch, torch.distributed as dist
+from mine import {name}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = {name}([weight], torch.optim.SGD, lr=0.5)
+weight.sum().backward()
+optimizer.step()
+print(weight.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_is_copied_alone_gives_its_core(stage, tmp_path):
+    """And says in a line what the class around it needs."""
+    shutil.copytree(ROOT / stage, tmp_path / "mine", ignore=shutil.ignore_patterns("train.py", "__pycache__"))
+    (tmp_path / "program.py").write_text(ALONE.format(name="ShardedOptimizer"))
+    run = run_alone(tmp_path / "program.py", cwd=tmp_path)
+    assert (run.code, run.stdout.strip()) == (0, "[0.5, 0.5, 0.5]"), run.stderr
+    (tmp_path / "program.py").write_text(ALONE.format(name="DistributedOptimizer"))
+    line = run_alone(tmp_path / "program.py", cwd=tmp_path).stderr.splitlines()[-1]
+    assert line == "ImportError: DistributedOptimizer needs guard/ beside mine/, see make take"
 
 
 SAVES = """
 import torch, torch.distributed as dist
-from mine import DistributedOptimizer, checkpoint
+from mine import DistributedOptimizer, __version__, checkpoint
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 def a_model(value):
     model = torch.nn.ParameterList([torch.full((3,), value)])
@@ -76,17 +90,29 @@ print(checkpoint.load(checkpoint.latest("runs"), model, optimizer))
 model[0].sum().backward()
 optimizer.step()
 print(model[0].tolist(), checkpoint.__file__)
+print(DistributedOptimizer.__module__, __version__)
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_taken_with_checkpoint_saves_and_loads(stage, tmp_path):
+def test_a_stage_that_was_taken_trains_saves_and_loads(stage, tmp_path):
+    """Nothing of this repository is beside the package. What it computes the contract says, of the same files."""
     take(stage.removeprefix("stage")[0], tmp_path / "mine", with_checkpoint=True)
     (tmp_path / "program.py").write_text(SAVES)
     run = run_alone(tmp_path / "program.py", cwd=tmp_path)
     assert run.code == 0, run.stderr
-    assert run.stdout.splitlines() == ["{'step': 1}", f"[-0.25, -0.25, -0.25] {tmp_path}/mine/checkpoint/__init__.py"]
+    assert run.stdout.splitlines() == [
+        "{'step': 1}", f"[-0.25, -0.25, -0.25] {tmp_path}/mine/checkpoint/__init__.py", f"mine.distributed {VERSION}"]
+
+
+@pytest.mark.waits
+def test_the_contract_is_run_on_a_package_that_was_taken(tmp_path):
+    """`pytest --stage mine`, where the folder that the package is in is on the path: one test of the contract."""
+    take("4", tmp_path / "mine")
+    run = run_module("pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2", "--stage=mine", "-k", "by_hand",
+                     "tests/stages/test_contract.py", PYTHONPATH=tmp_path)
+    assert run.code == 0 and run.stdout.count("[mine-2]") > 0, run.stdout[-3000:]
 
 
 @pytest.mark.parametrize("asked, line", [
