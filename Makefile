@@ -85,21 +85,21 @@ train: $(ENV)
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 network: $(ENV)
-	exec $(PYTHON) -m harness.measure.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json $(ARGS)
+	exec $(PYTHON) -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json $(ARGS)
 
 curve: $(ENV)
-	exec $(PYTHON) -m harness.measure.curve $(ARGS)
+	exec $(PYTHON) -m harness.curve $(ARGS)
 
 timeline: $(ENV)
 	$(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all))
-	exec $(PYTHON) -m harness.measure.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
+	exec $(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
 
 seams: $(ENV)
-	exec $(PYTHON) -m harness.report.seams $(STAGE)
+	exec $(PYTHON) -m harness.seams $(STAGE)
 
 take: $(ENV)
 	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))
-	exec $(PYTHON) -m harness.run.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
+	exec $(PYTHON) -m harness.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
@@ -109,25 +109,25 @@ faults: $(ENV)
 	exec $(PYTHON) -m tests.checkpoint.mutations --json measured/faults_mutations.json
 
 cuda: $(ENV)
-	exec $(PYTHON) -m harness.measure.gpu_step $(ARGS)
+	exec $(PYTHON) -m harness.gpu_step $(ARGS)
 
 saving: $(ENV)
-	exec $(PYTHON) -m harness.measure.saving $(ARGS)
+	exec $(PYTHON) -m harness.saving $(ARGS)
 
 host: $(ENV)
-	exec $(PYTHON) -m harness.measure.host_time $(ARGS)
+	exec $(PYTHON) -m harness.host_time $(ARGS)
 
 plan: $(ENV)
 	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.report $(if $(PUBLISH),--publish)
+	$(PYTHON) -m harness.pages $(if $(PUBLISH),--publish)
 	$(PYTHON) -m show --pages
 	$(PYTHON) -m variants --page
 
 .PHONY: docs-check
 docs-check: $(ENV)
-	exec $(PYTHON) -m harness.report.docs_check $(ARGS)
+	exec $(PYTHON) -m harness.docs_check $(ARGS)
 
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))

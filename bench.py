@@ -1,4 +1,4 @@
-"""Trains the same model in every row of harness/rows/catalogue.py, on ranks that it starts: time, traffic, memory.
+"""Trains the same model in every row of harness/rows.py, on ranks that it starts: time, traffic, memory.
 
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
@@ -11,20 +11,31 @@ import functools
 import sys
 from pathlib import Path
 
-from harness.run import command_line  # first: from here on Ctrl-C is one word
+from harness import command_line  # first: from here on Ctrl-C is one word
 
 import rich.console
 import rich.progress
 
-from harness.measure import any_ranks, conditions, default_buckets, every_row, host_time, recorder, shared_layers
-from harness.measure.setup import Settings
-from harness.report import terminal
-from harness.rows import catalogue, rates, saved
-from harness.rows.choice import Choice, is_asked
-from harness.run.files import write
-from harness.run.workers import WorkerError, Workers
-from harness.train import corpus, tensor_parallel
-from harness.train.gpt import MODELS
+from harness import alone as any_ranks
+from harness import examine as conditions
+from harness import alone as default_buckets
+from harness import every_row
+from harness import host_time
+from harness import timeline as recorder
+from harness import every_row as shared_layers
+from harness.examine import Settings
+from harness import tables as terminal
+from harness import rows as catalogue
+from harness import results as rates
+from harness import results as saved
+from harness.rows import Choice
+from harness.rows import is_asked
+from harness.command_line import write
+from harness.workers import WorkerError
+from harness.workers import Workers
+from harness import corpus
+from harness import gpt as tensor_parallel
+from harness.gpt import MODELS
 
 fail = functools.partial(command_line.fail, "bench.py")
 

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from harness.run.workers import Pools, PoolsElsewhere, WorkerError
+from harness.workers import Pools, PoolsElsewhere, WorkerError
 from tests.common import STAGES
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.

@@ -19,7 +19,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from harness.run import command_line
+from harness import command_line
 
 from grade import contract, grader, left_over, variants
 from grade.grader import Grader, Wrong

@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 from grade import on_ranks
-from harness.run.workers import WorkerError, Workers
+from harness.workers import WorkerError, Workers
 
 START_S = 60  # to start the ranks
 IMPORT_S = 20  # to import what is graded

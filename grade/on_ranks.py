@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
-from harness.run.meeting import Rank
-from harness.run.workers import event
+from harness.ledger import Ledger
+from harness.meeting import Rank
+from harness.memory import Memory
+from harness.workers import event
 
 CLASSES = ("DistributedOptimizer", "ShardedOptimizer")  # the whole one, or the idea alone: a core
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))

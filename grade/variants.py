@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from grade.grader import NotRun
-from harness.measure.memory import Memory
-from harness.report.reading_time import code_lines
+from harness.memory import Memory
+from harness.tables import code_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 30

@@ -1,10 +1,4 @@
-"""What measuring and training need and no stage may know, in rooms.
+"""What measuring and training need and no stage may know: one module a job. Stages' train.py import harness.train."""
 
-A room imports from those before it, and from itself.
-Each room's own first lines say what is in it, and who calls it. Stages' train.py import harness.train, and no other.
-"""
-
-ROOMS = ("run", "rows", "train", "report", "measure", "plan", "faults")  # the arrow: tests/house holds it
-
-from harness.run import command_line as command_line  # before torch, which takes seconds, so that
-from harness.run import signals as signals  # from here on Ctrl-C is one word
+from harness import command_line as command_line  # before torch, which takes seconds, so that
+from harness import processes as processes  # from here on Ctrl-C is one word

@@ -16,8 +16,8 @@ import json
 import sys
 from pathlib import Path
 
-from harness.run import command_line
-from harness.run.workers import WorkerError
+from harness import command_line
+from harness.workers import WorkerError
 
 from . import figures, page, programs, record, replicated, terminal
 

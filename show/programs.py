@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.run.workers import Workers
+from harness.workers import Workers
 
 from . import frames, page, record, replicated
 from .record import Program

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from harness.run.workers import Workers
+from harness.workers import Workers
 
 from . import labels, loop, replicated
 from .trace import Trace

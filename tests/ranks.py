@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from harness.run.workers import start_forkserver
+from harness.workers import start_forkserver
 
 ROOT = Path(__file__).resolve().parents[1]
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -144,7 +144,7 @@ def _environment(changes):
 
 def _be_a_rank(command, environment, cwd, outputs, server):
     """In the new process: becomes what `python script.py` would be, as far as the script can see; and ends like it."""
-    gc.freeze()  # as in harness.run.workers
+    gc.freeze()  # as in harness.workers
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests have it ignored
     _find_server(server)
     for number, file in enumerate(outputs, start=1):

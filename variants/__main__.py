@@ -21,16 +21,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
-from harness.report import published
-from harness.report.cells import rate_words
-from harness.report.loss_table import loss_sheet
-from harness.report.reading_time import code_lines, core_lines
-from harness.report.sheet import NONE
-from harness.rows.loss_results import LossResult
-from harness.run import command_line
-from harness.run.files import write
+from harness import command_line
+from harness import results as published
+from harness.command_line import write
+from harness.ledger import Ledger
+from harness.memory import Memory
+from harness.results import LossResult
+from harness.tables import NONE, code_lines, core_lines, loss_sheet, rate_words
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 8

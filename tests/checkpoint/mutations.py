@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import manifest as manifests
-from harness.rows import saved
-from harness.rows.fault_results import MutationResult, MutationRow
+from harness import results as saved
+from harness.results import MutationResult, MutationRow
 from tests.common import STAGES, optimizer_of
 
 LONGEST_S, MOST_KB = 10, 2**20

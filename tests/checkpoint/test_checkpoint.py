@@ -28,7 +28,7 @@ from checkpoint import full_state_dict, load_full_state_dict, reshard, writing
 from checkpoint.convert import convert
 from checkpoint.folder import LOCK
 from checkpoint.rank_files import whole
-from harness.measure.memory import Memory
+from harness.memory import Memory
 from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
 
 SHARDED = STAGES[2:]

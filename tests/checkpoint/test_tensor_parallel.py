@@ -19,7 +19,7 @@ import stage4_overlap
 from checkpoint.convert import convert, converted
 from checkpoint.manifest import MANIFEST, manifest_of, sealed, unsealed
 from checkpoint.states import owners_of
-from harness.run.meeting import Rank
+from harness.meeting import Rank
 from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
 
 ONE = Rank(0, 1, torch.device("cpu"), "gloo")

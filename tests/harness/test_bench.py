@@ -18,19 +18,24 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness.measure import accumulation, any_ranks, conditions, every_row, examine, host_time, step_time
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
-from harness.measure.played_rank import rank_0_of
-from harness.measure.setup import Settings, adamw, make_batches, make_model
-from harness.report import terminal
-from harness.report.conditions_line import conditions_line
-from harness.report.step_picture import PARAMETERS
-from harness.rows import catalogue, saved
-from harness.rows.choice import Choice
-from harness.rows.results import Result, Row
-from harness.run import files
-from harness.train.gpt import GPT, MODELS
+from harness import alone as any_ranks
+from harness import command_line as files
+from harness import every_row, examine, host_time
+from harness import examine as accumulation
+from harness import examine as conditions
+from harness import examine as step_time
+from harness import results as saved
+from harness import rows as catalogue
+from harness import tables as terminal
+from harness.alone import rank_0_of
+from harness.examine import Settings, adamw, make_batches, make_model
+from harness.gpt import GPT, MODELS
+from harness.ledger import Ledger
+from harness.memory import Memory
+from harness.pictures import PARAMETERS
+from harness.results import Result, Row
+from harness.rows import Choice
+from harness.tables import conditions_line
 from tests.common import optimizer_of
 from tests.ranks import ROOT, run_alone
 

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from harness.run import command_line
-from harness.train.corpus import load_bytes
+from harness import command_line
+from harness.corpus import load_bytes
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_with
 
@@ -32,8 +32,8 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
 
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "--nproc-per-node 256 stage3_gradbuffer/train.py"),
-    (["timeline", "STAGE=all"], "-m harness.measure.timeline --rows all"),
-    (["timeline"], "-m harness.measure.timeline --rows stage 4"),
+    (["timeline", "STAGE=all"], "-m harness.timeline --rows all"),
+    (["timeline"], "-m harness.timeline --rows stage 4"),
 ], ids=str)
 def test_a_right_variable_of_make_is_taken(arguments, command):
     ended = make(*arguments)
@@ -50,7 +50,7 @@ def test_a_fifo_for_data_is_not_waited_for(program, tmp_path):
 
 
 def test_a_character_device_is_read(monkeypatch):
-    monkeypatch.setattr("harness.train.corpus.DATA_BYTES", 1000)
+    monkeypatch.setattr("harness.corpus.DATA_BYTES", 1000)
     assert load_bytes("/dev/zero").tolist() == [0] * 1000
 
 

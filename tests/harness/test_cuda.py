@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.measure import gpu_step, host_time, ledger
-from harness.report.gpu_table import gpu_sheet
-from harness.report.sheet import sheet_text
-from harness.train.gpt import GPT, MODELS
+from harness import gpu_step, host_time, ledger
+from harness.gpt import GPT, MODELS
+from harness.tables import gpu_sheet, sheet_text
 from tests.common import STAGES
 
 CPU = torch.device("cpu")

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
-from harness.measure.setup import Settings, adamw, make_batches, make_model
-from harness.rows import catalogue, exchange
+from harness import exchange
+from harness import rows as catalogue
+from harness.examine import Settings, adamw, make_batches, make_model
+from harness.ledger import Ledger
+from harness.memory import Memory
 
 pytestmark = pytest.mark.waits
 

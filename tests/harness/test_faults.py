@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from checkpoint import DamagedCheckpoint, latest
-from harness.faults import command, file_operations, scenarios
-from harness.faults import final_state as final_states
-from harness.faults import random_kills as kills
-from harness.faults.file_operations import kills_at_operations
-from harness.faults.final_state import final_state
-from harness.faults.random_kills import random_kills
-from harness.faults.training_run import Run
-from harness.rows import saved
-from harness.rows.fault_results import FaultResult, Stop
-from harness.run.workers import WorkerError
-from harness.train import run_folder, stop_signal
-from harness.train.checkpoints import Checkpoints
+from harness import faults as command
+from harness import faults as file_operations
+from harness import faults as final_states
+from harness import faults as kills
+from harness import faults as scenarios
+from harness import options as run_folder
+from harness import options as stop_signal
+from harness import results as saved
+from harness.checkpoints import Checkpoints
+from harness.faults import Run, final_state, kills_at_operations, random_kills
+from harness.results import FaultResult, Stop
+from harness.workers import WorkerError
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
@@ -91,7 +91,7 @@ def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturb
     printed = train(f"{STAGES[2]}/train.py", tmp_path, ranks=3)
     assert "step 11/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
     (tmp_path / "step-00000030").rename(tmp_path / "one.partial")
-    printed = train("harness/train/train_ddp.py", tmp_path, ranks=1)
+    printed = train("harness/train_ddp.py", tmp_path, ranks=1)
     assert "step 21/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.run import devices, lost_ranks
-from harness.run.workers import WorkerError, Workers, event
+from harness import meeting as devices
+from harness import meeting as lost_ranks
+from harness.workers import WorkerError, Workers, event
 from tests.ranks import hears_ctrl_c, run_ranks
 
 pytestmark = pytest.mark.waits
@@ -83,7 +84,7 @@ def test_ctrl_c_ends_every_rank(tmp_path):
     """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from harness.run.workers import Workers
+from harness.workers import Workers
 from tests.harness.test_launch import fails_on_rank_1
 if __name__ == "__main__":
     with Workers(2) as workers:
@@ -212,8 +213,8 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
-@pytest.mark.parametrize("module", ["bench", "harness.measure.timeline", "harness.faults", "harness.measure.gpu_step",
-                                    "harness.report"])
+@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.faults", "harness.gpu_step",
+                                    "harness.pages"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
@@ -233,7 +234,7 @@ def test_ctrl_c_is_one_word_for_a_rank(capsys):
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nfrom harness.run.meeting import connect\nconnect()\n"
+    script.write_text("import os, time\nfrom harness.meeting import connect\nconnect()\n"
                       "print(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,12 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from harness.measure import accumulation, every_row, namespaces, on_each_host, recorder, two_host_options, two_hosts
-from harness.measure.namespaces import Hosts, missing
-from harness.rows import catalogue, rates, saved
-from harness.rows.choice import Choice
-from harness.rows.results import AccumulatedRow, Result, Row, Sweep
-from harness.run import meeting, signals
+from harness import every_row, meeting, two_hosts
+from harness import examine as accumulation
+from harness import processes as signals
+from harness import results as rates
+from harness import results as saved
+from harness import rows as catalogue
+from harness import timeline as recorder
+from harness import two_hosts as namespaces
+from harness import two_hosts as on_each_host
+from harness import two_hosts as two_host_options
+from harness.results import AccumulatedRow, Result, Row, Sweep
+from harness.rows import Choice
+from harness.two_hosts import Hosts, missing
 from tests.ranks import hears_ctrl_c
 
 pytestmark = pytest.mark.waits
@@ -44,7 +51,7 @@ needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, netwo
 
 def network(*args, **kwargs):
     """Ahead of the ranks of other tests: each host has one core, on which every message would wait for theirs."""
-    command = ["nice", "-n", "-10", sys.executable, "-m", "harness.measure.two_hosts", *args]
+    command = ["nice", "-n", "-10", sys.executable, "-m", "harness.two_hosts", *args]
     return command, dict(cwd=ROOT, text=True, **kwargs)
 
 

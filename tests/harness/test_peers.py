@@ -6,14 +6,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
-from harness.measure import accumulation, default_buckets, examine
-from harness.measure.ledger import Ledger
-from harness.measure.played_rank import rank_0_of
-from harness.measure.setup import Settings, adamw, make_batches, make_model
-from harness.rows import catalogue, taken_apart
-from harness.rows.choice import ONE_PARAMETER, Choice
-from harness.rows.owner_reduce import owner_buckets
-from harness.rows.replicated import DistributedOptimizer
+from harness import alone as default_buckets
+from harness import examine
+from harness import examine as accumulation
+from harness import rows as catalogue
+from harness import rows as taken_apart
+from harness.alone import rank_0_of
+from harness.examine import Settings, adamw, make_batches, make_model
+from harness.ledger import Ledger
+from harness.owner_reduce import owner_buckets
+from harness.reference import DistributedOptimizer
+from harness.rows import ONE_PARAMETER, Choice
 from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
 from tests.house.test_house import code_lines

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import stage3_gradbuffer
-from harness.measure.any_ranks import state_bytes
-from harness.measure.setup import Settings
-from harness.plan import command, dry_run, models, planner
-from harness.plan.calibration import calibrated
-from harness.plan.dry_run import Event
-from harness.plan.replay import Hardware, message_seconds, replay
-from harness.report.reading_time import code_lines
-from harness.rows import catalogue
-from harness.rows.choice import Choice
+from harness import dry_run, models
+from harness import dry_run as planner
+from harness import plan as command
+from harness import rows as catalogue
+from harness.alone import state_bytes
+from harness.dry_run import Event, Hardware, calibrated, message_seconds, replay
+from harness.examine import Settings
+from harness.rows import Choice
+from harness.tables import code_lines
 from tests.ranks import ROOT, run_module
 
 TINY = models.NAMED["tiny"]

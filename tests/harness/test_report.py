@@ -10,19 +10,42 @@ import sys
 
 import pytest
 
-from harness.report import blocks, curve, ladder, pages, published, sentences, sweep_picture, terminal, yours
-from harness.report.accumulation_tables import accumulation_sheet, share_sheet
-from harness.report.bucket_tables import buckets_sheet
-from harness.report.cells import rate_words
-from harness.report.line_tables import line_sheet
-from harness.report.row_tables import memory_sheets
-from harness.report.sheet import NONE, sheet_text
-from harness.rows import bucket_sizes, catalogue, rates, saved
-from harness.rows.choice import ONE_PARAMETER, Choice
-from harness.rows.fault_results import FaultResult, MutationResult
-from harness.rows.gpu_results import GpuResult
-from harness.rows.plan_results import PlanResult
-from harness.rows.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
+from harness import pages
+from harness import pages as blocks
+from harness import pages as sentences
+from harness import pages as yours
+from harness import pictures as curve
+from harness import pictures as sweep_picture
+from harness import results as published
+from harness import results as rates
+from harness import results as saved
+from harness import rows as bucket_sizes
+from harness import rows as catalogue
+from harness import tables as ladder
+from harness import tables as terminal
+from harness.results import (
+    AccumulatedRow,
+    Accumulation,
+    FaultResult,
+    GpuResult,
+    MutationResult,
+    PlanResult,
+    RecordedStep,
+    Result,
+    Row,
+    Sweep,
+)
+from harness.rows import ONE_PARAMETER, Choice
+from harness.tables import (
+    NONE,
+    accumulation_sheet,
+    buckets_sheet,
+    line_sheet,
+    memory_sheets,
+    rate_words,
+    share_sheet,
+    sheet_text,
+)
 from tests.ranks import run_module
 
 HERE = published.ROOT
@@ -231,7 +254,7 @@ def swept(result):
         base = result.find(choice.base)
         return dataclasses.replace(base, bucket_mb=choice.bucket_mb, kind="peer",
                                    rounds_ms=[share * one for one in base.rounds_ms])
-    choices = [choice for choice in bucket_sizes.choices() if choice.base in ("ddp", bucket_sizes.STAGE_4)]
+    choices = [choice for choice in bucket_sizes.choices() if choice.base in ("ddp", bucket_sizes.OVERLAP)]
     share = {Choice("ddp"): 1, Choice("ddp", 2): 0.8}
     sweep = Sweep(result.conditions, [row(choice, share.get(choice, 2)) for choice in choices])
     at = result.rows.index(result.find("ddp")) + 1
@@ -283,8 +306,8 @@ def test_a_sweep_is_a_table_and_a_picture_with_round_ticks(monkeypatch):
                                               "100 MB", "default"]
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     assert sheet.rows[3][1] == f"{result.find('ddp', 2).median_ms:.0f}"
-    svg = sweep_picture.picture([result])
-    assert svg.count("<polyline") == 2 and sweep_picture.picture([without_sweep(result)]) == ""
+    svg = sweep_picture.sweep_picture([result])
+    assert svg.count("<polyline") == 2 and sweep_picture.sweep_picture([without_sweep(result)]) == ""
     ticks = [int(tick) for tick in re.findall(r'text-anchor="end">(\d+)</text>', svg)]
     assert ticks == list(range(0, max(ticks) + 1, ticks[1])) and str(ticks[1]).strip("0") in ("1", "2", "5")
     monkeypatch.setattr(published, "by_rate", lambda *_: [result])
@@ -424,9 +447,9 @@ def copied(tmp_path):
 def test_a_locale_without_unicode_changes_nothing(tmp_path):
     copy = copied(tmp_path)
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    first = run_module("harness.report", cwd=copy)  # after it the tables are those of results/, in any case
+    first = run_module("harness.pages", cwd=copy)  # after it the tables are those of results/, in any case
     assert first.code == 0, first.stderr
-    run = subprocess.run([sys.executable, "-m", "harness.report"], cwd=copy, env=ascii_only, capture_output=True,
+    run = subprocess.run([sys.executable, "-m", "harness.pages"], cwd=copy, env=ascii_only, capture_output=True,
                          text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
@@ -434,7 +457,7 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
 
 @pytest.mark.waits
 def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
-    show = "from harness.report import published, terminal; terminal.show(published.load('bench.json'))"
+    show = "from harness.pages import published, terminal; terminal.show(published.load('bench.json'))"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run([sys.executable, "-c", show], cwd=published.ROOT, env=ascii_only, capture_output=True,
                          text=True, timeout=120)

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from checkpoint import ForeignCheckpoint, latest, save
-from harness.faults.final_state import converted, final_state
-from harness.train import options, run_folder, run_settings, saved_extra, stop_signal
+from harness import checkpoints as saved_extra
+from harness import options
+from harness import options as run_folder
+from harness import options as run_settings
+from harness import options as stop_signal
+from harness.faults import converted, final_state
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 

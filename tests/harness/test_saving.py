@@ -2,15 +2,15 @@
 
 import pytest
 
-from harness.rows import saved
-from harness.rows.saving_results import SavingResult
+from harness import results as saved
+from harness.results import SavingResult
 from tests.ranks import run_module
 
 
 @pytest.mark.waits
 def test_saving_is_measured_beside_the_disk(tmp_path):
     """The bytes are those that the checkpoint has, and every row has its rate; how large it is says nothing here."""
-    run = run_module("harness.measure.saving", "--gigabytes", "0.01", "--rounds", "1", "--folder", tmp_path,
+    run = run_module("harness.saving", "--gigabytes", "0.01", "--rounds", "1", "--folder", tmp_path,
                      "--json", tmp_path / "saving.json")
     assert run.code == 0, run.stderr
     result = saved.from_json(SavingResult, (tmp_path / "saving.json").read_text())

@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 
-from harness.measure import every_row
-from harness.measure.setup import Settings, make_model
-from harness.measure.shared_layers import PACKAGES, examine_shared, time_shared
-from harness.report.shared_tables import shared_sheet
-from harness.report.sheet import sheet_text
-from harness.rows.dtensors import local
-from harness.rows.results import Result
-from harness.train.tensor_parallel import share_layers
+from harness import every_row
+from harness.every_row import PACKAGES, examine_shared, time_shared
+from harness.examine import Settings, make_model
+from harness.gpt import share_layers
+from harness.reference import local
+from harness.results import Result
+from harness.tables import shared_sheet, sheet_text
 from tests.common import STAGES
 from tests.ranks import run_alone, run_ranks
 

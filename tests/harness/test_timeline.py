@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.measure import recorder, timeline
-from harness.measure.ledger import Collective
-from harness.measure.memory import Memory
-from harness.measure.setup import Settings, adamw, make_batches, make_model
-from harness.report import step_picture
-from harness.report.step_trace import trace
-from harness.rows import catalogue, rates
-from harness.rows.results import RecordedStep, Result, Row
-from harness.rows.spans import length, overlap, union
+from harness import pictures as step_picture
+from harness import results as rates
+from harness import rows as catalogue
+from harness import timeline
+from harness import timeline as recorder
+from harness.examine import Settings, adamw, make_batches, make_model
+from harness.ledger import Collective
+from harness.memory import Memory
+from harness.pictures import trace
+from harness.results import RecordedStep, Result, Row, length, overlap, union
 from tests.ranks import run_module
 
 
@@ -149,7 +150,7 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
     out = tmp_path / "timeline.svg"
     args = ["--rows", row, "--model", "nano", "--sequence-length", "16", "--out", str(out)]
     if row == "stage 4":
-        ended = run_module("harness.measure.timeline", *args)
+        ended = run_module("harness.timeline", *args)
         assert ended.code == 0, ended.stderr
         printed = ended.stdout
     else:

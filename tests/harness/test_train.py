@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.run.meeting import Rank
-from harness.train import corpus, progress
+from harness import corpus, progress
+from harness.meeting import Rank
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -51,7 +51,7 @@ def losses():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_prints_the_losses_of_ddp(stage, losses):
-    reference = losses("harness/train/train_ddp.py")
+    reference = losses("harness/train_ddp.py")
     assert len(reference) >= 4 and float(reference[-1]) < float(reference[0])
     assert losses(f"{stage}/train.py") == reference
 

@@ -12,8 +12,8 @@ import pytest
 
 import conftest
 import guard
-from harness.report.reading_time import code_lines
-from harness.report.seams import table
+from harness.seams import table
+from harness.tables import code_lines
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import checkpoint
-from harness.run.take import VERSION, take
+from harness.take import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of

@@ -10,14 +10,18 @@ import sys
 import pytest
 
 from checkpoint import errors
-from harness.report import command_runs, docs_check, markdown, page_checks, project_files
-from harness.report.reading_time import code_lines, core_lines, minutes, words
+from harness import docs_check
+from harness import docs_check as command_runs
+from harness import docs_check as markdown
+from harness import docs_check as page_checks
+from harness import docs_check as project_files
+from harness.tables import code_lines, core_lines, minutes, words
 from tests.common import STAGES
 from tests.ranks import ROOT
 
 
 def test_every_page_says_what_is_there():
-    """Links, names, commands, samples, tables that stand twice, and words: see harness/report/docs_check.py."""
+    """Links, names, commands, samples, tables that stand twice, and words: see harness/docs_check.py."""
     problems = docs_check.problems()
     assert not problems, "\n".join(problems)
     assert page_checks.MOST_WORDS.keys() <= {page.name for page in project_files.pages()}
@@ -179,7 +183,7 @@ QUICK = [
     ("torchrun --nproc-per-node 2 stage4_overlap/train.py",
      ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
       *command_runs.SMALL["train"].split()]),
-    ("python -m harness.measure.timeline", ["python", "-m", "harness.measure.timeline", *command_runs.NANO.split()]),
+    ("python -m harness.timeline", ["python", "-m", "harness.timeline", *command_runs.NANO.split()]),
     ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None),
     ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
     ("pip install torch", None),

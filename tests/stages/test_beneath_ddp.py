@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.ledger import Ledger
+from harness.ledger import Ledger
 from tests.common import STAGES, Net, Replicated, batch, loss_of, on_its_device, optimizer_of, trainable
 from tests.pages.test_samples import FILES, PROGRAMS
 from tests.ranks import ROOT, run_ranks
 
-RUNGS = {"rung 0": "harness.rows.replicated", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
+RUNGS = {"rung 0": "harness.reference", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
 SITUATIONS = {  # column of the table -> (whether DDP is around the model, what the optimizer is told)
     "alone": (False, {}),
     "beneath DDP, `average_gradients=False`": (True, {"average_gradients": False}),
@@ -80,7 +80,7 @@ def test_from_rung_0_to_stage_4_is_one_line(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "common.py").write_text(FILES["common.py"])
     (stage_4,) = [code for _, heading, code in PROGRAMS if heading == "Train, with a scheduler"]
-    rung_0 = stage_4.replace(IMPORT, "from harness.rows.replicated import DistributedOptimizer\n")
+    rung_0 = stage_4.replace(IMPORT, "from harness.reference import DistributedOptimizer\n")
     pairs = zip(stage_4.splitlines(), rung_0.splitlines(), strict=True)
     assert sum(one != other for one, other in pairs) == 1
     weights = []

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
+from harness.ledger import Ledger
+from harness.memory import Memory
 from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
 from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of

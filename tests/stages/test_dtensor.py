@@ -16,9 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import checkpoint
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
-from harness.rows.replicated import DistributedOptimizer as Replicated
-from harness.train.gpt import GPT, GPTConfig
-from harness.train.tensor_parallel import share_layers
+from harness.gpt import GPT, GPTConfig, share_layers
+from harness.reference import DistributedOptimizer as Replicated
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
 from tests.common import STAGES, leave_late, optimizer_of

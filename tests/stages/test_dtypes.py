@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
+from harness.ledger import Ledger
+from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import STAGES, Net, batch, loss_of, on_its_device, one_rank_of, optimizer_of, padding, trainable
 from tests.stages.test_contract import ADAMW, SCHEDULERS

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.measure.ledger import Ledger, wire_bytes
+from harness.ledger import Ledger, wire_bytes
 from tests.common import STAGES, optimizer_of
 from tests.stages import on_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.measure.memory import REST, Memory, mark_grads, mark_state
+from harness.memory import REST, Memory, mark_grads, mark_state
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20  # a MiB
@@ -158,7 +158,7 @@ def test_a_gpu_is_counted_as_a_cpu_is(run, world_size):
 # what Linux counts besides (libraries, code, threads) doesn't grow any more.
 PROGRAM = """
 import torch
-from harness.measure.memory import REST, Memory, mark_grads, mark_state
+from harness.memory import REST, Memory, mark_grads, mark_state
 
 def peak_rss():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 from checkpoint import full_state_dict
-from harness.measure.ledger import Ledger
+from harness.ledger import Ledger
 from tests.common import STAGES, Net, Replicated, assert_same, batch, leave_late, one_rank_of, optimizer_of, trainable
 from tests.stages.test_contract import backward, train
 from tests.stages.test_hostile import error_of, on_ranks, parameter_of, sgd_of

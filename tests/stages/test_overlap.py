@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure.ledger import Ledger
-from harness.measure.memory import Memory
-from harness.measure.recorder import Recorder
-from harness.report.step_picture import PARAMETERS
-from harness.rows.spans import overlap
+from harness.ledger import Ledger
+from harness.memory import Memory
+from harness.pictures import PARAMETERS
+from harness.results import overlap
+from harness.timeline import Recorder
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.transport import GlooTransport, Transport

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from guard.chained import Chained
-from harness.report.reading_time import code_lines
+from harness.tables import code_lines
 from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
 from tests.ranks import ROOT
 

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
 from grade.variants import BlockSGD
-from harness.measure import two_host_options
-from harness.measure.ledger import Ledger
-from harness.report import published
-from harness.report.reading_time import code_lines
-from harness.rows import catalogue, saved
-from harness.rows.loss_results import LossConditions, LossResult, LossRow
-from harness.rows.results import Result, Row
+from harness import results as published
+from harness import results as saved
+from harness import rows as catalogue
+from harness import two_hosts as two_host_options
+from harness.ledger import Ledger
+from harness.results import LossConditions, LossResult, LossRow, Result, Row
+from harness.tables import code_lines
 from tests.checkpoint import test_checkpoint
 from tests.common import Net, Replicated, batch, loss_of, one_rank_of, optimizer_of, trainable
 from tests.ranks import ROOT

@@ -1,0 +1,91 @@
+"""What a user wrote, refused in one line: options, models, and paths that can't be written; and files written whole."""
+
+import contextlib
+import io
+import os
+import sys
+
+# --------------------------------------------------------------------------------------------------------- command_line
+# What a user wrote, refused in one line: options, models, and paths that can't be written.
+
+
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
+
+
+def fail(program, message):
+    """End `program` because of what its user wrote: one line, exit code 2."""
+    print(f"{program}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_at_least_1(args, names, fail):
+    for name in names:
+        if not 1 <= getattr(args, name) <= 10**6:
+            bound = "at least 1" if getattr(args, name) < 1 else "at most a million"
+            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
+
+
+def check_between(option, value, lowest, highest, fail):
+    """Also where `value` is no number, as nan is."""
+    if not lowest <= value <= highest:
+        fail(f"{option} {value:g}: it must be from {lowest:g} to {highest:g}")
+
+
+def check_bounds(args, bounds, fail):
+    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None."""
+    for name, (least, most) in bounds.items():
+        if getattr(args, name) is not None:
+            check_between(f"--{name.replace('_', '-')}", getattr(args, name), least, most, fail)
+
+
+def check_workload(args, at_least_1, models, fail):
+    """`fail` where one of these options is less than 1, or there is no such model, or not for such sequences."""
+    check_at_least_1(args, ("batch_size", "sequence_length", *at_least_1), fail)
+    if args.model not in models:
+        fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
+    if args.sequence_length > models[args.model].block_size:
+        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
+
+
+def check_writable(option, path, fail):
+    """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
+    if not path.name:
+        fail(f"{option} '': it names no file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}.partial").exists()  # that name, see write, may be too long
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()  # a loop of links leads nowhere
+    except OSError as error:
+        fail(f"{option} {path}: {error.strerror}: {error.filename}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        fail(f"{option} {path}: it {'is a folder' if path.is_dir() else 'may not be written'}")
+
+
+def check_beside(option, path, suffix, fail):
+    """As check_writable, also for the file that is written beside `path`, with `suffix`."""
+    if path.suffix == suffix:
+        fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
+    check_writable(option, path, fail)
+    check_writable(option, path.with_suffix(suffix), fail)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+# A file gets its new text when all of it is written: on a full disk the old text stays.
+
+
+def write(option, path, text, fail):
+    """Puts `text` in the place of what `path` holds when all of it is written: on a full disk the old text stays."""
+    is_file = path.is_file() or not path.exists()  # or else /dev/stdout
+    path = path.resolve() if is_file else path  # a link stays one
+    is_aside = is_file and os.access(path.parent, os.W_OK)
+    beside = path.with_name(f"{path.name}.partial") if is_aside else path
+    try:
+        beside.write_text(text, encoding="utf-8")
+        if is_aside:
+            beside.replace(path)
+    except OSError as error:
+        if is_aside:
+            beside.unlink(missing_ok=True)
+        fail(f"{option} {path}: not written: {error.strerror}")

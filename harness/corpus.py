@@ -1,0 +1,145 @@
+"""The data: real text that is on every machine, cut into batches.
+
+It is the source of Python's own standard library, byte by byte: nothing to download, no tokenizer, 256 symbols.
+"""
+
+import math
+import os
+import sysconfig
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.meeting import on_all_ranks
+
+STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order: loads in a fraction of a second
+DATA_BYTES = 256_000_000  # of --data: what is beyond is not read
+VALIDATION_PART = 0.1  # the end of the text
+VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over that part
+
+# Not read: tests (they repeat themselves), installed packages, tables of numbers, and files made on this machine.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
+
+
+def load_bytes(path=None):
+    """The text at `path`, a file or a folder of text files; None: Python's standard library -> (n,) uint8.
+
+    Folders are read in alphabetical order, without hidden files and files that hold a zero byte. At most DATA_BYTES.
+    Raises ValueError when there is nothing to read, naming the path.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files, limit = [file for file in _files(root) if file.suffix == ".py"], STDLIB_BYTES
+        advice = "this Python comes without its source: give a text file or folder with --data"
+    else:
+        advice = "give a text file, or a folder with text files"
+        try:
+            root = Path(path).expanduser()
+            is_there = bool(path) and root.exists()
+        except (OSError, RuntimeError) as error:  # its name is too long, or of a user that there isn't
+            raise ValueError(f"--data {path}: {error}; {advice}") from None
+        if not is_there:
+            raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
+        if not (root.is_dir() or root.is_file() or root.is_char_device()):  # a FIFO would wait for somebody who writes
+            raise ValueError(f"--data {path}: it is no file and no folder; {advice}")
+        files, limit = _files(root, skipped=()) if root.is_dir() else [root], DATA_BYTES
+    data = _read(files, limit, skip_binary=root.is_dir())
+    if not data:
+        raise ValueError(f"{root}: no text in it; {advice}")
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _files(root, skipped=STDLIB_SKIPPED):
+    """The files below `root`, sorted by relative path, without hidden ones, and folders of names in `skipped`."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        # Assigned in place: os.walk then doesn't enter the others (site-packages alone may hold 100 000 files).
+        subfolders[:] = [name for name in subfolders if name not in skipped and _is_wanted(name)]
+        found += [path for name in names if _is_wanted(name) and (path := Path(folder, name)).is_file()]  # no pipes
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _is_wanted(name):
+    return not name.startswith((".", "__pycache__", "_sysconfigdata"))
+
+
+def _read(files, limit, skip_binary):
+    """The contents of `files`, one after the other, as bytes; stops at `limit` bytes."""
+    text = bytearray()
+    for file in files:
+        try:
+            with open(file, "rb", opener=_without_waiting) as opened:
+                content = opened.read(limit - len(text)) or b""
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+        if not (skip_binary and b"\0" in content):
+            text += content
+        if len(text) == limit:
+            break
+    return bytes(text)
+
+
+def _without_waiting(path, flags):
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def split(data):
+    """-> (train, validation): the first 90 % and the last 10 % of `data`."""
+    at = len(data) - round(len(data) * VALIDATION_PART)
+    return data[:at], data[at:]
+
+
+class Batches:
+    """Training batches by number, the same ones whenever they are asked for.
+
+    The whole batch of a step, `world_size * batch_size` sequences, is drawn from (seed, step), and this rank takes its
+    part of it: 2 ranks with 8 sequences each see the same text as 4 ranks with 4.
+    """
+
+    def __init__(self, data, batch_size, sequence_length, rank, world_size, seed=0, device="cpu"):
+        if len(data) <= sequence_length:
+            raise ValueError(f"{len(data)} bytes to train on are too few for one sequence of {sequence_length} + 1")
+        self.data, self.batch_size, self.sequence_length = data, batch_size, sequence_length
+        self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, torch.device(device)
+
+    def batch(self, step):
+        """-> (tokens, targets), each (B, T) int64 on the device. The target of a byte is the byte after it."""
+        generator = np.random.default_rng((self.seed, step))
+        n_starts = len(self.data) - self.sequence_length
+        starts = generator.integers(n_starts, size=(self.world_size, self.batch_size))[self.rank]
+        return _sequences(self.data, starts, self.sequence_length, self.device)
+
+
+def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
+    """This rank's part of VALIDATION_SEQUENCES fixed sequences -> list of (tokens, targets), each (B or fewer, T)."""
+    if len(data) <= sequence_length:
+        raise ValueError(f"{len(data)} bytes to validate on are too few for one sequence of {sequence_length} + 1")
+    starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
+    pieces = [starts[i:i + batch_size] for i in range(0, len(starts), batch_size)]
+    return [_sequences(data, piece, sequence_length, torch.device(device)) for piece in pieces]
+
+
+def _sequences(data, starts, sequence_length, device):
+    rows = starts[:, None] + np.arange(sequence_length + 1)  # (B, T + 1)
+    text = torch.from_numpy(data[rows].astype(np.int64))  # (B, T + 1)
+    if device.type == "cuda":  # from pinned memory the copy doesn't make the CPU wait for the GPU
+        text = text.pin_memory().to(device, non_blocking=True)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()  # (B, T), (B, T)
+
+
+def load_data(args, rank):
+    """-> (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line."""
+    def load():
+        data = load_bytes(args.data)
+        train, validation = split(data)
+        if len(validation) <= args.sequence_length:
+            needed = math.ceil((args.sequence_length + 1) / VALIDATION_PART)
+            raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
+                             f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
+        args.text = args.data or "stdlib", len(data), zlib.crc32(data)  # for checkpoints, to be recognized
+        sizes = args.batch_size, args.sequence_length, rank.rank // args.tp, rank.world_size // args.tp
+        return (Batches(train, *sizes, args.seed, rank.device),
+                validation_batches(validation, *sizes, rank.device))
+    return on_all_ranks(load)

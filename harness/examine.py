@@ -1,0 +1,332 @@
+"""Is a row right, what does it send and hold, how long does a step take: on every rank, with the conditions."""
+
+import contextlib
+import functools
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import time
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from harness import corpus
+from harness import rows as catalogue
+from harness.gpt import GPT, MODELS
+from harness.ledger import Ledger
+from harness.memory import Memory, mark_grads, mark_state
+from harness.results import KINDS, AccumulatedRow, Conditions, Row
+from harness.rows import Choice
+from harness.workers import on_rank_0
+
+# ---------------------------------------------------------------------------------------------------------------- setup
+# What is trained while it is measured: settings, model, batches, the same for every row.
+
+
+WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
+CHECKED_STEPS = 3  # the second is the first that reads parameters which were exchanged, and moments which are not zero
+
+
+class Settings(NamedTuple):
+    """`batch_size`: sequences a rank; `steps`: of which one round takes the time; `data`: a path, or None."""
+    model: str = "tiny"
+    batch_size: int = 4
+    sequence_length: int = 128
+    rounds: int = 3
+    steps: int = 3
+    data: str | None = None
+    seed: int = 0
+
+
+def adamw(settings):
+    """AdamW's settings, the same in every row: torch's fused kernels too. Why not its eps of 1e-8: see `tolerance`."""
+    return dict(lr=MODELS[settings.model].lr, weight_decay=0.1, eps=1e-6, fused=True)
+
+
+def make_model(settings, rank, dtype, starts_apart=False):
+    """The same weights on every rank; `starts_apart`: other ones on every rank but 0."""
+    torch.manual_seed(settings.seed + starts_apart * rank.rank)
+    return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
+
+
+@functools.lru_cache(maxsize=1)
+def make_batches(settings, rank):
+    """As many batches as any measurement takes, made in advance: making them is nobody's step time."""
+    train, _ = corpus.split(corpus.load_bytes(settings.data))
+    batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
+                               settings.seed, rank.device)
+    return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
+
+
+# ----------------------------------------------------------------------------------------------------------- conditions
+# Under which conditions a figure holds: machine, code, settings.
+
+
+def describe(rank, settings):
+    """-> the Conditions under which the figures hold, of one host."""
+    numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
+    make_batches(settings, rank)
+    on_gpu = rank.device.type == "cuda"
+    machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
+    return Conditions(
+        machine=machine, torch=torch.__version__, python=platform.python_version(), backend=rank.backend,
+        device=rank.device.type, gpus=torch.cuda.device_count() if on_gpu else 0, ranks=rank.world_size,
+        threads_per_rank=torch.get_num_threads(), **settings._asdict(), parameters=numel, warmup_steps=WARMUP_STEPS,
+        tolerance=tolerance(rank.world_size), commit=commit(), date=date.today().isoformat())
+
+
+def commit(folder=Path(__file__).parents[1]):
+    """Of which code a figure is -> "abc1234"; with a + where the code has changed since; outside of git "unknown"."""
+    def git(*command):
+        return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
+    try:
+        code = "--", "*.py", "Makefile"  # results and pages may be in the making
+        changed = git("status", "--porcelain", "--untracked-files=no", *code)
+        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def device_type(rank):
+    return rank.device.type
+
+
+def default_model(workers):
+    """The one whose step takes long enough to show something there."""
+    return "medium" if on_rank_0(workers, device_type) == "cuda" else "tiny"
+
+
+def _cpu_name():
+    """The processor's name, as Linux knows it, or else the little that Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+# -------------------------------------------------------------------------------------------------------------- examine
+# Is a row right, what does it send, what does it hold: three steps beside the reference. Runs on every rank.
+
+
+def tolerance(world_size):
+    """The largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS steps in fp32.
+
+    One or two ranks: a + b = b + a, every order of summation gives the same bits, and the difference is 0.
+    More ranks: (a + b) + c and a + (b + c) differ in the last bits, and who adds what first depends on the layout.
+    AdamW divides a gradient by its own size: one that is rounding error and nothing else (of the bias of the keys in
+    attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise, about 1e-10, is a
+    ten-thousandth of lr at most; with 1e-8 it is a hundredth. Measured at d = 3 and 4: 2e-7 (4e-6 with 1e-8).
+    The tolerance leaves room for larger models. What a stage does wrong shows as differences like lr: 1e-4 to 1e-3.
+    """
+    return 0.0 if world_size <= 2 else 1e-5
+
+
+@functools.lru_cache(maxsize=2)  # one a dtype
+def reference_params(settings, rank, build, dtype):
+    """The parameters before and after CHECKED_STEPS plain steps of the reference; rank 0's, on every rank."""
+    model = make_model(settings, rank, dtype)
+    before = [param.detach().clone() for param in model.parameters()]
+    training = build(model, adamw(settings))
+    for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
+        training.step(batch)
+    after = training.full_params()
+    for param in after:
+        dist.broadcast(param, src=0)
+    return before, after
+
+
+@catalogue.in_its_context
+def examine(rank, settings, base, bucket_mb=None):
+    """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
+
+    -> (Row, movement). The Row is as this rank sees it; but `max_abs_diff` and movement, the largest difference of any
+    parameter from the reference's and from the start, are of all ranks. `memory_bytes`, after each phase, is of step 1,
+    which makes the state; `peak_bytes`, within each, of step 2, which finds one there; `held_bytes`, by kind, is what
+    lives on after that.
+    """
+    # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
+    torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
+    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
+    before, reference = reference_params(settings, rank, way.reference, way.dtype)
+    gc.collect()
+    with Memory(rank.device) as memory:
+        model = make_model(settings, rank, way.dtype, way.starts_apart)
+        phases = {"model": memory.live}
+        training = way.build(model, adamw(settings))
+        phases["optimizer"] = memory.settled()
+        build_peak = memory.peak
+        first_peaks, after, _ = memory_of_step(memory, training, batches[0])
+        phases.update({phase: after[phase] for phase in ("backward", "step")})
+        training.zero_grad()
+        peaks, _, activations = memory_of_step(memory, training, batches[1])
+        kinds = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
+        training.zero_grad()
+        phases["peak"] = max(build_peak, *first_peaks.values(), *peaks.values())
+        peaks = {"build": build_peak, **{phase: peaks[phase] for phase in ("forward", "backward", "step")}}
+        if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
+            phases["reserved"] = memory.reserved
+    dist.barrier()
+    before_step = bytes_on_the_line()
+    with Ledger() as ledger:
+        training.step(batches[2])
+        training.finish()
+    dist.barrier()
+    line_bytes = None if before_step is None else bytes_on_the_line() - before_step
+    params = training.full_params()
+    torch.use_deterministic_algorithms(False)
+    largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    difference, movement = largest.tolist()
+    numel = sum(param.numel() for param in model.parameters())
+    return Row(
+        base, bucket_mb, way.kind, way.dtype, max_abs_diff=difference, collectives=ledger.collectives,
+        message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes, line_bytes=line_bytes,
+        wire_bytes_theory=round(way.wire_bytes(numel, rank.world_size)),
+        memory_bytes=phases, peak_bytes=peaks, activation_bytes=activations, held_bytes=kinds,
+        bytes_per_param=sum(kinds.values()) / numel,
+        bytes_per_param_theory=way.bytes_per_param(numel, rank.world_size, training.optimizer)), movement
+
+
+def memory_of_step(memory, training, batch):
+    """One step, without the zeroing -> (peak within each phase, bytes after each phase, bytes of activations).
+
+    Activations: what is alive when the forward pass ends and was not before, but no parameters: FSDP2 gathers those.
+    Afterwards `memory.by_kind()` tells parameters, gradients and state from the rest.
+    """
+    def without_params():
+        memory.mark("parameters", training.model.parameters())
+        return memory.live - memory.by_kind().get("parameters", 0)
+
+    def end(phase):
+        after[phase], peaks[phase] = memory.settled(), memory.peak
+        memory.reset_peak()
+    after, peaks = {}, {}
+    end("before")
+    before = without_params()
+    loss = training.forward(*batch)
+    end("forward")
+    activations = without_params() - before
+    loss.backward()
+    del loss
+    end("backward")
+    mark_grads(memory, training.model.parameters())
+    training.update()
+    training.finish()
+    end("step")
+    mark_state(memory, training.optimizer)
+    return peaks, after, activations
+
+
+def bytes_on_the_line():
+    """All that the interface which gloo was told to use has sent, with headers; None: it was told none."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    counter = Path("/sys/class/net", interface or "none", "statistics", "tx_bytes")
+    return int(counter.read_text()) if interface and counter.exists() else None
+
+
+def _largest_difference(ones, others):
+    """As a tensor (); what is not a number counts as the largest float."""
+    differences = torch.stack([(one - other).abs().max().float() for one, other in zip(ones, others, strict=True)])
+    return differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
+
+
+# ------------------------------------------------------------------------------------------------------------ step_time
+# How long a step of a row takes, in the middle of a run. Runs on every rank.
+
+
+@catalogue.in_its_context
+def time_steps(rank, settings, base, bucket_mb=None):
+    """-> milliseconds of a steady step, and of the drain after the last, each on the slowest rank: see `steady`."""
+    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
+    gc.collect()
+    training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+    for batch in batches[:WARMUP_STEPS]:
+        training.step(batch)
+    return steady(rank, training.step, batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps], training.finish)
+
+
+def steady(rank, step, batches, finish):
+    """-> milliseconds of a step of a run that has begun and goes on, and of what is under way when it ends.
+
+    A step's time is from one point of the loop to the same point of the next: the median of `batches` steps. So it has
+    the waits for parameters that the step before has sent; and nothing waits at the end for those that the last one
+    sends, which a run pays once: the drain. No barrier between the steps: it would wait for what travels.
+    """
+    marks = [mark(rank.device)]
+    for batch in batches:
+        step(batch)
+        marks.append(mark(rank.device))
+    finish()
+    drain = milliseconds(marks[-1], mark(rank.device))
+    step_ms = statistics.median(map(milliseconds, marks, marks[1:]))
+    slowest = torch.tensor([step_ms, drain], device=rank.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def mark(device):
+    """A moment: on a GPU, when its queue gets there."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start, end):
+    if isinstance(start, float):
+        return (end - start) * 1000
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+# --------------------------------------------------------------------------------------------------------- accumulation
+# How long a micro-batch takes, of steps of several.
+
+
+MICRO_BATCHES = (1, 2, 4, 8)  # a step
+
+
+def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
+    """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
+    way, batches = catalogue.find(*choice), make_batches(settings, rank)
+    gc.collect()
+    training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+
+    def step(_):
+        for micro in range(micro_batches):
+            is_last = micro == micro_batches - 1
+            with training.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
+                training.forward_backward(batches[micro % len(batches)])
+        training.update()
+        training.zero_grad()
+    with way.inside():
+        for number in range(WARMUP_STEPS):
+            step(number)
+        step_ms, _ = steady(rank, step, range(max(2, settings.steps // 2 // micro_batches)), training.finish)
+    return step_ms / micro_batches
+
+
+def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
+    """One exchange a step in several rows, and in stage 4 also one for each micro-batch, interleaved.
+
+    `ddp_mb`: the bucket size of DDP's row -> list of AccumulatedRows, one for each number of micro-batches. The more of
+    them a step has, the fewer steps a round has, and 2 at least.
+    """
+    ways = {"no_sync_ms": (Choice("stage 4 overlap"), True), "each_ms": (Choice("stage 4 overlap"), False),
+            "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(catalogue.REFERENCE, ddp_mb), True),
+            "stage3_ms": (Choice("stage 3 grad buffer"), True)}
+    found = [AccumulatedRow(k) for k in MICRO_BATCHES]
+    for turn in range(settings.rounds):
+        for row in found:
+            for field, (choice, in_no_sync) in ways.items():
+                k, how = row.micro_batches, "" if in_no_sync else ", reduced one by one"
+                progress(f"round {turn + 1}: {k} micro-batches, {choice.name}{how}")
+                fewer = settings._replace(steps=max(2, settings.steps // k))
+                getattr(row, field).append(on_rank_0(workers, time_accumulation, fewer, choice, k, in_no_sync))
+    return found

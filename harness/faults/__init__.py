@@ -1,1 +1,0 @@
-"""What a cluster does to training runs: kills, signals, a stopped rank. Called by `make faults`."""

@@ -1,0 +1,166 @@
+"""The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256."""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# ------------------------------------------------------------------------------------------------------------------ gpt
+# The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256.
+
+
+VOCABULARY = 256  # one symbol a byte
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. `block_size` is the longest sequence it takes, `lr` a learning rate that suits it with AdamW."""
+    n_layers: int
+    n_heads: int
+    width: int
+    block_size: int
+    lr: float
+
+
+# With 256 symbols the embedding is small: there are more layers than in a GPT-2 of the same number of parameters.
+MODELS = {
+    "nano": GPTConfig(n_layers=2, n_heads=2, width=32, block_size=64, lr=1e-3),  # for the tests
+    "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=1e-3),  # 10,844,160 parameters
+    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=6e-4),  # 121,478,400
+    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),  # 354,007,040
+    "large": GPTConfig(n_layers=24, n_heads=16, width=2048, block_size=1024, lr=2e-4),  # 1,211,224,064
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention. The rows of `to_qkv` come head by head, q, k and v of each: tensor-parallel ranks take
+    whole heads, as many as they have rows for.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_width = config.width // config.n_heads
+        self.to_qkv = nn.Linear(config.width, 3 * config.width)
+        self.project = nn.Linear(config.width, config.width)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        qkv = self.to_qkv(x).view(B, T, -1, 3, self.head_width)  # (B, T, H, 3, C/H)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # 3 x (B, H, T, C/H)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, C/H)
+        return self.project(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each on normalized input, each added to the stream that it read."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.widen = nn.Linear(config.width, 4 * config.width)
+        self.project = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))  # (B, T, C)
+        return x + self.project(F.gelu(self.widen(self.mlp_norm(x))))  # (B, T, C), inside (B, T, 4C)
+
+
+class GPT(nn.Module):
+    """A pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
+
+    The output head is a Linear module whose weight is the token embedding's very Parameter: every parameter is read in
+    the forward of a module that owns it, which is where an optimizer's forward hooks look for it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(VOCABULARY, config.width)
+        self.position_embedding = nn.Embedding(config.block_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self._initialize()
+
+    def _initialize(self):
+        for name, param in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(param)
+            elif name.endswith("project.weight"):  # the sum of all that the blocks add must not grow with their number
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers))
+            elif param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
+            if name.endswith("to_qkv.weight"):  # drawn for all q, then all k, then all v: results/ are of such weights
+                heads = param.data.unflatten(0, (3, self.config.n_heads, -1))  # (3, H, C/H, C)
+                param.data.copy_(heads.transpose(0, 1).flatten(0, 2))
+
+    def forward(self, tokens, targets=None):
+        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, ()."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)  # (B, T, C)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B T, V), (B T,) -> ()
+
+
+def build_model(args, rank):
+    """The model that the command line asks for, on this rank's device; the same weights on every rank and machine.
+
+    With --tp its layers are shared by as many ranks, and `args.process_group` becomes the ranks that have the same
+    parts as this one; else None, all of them.
+    """
+    torch.manual_seed(args.seed)
+    model = GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
+    args.process_group = share_layers(model, args.tp, rank) if args.tp > 1 else None
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------ tensor_parallel
+# The layers of a GPT, each shared by several ranks: columns, then rows, and between them half a sequence each.
+
+
+OTHERS = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "train"  # folders of the other train.py
+
+
+def misfit(tp, world_size, n_heads, sequence_length):
+    """-> why `tp` ranks can't share the layers, or None."""
+    if tp > 1 and Path(sys.argv[0]).resolve().parent.name in OTHERS:
+        return "it is for stage4_overlap/train.py, whose optimizer takes DTensors"
+    for what, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
+                    (f"sequences of {sequence_length}", sequence_length)):
+        if n % tp:
+            return f"{tp} ranks can't share each layer, {what} aren't divided by that"
+
+
+def share_layers(model, tp, rank):
+    """Cut the parameters of a GPT into DTensors, in place. -> the process group of the ranks with the same parts.
+
+    Collective over all ranks, `tp` of which share each layer: neighbours, as NVLink joins them.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # here, for all of this takes a second
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as by
+
+    mesh = init_device_mesh(rank.device.type, (rank.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+    sequence = Shard(1)  # of (B, T, C)
+    columns, rows = by.ColwiseParallel(input_layouts=sequence), by.RowwiseParallel(output_layouts=sequence)
+    for block in model.blocks:
+        by.parallelize_module(block, mesh["tp"], {
+            "attention_norm": by.SequenceParallel(), "attention.to_qkv": columns, "attention.project": rows,
+            "mlp_norm": by.SequenceParallel(), "widen": columns, "project": rows})
+    by.parallelize_module(model, mesh["tp"], {
+        "token_embedding": by.RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        "position_embedding": by.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # of (T, C)
+        "norm": by.SequenceParallel(), "head": by.ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())})
+    model.head.weight = model.token_embedding.weight  # cut alike, and one Parameter again
+    return mesh["dp"].get_group()

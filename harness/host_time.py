@@ -1,0 +1,136 @@
+"""The host's time: what launching, hooks and wrappers cost, where there is next to nothing to compute or to send.
+
+    python -m harness.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make host
+
+A model of many 16 x 16 matrices, one after the other, and one process that plays rank 0 of d: messages go nowhere.
+Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import command_line
+from harness import rows as ways
+from harness.alone import rank_0_of
+from harness.results import HostRow
+from harness.tables import host_sheet, sheet_text
+from harness.training import Training
+
+SIDE = 16  # of each matrix; tables.host_sheet names it
+BLOCK = 20  # matrices in a block, which is a unit of FSDP2
+WARMUP_STEPS = 5
+PHASES = ("forward", "backward", "step", "zero_grad")
+ADAMW = {"lr": 1e-3, "fused": True}
+
+
+def ddp(optimizer_cls, **kwargs):
+    """DDP alone, in a group of its own on gloo: it can't work with messages that go nowhere."""
+    def build(model, adamw):
+        wrapped = DistributedDataParallel(model, process_group=dist.new_group([0], backend="gloo"),
+                                          gradient_as_bucket_view=True)
+        return Training(model, wrapped, optimizer_cls(model.parameters(), **kwargs, **adamw))
+    return build
+
+
+BUILD = {
+    "plain AdamW": ways.compute_only,
+    "ddp": ddp(torch.optim.AdamW),
+    "ddp + torch ZeRO": ddp(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
+    "fsdp2": ways.fsdp2(reshard_after_forward=False),
+    "stage 1 naive broadcast": ways.stage("stage1_naive_broadcast"),
+    "stage 2 all-gather": ways.stage("stage2_allgather"),
+    "stage 3 core": ways.stage("stage3_gradbuffer", core=True),
+    "stage 3 grad buffer": ways.stage("stage3_gradbuffer"),
+    "stage 4 core": ways.stage_with_prefetch("stage4_overlap", core=True, bucket_cap_mb=0.02),
+    "stage 4 overlap": ways.stage_with_prefetch("stage4_overlap", bucket_cap_mb=0.02),
+}
+
+
+class Chain(torch.nn.Module):
+    """`n_tensors` matrices in blocks; called with (x, None), like the bench's model, where x is (1, SIDE)."""
+
+    def __init__(self, n_tensors):
+        super().__init__()
+        sizes = [min(BLOCK, n_tensors - start) for start in range(0, n_tensors, BLOCK)]
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(size))) for size in sizes)
+
+    def forward(self, x, _):
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def timed_step(training, x):
+    """-> seconds of each of PHASES."""
+    marks = [time.perf_counter()]
+    loss = training.forward(x, None)
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    training.update()
+    marks.append(time.perf_counter())
+    training.zero_grad()
+    marks.append(time.perf_counter())
+    return [end - start for start, end in zip(marks, marks[1:])]
+
+
+def measure_host(n_tensors, d, n_steps=60, device="cpu"):
+    """-> list of HostRows."""
+    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    with rank_0_of(d):
+        trainings = {name: build(Chain(n_tensors).to(device), ADAMW) for name, build in BUILD.items()}
+        x, times = torch.ones(1, SIDE, device=device), {name: [] for name in trainings}
+        for step in range(WARMUP_STEPS + n_steps):
+            for name, training in trainings.items():
+                seconds = timed_step(training, x)
+                wait()  # outside the clock: what is timed is the host
+                if step >= WARMUP_STEPS:
+                    times[name].append([*seconds, sum(seconds)])
+        for training in trainings.values():
+            training.finish()
+        trainings.clear()
+    def of_phases(found, figure):
+        return {phase: 1e3 * figure(column) for phase, column in zip((*PHASES, "whole"), zip(*found))}
+    return [HostRow(name, n_tensors, d, n_steps, of_phases(found, min), of_phases(found, statistics.median))
+            for name, found in times.items()]
+
+
+def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, progress=lambda text: None):
+    """-> list of what `measure` returns, for each of `ranks`."""
+    found = []
+    for d in ranks:
+        progress(f"host time as rank 0 of {d}")
+        found.append(measure_host(n_tensors, d, n_steps, device))
+    return found
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail = functools.partial(command_line.fail, "host")
+    parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
+    parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
+    parser.add_argument("--steps", type=int, default=60, help="of each row (default 60)")
+    args = parser.parse_args()
+    command_line.check_at_least_1(args, ("steps",), fail)
+    if min(args.tensors + args.ranks) < 1:
+        fail("--tensors and --ranks: numbers from 1 on, separated by commas")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for n_tensors in args.tensors:
+        for rows in measure_ranks(device, n_tensors, args.ranks, args.steps):
+            print(sheet_text(host_sheet(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The ledger: which collectives ran, of how many bytes, counted from outside. No stage knows that it is counted."""
+
+import queue
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# ------------------------------------------------------------------------------------------------------------- arrivals
+# When messages arrive that tell nobody: a thread waits for them, in place of whoever started them.
+
+
+class Watcher:
+    """A thread that waits for one Work after the other, in the order in which messages arrive."""
+
+    def __init__(self):
+        self.works = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def watch(self, work, entry):
+        """-> a Work to wait for in place of `work`."""
+        watched = WatchedWork(work, entry)
+        self.works.put(watched)
+        return watched
+
+    def end(self):
+        self.works.put(None)
+        self.thread.join()
+
+    def _run(self):
+        while (watched := self.works.get()) is not None:
+            watched.finish()
+
+
+class WatchedWork(dist.Work):
+    """A Work that somebody else waits for: gloo's own may be waited for only once."""
+
+    def __init__(self, work, entry):
+        super().__init__()
+        self.work, self.entry = work, entry
+        self.ended, self.error = threading.Event(), None
+
+    def finish(self):
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.error = error
+        self.work = None  # which holds what has arrived
+        self.entry.completed_at = time.perf_counter()
+        self.ended.set()
+
+    def wait(self, timeout=None):
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self):
+        return self.ended.is_set()
+
+
+# --------------------------------------------------------------------------------------------------------------- ledger
+# The ledger: which collectives ran, of how many bytes, counted from outside. No stage knows that it is being counted.
+
+
+@dataclass
+class Collective:
+    """One call of one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average.
+
+    `launched_at`, `completed_at`: seconds of time.perf_counter; None while it is under way.
+    """
+    kind: str
+    size: int
+    dtype: torch.dtype
+    group_size: int
+    backend: str
+    wire_bytes: float
+    launched_at: float
+    completed_at: float | None = None
+    group_name: str = ""
+
+
+# Operator -> (kind, its argument that holds the full tensor). The first half belongs to torch.distributed's functions,
+# the second to its functional collectives, which tensor parallelism, FSDP2 and torch.compile use.
+OPERATORS = {
+    "c10d::allreduce_": ("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
+    "c10d::allgather_": ("all_gather", "output_tensors"),
+    "c10d::allgather_coalesced_": ("all_gather", "output_lists"),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "c10d::alltoall_base_": ("all_to_all", "input"),
+    "c10d::alltoall_": ("all_to_all", "input_tensors"),
+    "c10d::broadcast_": ("broadcast", "tensors"),
+    "c10d::reduce_": ("reduce", "tensors"),
+    "c10d::scatter_": ("scatter", "output_tensors"),  # a part, times d
+    "c10d::gather_": ("gather", "input_tensors"),  # a part, times d
+    "c10d::send": ("send", "tensors"),
+    "c10d::recv_": ("recv", "tensors"),
+    "c10d::recv_any_source_": ("recv", "tensors"),
+    "c10d::barrier": ("barrier", None),
+    "c10d::monitored_barrier_": ("barrier", None),
+    "_c10d_functional::all_reduce": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "inputs"),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "inputs"),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", "input"),  # a part, times d
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", "input"),  # a part, times d
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", "inputs"),  # a part, times d
+    "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
+    "_c10d_functional::broadcast": ("broadcast", "input"),
+    "_c10d_functional::broadcast_": ("broadcast", "input"),
+    "_c10d_functional::isend": ("send", "tensor"),
+    "_c10d_functional::irecv": ("recv", "tensor"),
+}
+ONE_PART = {"c10d::scatter_", "c10d::gather_", "_c10d_functional::all_gather_into_tensor",
+            "_c10d_functional::all_gather_into_tensor_out", "_c10d_functional::all_gather_into_tensor_coalesced"}
+MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+
+
+def wire_bytes(kind, size, group_size, backend):
+    """Bytes that one rank sends, on average, for one collective: the table at the top. `size` in bytes."""
+    if kind in ("recv", "barrier"):
+        return 0
+    if kind == "send":
+        return size
+    rounds = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
+    share = 1 / group_size if kind in ("scatter", "gather") else 1
+    return rounds * share * size * (group_size - 1) / group_size
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down every collective that this rank starts while it is entered, in order.
+
+        with Ledger() as ledger:
+            optimizer.step()
+        ledger.collectives   # {"all_reduce": 3, …}
+        ledger.wire_bytes    # int: what a rank sends for them, on average
+        ledger.entries       # [Collective, …]
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.entries = []
+        self.watchers = {}  # kind -> Watcher
+        self.under_way = []  # entries whose future notes the time
+
+    def __exit__(self, *exception):
+        """Waits until all that was launched is complete, unless an exception ends it."""
+        for entry in self.under_way if exception[0] is None else []:
+            while entry.completed_at is None:  # the callback runs a moment after whoever waited goes on
+                threading.Event().wait(0.001)
+        for watcher in self.watchers.values():
+            watcher.end()
+        self.watchers = {}
+        return super().__exit__(*exception)
+
+    @property
+    def collectives(self):
+        return dict(Counter(entry.kind for entry in self.entries))
+
+    @property
+    def message_bytes(self):
+        """{"all_reduce": bytes of all of them together, …}"""
+        total = Counter()
+        for entry in self.entries:
+            total[entry.kind] += entry.size
+        return dict(total)
+
+    @property
+    def wire_bytes(self):
+        return round(sum(entry.wire_bytes for entry in self.entries))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace not in ("c10d", "_c10d_functional"):
+            return function(*args, **(kwargs or {}))
+        names = [argument.name for argument in function._schema.arguments]
+        entry = self.entry_of(function._schema.name, {**dict(zip(names, args)), **(kwargs or {})})
+        result = function(*args, **(kwargs or {}))
+        if entry is None:
+            return result
+        self.entries.append(entry)
+        return self._watch(entry, result)
+
+    def entry_of(self, operator, arguments):
+        if operator in MOVES_NOTHING:
+            return None
+        if operator not in OPERATORS:
+            raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
+        kind, name = OPERATORS[operator]
+        tensors = _flatten(arguments[name]) if name else []
+        group = _group(arguments)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size *= group.size() if operator in ONE_PART else 1
+        dtype = tensors[0].dtype if tensors else None
+        backend = dist.get_backend(group)
+        wire = wire_bytes(kind, size, group.size(), backend)
+        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter(),
+                          group_name=group.group_name)
+
+    def _watch(self, entry, result):
+        """Note when `entry` is complete -> what the caller gets in place of `result`."""
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor
+            return result
+        if entry.backend == "fake":
+            return result
+        work = dist.Work.unbox(boxed)
+        if work is None:  # NCCL: it is in the queue of the current stream, as any other kernel
+            entry.completed_at = time.perf_counter()
+            return result
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            boxed = self.watchers.setdefault(entry.kind, Watcher()).watch(work, entry).boxed()
+            return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
+        self.under_way.append(entry)
+        future.add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
+        return result
+
+
+def _flatten(tensors):
+    """A tensor, a list of them, a list of lists of them -> list of tensors."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in _flatten(part)]
+
+
+def _group(arguments):
+    if "process_group" in arguments:
+        return dist.ProcessGroup.unbox(arguments["process_group"])
+    group = arguments["group_name"]  # a name; in newer releases it may be the group itself
+    return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group

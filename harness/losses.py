@@ -1,0 +1,101 @@
+"""Losses of the variants that keep or send fewer bits, beside stage 4's: the same text, the same steps, several seeds.
+
+    python -m harness.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
+
+A small GPT on the source of Python's standard library; after the last step the loss on the part that is kept for that.
+`make report PUBLISH=1` puts the result into results/, and its table into variants/README.md.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import command_line, corpus
+from harness import results as saved
+from harness.command_line import write
+from harness.examine import Settings, describe
+from harness.gpt import GPT, MODELS
+from harness.reference import ddp_summed_in_bf16
+from harness.results import LossConditions, LossResult, LossRow
+from harness.rows import stage
+from harness.tables import loss_sheet, sheet_text
+from harness.training import Training
+from harness.workers import Workers, on_rank_0
+
+SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
+BETAS = 0.95, 0.999
+
+
+class Way(NamedTuple):
+    build: object
+    base: str = "stage 4, fp32"
+    dtype: torch.dtype = torch.float32
+
+
+def ddp(model, adamw):
+    return Training(model, DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), **adamw))
+
+
+WAYS = {
+    "stage 4, fp32": Way(stage("stage4_overlap")),
+    "DDP": Way(ddp),
+    "DDP, summed in bf16": Way(ddp_summed_in_bf16),
+    "wire16": Way(stage("variants.wire16")),
+    "moments16": Way(stage("variants.moments16")),
+    "stage 4, bf16": Way(stage("stage4_overlap"), "stage 4, bf16", torch.bfloat16),
+    "remainder16, bf16": Way(stage("variants.remainder16"), "stage 4, bf16", torch.bfloat16),
+}
+
+
+def loss_of(rank, name, seed, n_steps, beta2):
+    """-> the loss on the validation text, of this rank's part of it."""
+    torch.manual_seed(seed)
+    model = GPT(MODELS[SETTINGS.model]).to(WAYS[name].dtype)
+    training = WAYS[name].build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
+    train, validation = corpus.split(corpus.load_bytes())
+    sizes = SETTINGS.batch_size, SETTINGS.sequence_length, rank.rank, rank.world_size
+    batches = corpus.Batches(train, *sizes, seed=seed)
+    for step in range(n_steps):
+        training.step(batches.batch(step))
+    training.finish()
+    with torch.no_grad():
+        return statistics.mean(model(*part).item() for part in corpus.validation_batches(validation, *sizes))
+
+
+def measure(workers, n_steps, n_seeds):
+    """-> LossResult."""
+    found = dataclasses.asdict(on_rank_0(workers, describe, SETTINGS))
+    names = {field.name for field in dataclasses.fields(LossConditions)}
+    conditions = LossConditions(**{**{name: found[name] for name in names}, "steps": n_steps})
+    return LossResult(conditions, [
+        LossRow(name, way.base, beta2, [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
+                                        for seed in range(n_seeds)])
+        for beta2 in BETAS for name, way in WAYS.items()])
+
+
+def main():
+    fail = functools.partial(command_line.fail, "losses")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    for option, default, what in (("--steps", 300, "of each run"), ("--seeds", 3, "of model and text"),
+                                  ("--ranks", 2, "processes on this machine")):
+        parser.add_argument(option, type=int, default=default, help=f"{what} (default {default})")
+    parser.add_argument("--json", type=Path, default=Path("measured/losses.json"), help="where the result is written")
+    args = parser.parse_args()
+    if min(args.steps, args.seeds, args.ranks) < 1:
+        fail("--steps, --seeds and --ranks must be at least 1")
+    command_line.check_writable("--json", args.json, fail)
+    with Workers(args.ranks, timeout_s=600) as workers:
+        result = measure(workers, args.steps, args.seeds)
+    write("--json", args.json, saved.to_json(result), fail)
+    print(sheet_text(loss_sheet(result)))
+
+
+if __name__ == "__main__":
+    main()

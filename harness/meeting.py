@@ -1,0 +1,253 @@
+"""How ranks find each other, on which device and backend, how they leave together, and what a lost rank means."""
+
+import atexit
+import functools
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
+
+from harness import command_line
+from harness import processes as signals
+from harness.processes import keep_freed_memory, let_computing_go_first, own_threads
+
+# -------------------------------------------------------------------------------------------------------------- devices
+# Where a rank computes and how it talks: the one place where backend and device are chosen, and tried.
+
+
+def choices(local_rank, local_world_size):
+    """The one place where backend and device are chosen -> [(backend, device), …], to be tried in this order.
+
+    One GPU a rank with NCCL, or everything on the CPU. With fewer GPUs than ranks, these share them if that works:
+    NCCL refuses two ranks on one GPU of one host, but not if each says, by NCCL_HOSTID, that it is a host of its own;
+    they then talk through sockets. gloo has collectives for CUDA tensors, in some releases all that are needed here.
+    SHARE_GPU=no in the environment leaves the GPUs alone unless there is one for each rank.
+    """
+    n_gpus, cpu = torch.cuda.device_count() if torch.cuda.is_available() else 0, ("gloo", torch.device("cpu"))
+    if n_gpus >= local_world_size and dist.is_nccl_available():
+        return [("nccl", torch.device("cuda", local_rank))]
+    if not n_gpus or os.environ.get("SHARE_GPU") == "no":
+        return [cpu]
+    os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
+    shared = torch.device("cuda", local_rank % n_gpus)
+    return [*[("nccl", shared)] * dist.is_nccl_available(), ("gloo", shared), cpu]
+
+
+def prepare(device):
+    """Settings of this process for tensors on `device`."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return
+    keep_freed_memory()
+    # More threads than one would make ranks on the same machine fight for its cores.
+    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is of nested levels
+    torch.set_num_threads(int(n_threads) if n_threads.isdecimal() and int(n_threads) else 1)
+
+
+def works(device, store):
+    """Whether what the stages call works on `device` in the default group, on every rank; they tell by `store`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        ones, one = torch.ones(world_size, device=device), torch.ones(1, device=device)
+        dist.all_reduce(ones)
+        dist.broadcast(ones, src=0)
+        dist.all_gather_into_tensor(ones, one)
+        dist.reduce_scatter_tensor(one, ones)
+        neighbours = [(dist.isend, ones, (rank + 1) % world_size), (dist.irecv, ones.clone(), (rank - 1) % world_size)]
+        operations = [dist.P2POp(*neighbour) for neighbour in neighbours if world_size > 1]  # nobody sends to itself
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        answer = str(one.item())
+    except RuntimeError as refusal:
+        answer = str(refusal)
+    store.set(str(rank), answer)
+    return all(store.get(str(other)).decode() == str(float(world_size)) for other in range(world_size))
+
+
+# ----------------------------------------------------------------------------------------------------------- lost_ranks
+# A rank that loses another one says which, in one line, and ends: nothing waits without a limit.
+
+
+def report_lost_rank(kind, error, trace):
+    """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if not (isinstance(error, dist.DistError) or "gloo" in first_line):
+        return signals.say_interrupted(kind, error, trace)
+    sys.stdout.flush()
+    missing = ", ".join(map(str, _missing_ranks()))
+    lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
+    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} {lost}", file=sys.stderr, flush=True)
+    os._exit(1)  # without leaving the process group, which would wait for the others
+
+
+met = []  # where the ranks met: (store, rank, world_size)
+MISSING_S = 3  # that ranks which have lost another one wait for each other's word
+
+
+def _missing_ranks():
+    """Each rank that has lost another one says so in the store -> those that don't: dead, stopped or still busy.
+
+    Somebody is missing: whoever is the only one left is it at once. [] if the store doesn't answer.
+    """
+    missing = []
+
+    def ask():
+        store, rank, world_size = met[-1]
+        store.set(f"lost another: {rank}", "")
+        others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
+        while len(others) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            others = [other for other in others if not store.check([f"lost another: {other}"])]
+        missing.extend(others)
+
+    def try_to_ask():
+        try:
+            ask()
+        except (LookupError, RuntimeError):  # it was never reached, or has gone
+            return
+    thread = threading.Thread(target=try_to_ask, daemon=True)  # a store whose process is stopped never answers
+    thread.start()
+    thread.join(MISSING_S + 2)
+    return missing
+
+
+# -------------------------------------------------------------------------------------------------------------- meeting
+# How ranks find each other, and leave together. `connect()` is for a process that torchrun started (train.py).
+
+
+class Rank(NamedTuple):
+    """Who this process is. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+
+
+def connect(timeout_s=120):
+    """Joins the process group that torchrun's environment describes -> Rank. Without that environment: one rank.
+
+    A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
+    """
+    sys.excepthook = report_lost_rank
+    if "RANK" not in os.environ:
+        return join(0, 1, 0, 1, timeout_s, dist.HashStore())
+    check_environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signals.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
+    # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
+    sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
+    met.append((store, rank, world_size))
+    return me
+
+
+def check_environment():
+    """One line, and exit code 2, where a launcher has set what can't be."""
+    fail = functools.partial(command_line.fail, Path(sys.argv[0]).name)
+    lowest = {"WORLD_SIZE": 1, "RANK": 0, "MASTER_PORT": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    for name in lowest:
+        text = os.environ.get(name, str(lowest[name]) if name.startswith("LOCAL") else "")
+        if not re.fullmatch("[0-9]{1,8}", text) or int(text) < lowest[name]:
+            fail(f"{name}={text:.40} in the environment: it must be a number from {lowest[name]} on, see torchrun")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if size in os.environ and int(os.environ.get(rank, 0)) >= int(os.environ[size]):
+            fail(f"{rank}={os.environ[rank]} in the environment: it must be below {size}={os.environ[size]}")
+
+
+def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
+    """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
+    def join(backend, device, store, device_id=None):
+        prepare(device)
+        before = own_threads()
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
+                                world_size=world_size, device_id=device_id)
+        if backend == "gloo":
+            let_computing_go_first(own_threads() - before)
+
+    *others, (backend, device) = choices(local_rank, local_world_size)
+    for number, other in enumerate(others):
+        corner = dist.PrefixStore(f"choice {number}", store)
+        join(*other, corner)
+        if works(other[1], dist.PrefixStore("works", corner)):
+            return Rank(rank, world_size, other[1], other[0])
+        dist.destroy_process_group()
+    join(backend, device, store, device if backend == "nccl" else None)
+    return Rank(rank, world_size, device, backend)
+
+
+_beside = []  # the group of `beside`, once there is one
+_left = []  # process groups until just before Python ends
+
+
+def beside(timeout_s):
+    """A gloo group of all ranks for small messages, which don't queue behind what the default group sends.
+
+    The first call makes it, and is collective.
+    """
+    if not _beside:
+        before = own_threads()
+        _beside.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        let_computing_go_first(own_threads() - before)
+    return _beside[0]
+
+
+def disconnect():
+    """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
+    dist.barrier()
+    # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
+    # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
+    # ask for it while it ends: 1 run of 25 aborted, with such threads delayed. So it is done in between, without it.
+    _left.extend([dist.group.WORLD, *_beside])
+    _beside.clear()
+    atexit.register(_left.clear)
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------------------ agreement
+# What one rank finds wrong all ranks hear of: one line from rank 0, and every rank exits.
+
+
+def on_all_ranks(function):
+    """function(), or, if it raises ValueError on any rank: one line from rank 0, and every rank exits with code 2.
+
+    The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except ValueError as mistake:
+        error = str(mistake)
+    errors = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return result
+    if is_rank_0():
+        where = "" if len(failed) == len(errors) else f"rank {failed[0]}: "
+        print(f"{Path(sys.argv[0]).name}: error: {where}{errors[failed[0]]}", file=sys.stderr, flush=True)
+    leave(2)
+
+
+def is_rank_0():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def leave(code):
+    if dist.is_initialized():
+        disconnect()
+    sys.exit(code)

@@ -1,0 +1,103 @@
+"""LLaMA and GPT-2 by name: what make plan asks about. They are built to be counted, and never trained here."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.gpt import GPT, MODELS, VOCABULARY, GPTConfig
+
+
+class Spec(NamedTuple):
+    """Sizes of a model. `n_kv_heads`, `ffn_width`: of a LLaMA; 0: a GPT-2. `positions`: a GPT-2's longest sequence.
+
+    `tensor_parallel`: how many ranks share each layer of a LLaMA; the model that is built is what one of them holds.
+    """
+    n_layers: int
+    n_heads: int
+    width: int
+    vocabulary: int
+    n_kv_heads: int = 0
+    ffn_width: int = 0
+    positions: int = 1024
+    tensor_parallel: int = 1
+
+
+NAMED = {
+    "7b": Spec(32, 32, 4096, 32000, 32, 11008), "13b": Spec(40, 40, 5120, 32000, 40, 13824),
+    "70b": Spec(80, 64, 8192, 32000, 8, 28672),
+    "gpt2": Spec(12, 12, 768, 50257), "gpt2-medium": Spec(24, 16, 1024, 50257),
+    "gpt2-large": Spec(36, 20, 1280, 50257), "gpt2-xl": Spec(48, 25, 1600, 50257),
+    **{name: Spec(config.n_layers, config.n_heads, config.width, VOCABULARY, positions=config.block_size)
+       for name, config in MODELS.items()},
+}
+
+
+def of_size(n_layers, width):
+    """A LLaMA with heads of 128, and an inner layer as wide as theirs are."""
+    heads = width // 128
+    return Spec(n_layers, heads, width, 32000, heads, 256 * -(-width * 8 // 3 // 256))
+
+
+class LlamaBlock(nn.Module):
+    """Attention and SwiGLU, each on normalized input. Rotary positions are left out: they hold no parameters."""
+
+    def __init__(self, spec):
+        super().__init__()
+        share, self.head = spec.tensor_parallel, spec.width // spec.n_heads
+        queries, keys, inner = spec.width // share, spec.n_kv_heads // share * self.head, spec.ffn_width // share
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(spec.width), nn.RMSNorm(spec.width)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(spec.width, wide, bias=False) for wide in (queries, keys, keys))
+        self.project = nn.Linear(queries, spec.width, bias=False)
+        self.gate, self.up = (nn.Linear(spec.width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, spec.width, bias=False)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        y = self.attention_norm(x)  # (B, T, C)
+        q, k, v = (to(y).view(B, T, -1, self.head).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        x = x + self.project(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # (B, T, C)
+
+
+class Llama(nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        vocabulary = -(-spec.vocabulary // spec.tensor_parallel)
+        self.token_embedding = nn.Embedding(vocabulary, spec.width)
+        self.blocks = nn.Sequential(*(LlamaBlock(spec) for _ in range(spec.n_layers)))
+        self.norm, self.head = nn.RMSNorm(spec.width), nn.Linear(spec.width, vocabulary, bias=False)
+
+    def forward(self, tokens, targets):
+        x = self.blocks(self.token_embedding(tokens))  # (B, T, C)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def build_model(spec, dtype):
+    """What one rank holds of the model. Fake tensors can't be converted in place: they are made in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        return Llama(spec) if spec.n_kv_heads else gpt(spec)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def gpt(spec):
+    model = GPT(GPTConfig(spec.n_layers, spec.n_heads, spec.width, spec.positions, lr=0.0))
+    model.token_embedding = nn.Embedding(spec.vocabulary, spec.width)
+    model.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
+    model.head.weight = model.token_embedding.weight
+    return model
+
+
+def forward_flops(spec, numel, batch_size, sequence_length):
+    """Of `numel` parameters in matrix products, and of attention, on one rank. A backward pass takes twice as many.
+
+    Causal attention counts like a full one, as in most published figures.
+    """
+    attention = 4 * spec.n_layers * sequence_length * spec.width / spec.tensor_parallel
+    return batch_size * sequence_length * (2 * numel + attention)

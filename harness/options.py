@@ -1,0 +1,274 @@
+"""The options of every train.py, which of them a run may change when it goes on, its folder, and how it stops."""
+
+import argparse
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness import command_line, meeting
+from harness import gpt as tensor_parallel
+from harness.corpus import DATA_BYTES, STDLIB_BYTES
+from harness.gpt import MODELS
+from harness.meeting import is_rank_0, leave, on_all_ranks
+
+# ----------------------------------------------------------------------------------------------------------- run_folder
+# The checkpoints that the folder of a run keeps, by step.
+
+
+MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
+
+
+def path_of(folder, step):
+    return Path(folder) / f"step-{step:08}"
+
+
+def steps_in(folder):
+    """-> the steps of which the run in `folder` has a checkpoint, complete or not, the newest first.
+
+    Other names are not the run's: zzz-best, step-00000010.partial.
+    """
+    found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in Path(folder).glob("step-*")]
+    return sorted({int(match[1]) for match in found if match}, reverse=True)
+
+
+def complete(folder):
+    """-> the steps of complete checkpoints, the newest first."""
+    return [step for step in steps_in(folder) if (path_of(folder, step) / MANIFEST).is_file()]
+
+
+def remove_old(folder, keep):
+    """Removes what is older than the `keep` newest complete checkpoints, if `keep` isn't 0. Links stay.
+
+    The manifest goes first: a checkpoint that is half removed isn't complete. What can't be removed is one line.
+    """
+    kept = complete(folder)[:keep] if keep else []
+    for path in [path_of(folder, step) for step in steps_in(folder) if kept and step < kept[-1]]:
+        try:
+            if not path.is_symlink():
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+        except OSError as error:
+            print(f"{Path(sys.argv[0]).name}: {path} can't be removed: {error.strerror}", file=sys.stderr)
+
+
+def set_aside(folder, steps):
+    """Renames these checkpoints to step-….aside: the run goes on from one before, and will write new ones."""
+    for path in [path_of(folder, step) for step in steps]:
+        names = [f"{path.name}.aside", *(f"{path.name}.aside-{number}" for number in range(2, 1000))]
+        path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
+
+
+# --------------------------------------------------------------------------------------------------------- run_settings
+# The settings of a run that must not change when it goes on, and those that may.
+
+
+def settings_of(args, world_size):
+    """What a checkpoint says of its run: option -> value. With other values of DATA_ORDER a step sees other text."""
+    return {"--seed": args.seed, "--data": args.text, "ranks x --batch-size": world_size * args.batch_size,
+            "--accumulate": args.accumulate, "--sequence-length": args.sequence_length,
+            "--steps": args.steps, "--clip": args.clip, "--dtype": args.dtype,
+            "--lr": args.lr, "--weight-decay": args.weight_decay}
+
+
+DATA_ORDER = ("--seed", "--data", "ranks x --batch-size", "--accumulate", "--sequence-length")
+
+
+def changes(before, now):
+    """-> {option: (value before, value now)}, as text. A text is the same one wherever it is."""
+    def text_of(value):
+        return "{} ({} bytes, checksum {:08x})".format(*value) if isinstance(value, (tuple, list)) else f"{value}"
+
+    def compared(value):
+        return list(value[1:]) if isinstance(value, (tuple, list)) else value
+
+    return {option: (text_of(before[option]), text_of(value)) for option, value in now.items()
+            if option in before and compared(before[option]) != compared(value)}
+
+
+def take_hyperparameters(args, optimizer, scheduler):
+    """Learning rate, its schedule and weight decay are those of `args` from here on, whatever the checkpoint had."""
+    scheduler.base_lrs = [args.lr] * len(optimizer.param_groups)
+    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas):
+        group["initial_lr"], group["weight_decay"] = args.lr, args.weight_decay
+        group["lr"] = args.lr * factor(scheduler.last_epoch)
+
+
+# ------------------------------------------------------------------------------------------------------------- schedule
+# The learning rate over the steps.
+
+
+def warmup_then_cosine(steps):
+    """For LambdaLR: the learning rate's factor, up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
+    warmup = max(1, min(steps // 5, 100))
+
+    def factor(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+    return factor
+
+
+# ---------------------------------------------------------------------------------------------------------- stop_signal
+# A run that is told to stop: all ranks act upon the signal after the same step.
+
+
+PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Whether a rank was told to stop, as all ranks see it after the same step.
+
+    The handler only takes a note. When optimizer.step() begins the ranks send each other their notes, beside what the
+    step sends, and look at the answer when the step is over: nothing waits for it. What comes while step() runs is seen
+    after the next one.
+    """
+
+    def __init__(self, optimizer, timeout_s):
+        self.timeout_s, self.work = timeout_s, None
+        self.received = received = [0]
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # under nohup, which wants the run to go on when the terminal goes
+            signal.signal(number, lambda number, _: received.__setitem__(0, number))
+        if dist.get_world_size() > 1:
+            meeting.beside(timeout_s)  # made now, by all ranks
+            optimizer.register_step_pre_hook(lambda *_: self._ask())
+
+    def _ask(self):
+        self.answer = torch.tensor(self.received)  # (1,) int64
+        if dist.get_world_size() > 1:
+            group = meeting.beside(self.timeout_s)
+            self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def agreed(self):
+        """-> the name of the signal that some rank has had, the same one on every rank, or None. Collective."""
+        if self.work is None:
+            self._ask()
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        number = self.answer.item()
+        return signal.Signals(number).name if number else None
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+# The options of every train.py.
+
+
+WEIGHT_DECAY = 0.1
+TIMEOUT_S, MOST_TIMEOUT_S = 600, 10**6  # that a rank waits for another one
+
+
+def connect():
+    """Joins the other ranks -> Rank. --timeout is needed for that; whatever is wrong with it, parse_args will say."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--timeout", type=_positive(float), default=TIMEOUT_S)
+    try:
+        timeout_s = parser.parse_known_args()[0].timeout
+    except argparse.ArgumentError:
+        timeout_s = TIMEOUT_S
+    return meeting.connect(min(timeout_s, MOST_TIMEOUT_S))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints on one rank what argparse would print on each."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message, file=None):
+        if is_rank_0():
+            super()._print_message(message, file)
+
+    def exit(self, status=0, message=None):
+        leave(status)
+
+
+def parse_args(description, arguments=None):
+    """The options of all train.py -> argparse.Namespace. A mistake is one line from rank 0, and exit code 2 on all.
+
+    `arguments`: a list of them, in place of the command line.
+    """
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=_positive(int), default=200, help="optimizer steps (default 200)")
+    add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
+    add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
+    add("--weight-decay", type=_not_negative(float), help=f"of AdamW (default {WEIGHT_DECAY})")
+    add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
+    add("--sequence-length", type=_positive(int), help="bytes per sequence (default 128, with nano 64)")
+    add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
+    add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
+    add("--tp", type=_positive(int), default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
+        "data-parallel over the others (default 1)")
+    add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
+    add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it, and save "
+        f"on SIGTERM, SIGHUP and SIGUSR1: exit code {PREEMPTED}, and the same command goes on")
+    add("--save-every", type=_positive(int), metavar="N", help="steps between two of them (default 100)")
+    add("--keep", type=_not_negative(int), metavar="N", help="how many of them, the newest; 0: all (default 3)")
+    add("--resume-from", type=_positive(int), metavar="STEP", help="go on from this one; later ones are set aside")
+    add("--force", action="store_true", help="go on from a checkpoint of other data, or another seed or batch size")
+    add("--timeout", type=_positive(float), metavar="SECONDS", help="that a rank waits for another one "
+        f"(default {TIMEOUT_S})")
+    add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
+        f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
+
+    def parse():
+        args = parser.parse_args(arguments)
+        command_line.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
+        if args.seed >= 2**63:
+            parser.error(f"argument --seed: {args.seed} is too large, torch takes at most 2**63 - 1")
+        block_size = MODELS[args.model].block_size
+        args.sequence_length = args.sequence_length or min(128, block_size)
+        if args.sequence_length > block_size:
+            parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
+                         f"most {block_size}")
+        if reason := tensor_parallel.misfit(args.tp, dist.get_world_size() if dist.is_initialized() else 1,
+                                            MODELS[args.model].n_heads, args.sequence_length):
+            parser.error(f"argument --tp: {reason}")
+        if args.checkpoint == "":
+            parser.error("argument --checkpoint: it names no folder")
+        for option in ("save_every", "keep", "resume_from"):
+            if getattr(args, option) is not None and not args.checkpoint:
+                parser.error(f"argument --{option.replace('_', '-')}: there is no --checkpoint DIR to save in")
+        if args.timeout and args.timeout > MOST_TIMEOUT_S:
+            parser.error(f"argument --timeout: {args.timeout:g} is too long, it must be at most {MOST_TIMEOUT_S}")
+        args.given = {option for option in ("lr", "weight_decay") if getattr(args, option) is not None}
+        defaults = {"save_every": 100, "keep": 3, "timeout": TIMEOUT_S, "weight_decay": WEIGHT_DECAY,
+                    "lr": MODELS[args.model].lr}
+        for option, default in defaults.items():
+            if getattr(args, option) is None:
+                setattr(args, option, default)
+        return args
+    return on_all_ranks(parse)
+
+
+def _positive(kind):
+    return _number(kind, lambda value: value > 0, "positive")
+
+
+def _not_negative(kind):
+    return _number(kind, lambda value: value >= 0, "non-negative")
+
+
+def _number(kind, is_allowed, description):
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (is_allowed(value) and value < math.inf):
+            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
+                                             f"not {text!r}")
+        return value
+    return parse

@@ -1,0 +1,756 @@
+"""What is kept of a measurement: measuring fills it, json keeps it, tables, pictures and pages read it."""
+
+import dataclasses
+import json
+import math
+import statistics
+import types
+import typing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from harness import rows as catalogue
+from harness.rows import OfChoice
+
+# ---------------------------------------------------------------------------------------------------------------- kinds
+# What memory is: the kinds that a rank's bytes are told apart in.
+
+
+REST = "buffers"  # what nobody has marked: after a step that is what neither the model nor an optimizer calls its own
+KINDS = "parameters", "gradients", "state", REST
+
+
+# ---------------------------------------------------------------------------------------------------------------- spans
+# Spans of time, (start, end) each, and what was alive in parts of one.
+
+
+MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
+
+
+def most_alive(live, start, end):
+    """`live`: [(time, bytes), …] -> the most bytes that were alive in each of MEMORY_PARTS equal parts of a step."""
+    parts = [0] * MEMORY_PARTS
+    for (since, n_bytes), (until, _) in zip(live, [*live[1:], (end, 0)]):
+        if since < end and until > start:
+            first, last = (int((moment - start) / (end - start) * MEMORY_PARTS) for moment in (since, until))
+            for i in range(max(first, 0), min(last + 1, MEMORY_PARTS)):
+                parts[i] = max(parts[i], n_bytes)
+    return parts
+
+
+def union(spans):
+    """Spans that may overlap -> the same time, in spans that don't, in order."""
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def overlap(ones, others):
+    """The time that lies in both; each a list of disjoint spans."""
+    return [(max(a, c), min(b, d)) for a, b in ones for c, d in others if max(a, c) < min(b, d)]
+
+
+def length(spans):
+    return sum(end - start for start, end in spans)
+
+
+# ------------------------------------------------------------------------------------------------------- shared_results
+# What is kept of a row of bench.py --tp: tensor-parallel ranks.
+
+
+@dataclass
+class SharedRow:
+    """Of a model whose layers are shared by `tp` ranks each. Bytes are of a rank and a step: sent among data-parallel
+    and among tensor-parallel ranks, held after a step by kind. `ddp_ms`: DDP's, in the same rounds.
+    """
+    name: str
+    tp: int
+    error: str | None = None
+    rounds_ms: list[float] = field(default_factory=list)
+    ddp_ms: list[float] = field(default_factory=list)
+    max_abs_diff: float | None = None
+    dp_bytes: int | None = None
+    tp_bytes: int | None = None
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    activation_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+# What is kept of the rows that were measured: measure fills it, json keeps it, tables, pictures and pages read it.
+
+
+@dataclass
+class Message:
+    """`bytes` of the full tensor; times in seconds from the start of the step."""
+    kind: str
+    bytes: int
+    start: float
+    end: float
+
+
+@dataclass
+class RecordedStep:
+    """One step on one rank. Without `seconds` only its exposed time was kept. (start, end) in seconds from its start.
+
+    `memory`: the most bytes that were alive in each of spans.MEMORY_PARTS equal parts.
+    """
+    exposed_seconds: float
+    seconds: float | None = None
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    communication: list[Message] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Row(OfChoice):
+    """`kind`, `dtype`: see catalogue.Way. Where it failed, `error` says so, and it has no times; `is_wrong`: it
+    computes something else than it should.
+
+    Bytes in memory are those of the rank that holds most, by phase ("model", "optimizer", "backward", "step", "peak",
+    on CUDA "reserved"), at the peak within each phase, and by kind (kinds.KINDS). Bytes on the wire and bytes a
+    parameter are means over the ranks, with the formula's beside them. `timeline`: by rank.
+    """
+    base: str
+    bucket_mb: float | None = None
+    kind: str = ""
+    dtype: str = "float32"
+    error: str | None = None
+    is_wrong: bool = False
+    rounds_ms: list[float] = field(default_factory=list)  # a steady step, by round
+    drain_ms: list[float] = field(default_factory=list)  # after the last; older results, without it, share it out
+    vs_reference: float | None = None  # median of the ratios, round by round
+    max_abs_diff: float | None = None  # of any parameter on any rank, from the reference's
+    collectives: dict[str, int] = field(default_factory=dict)
+    message_bytes: dict[str, int] = field(default_factory=dict)
+    wire_bytes: int | None = None
+    wire_bytes_theory: int | None = None
+    line_bytes: int | None = None  # as the interface counted them, in make network
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    activation_bytes: int | None = None
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    bytes_per_param: float | None = None
+    bytes_per_param_theory: float | None = None
+    timeline: list[RecordedStep] = field(default_factory=list)
+
+    @property
+    def median_ms(self):
+        """Infinite where there are no times: such a row is never the fastest."""
+        return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
+
+    def time(self, step_ms, drain_ms):
+        """Of one round."""
+        self.rounds_ms.append(step_ms)
+        self.drain_ms.append(drain_ms)
+
+    def over(self, other):
+        """The median of the ratios of times, round by round: both ran within seconds of each other."""
+        return statistics.median(mine / others for mine, others in zip(self.rounds_ms, other.rounds_ms))
+
+    def fail(self, reason, is_wrong=False):
+        self.error, self.is_wrong, self.rounds_ms, self.drain_ms = reason, is_wrong, [], []
+
+
+@dataclass
+class Conditions:
+    """Under which figures hold. From `rate` on: of two hosts. What an older run didn't note is None."""
+    machine: str
+    torch: str
+    python: str
+    backend: str
+    device: str
+    gpus: int
+    ranks: int
+    threads_per_rank: int
+    model: str
+    batch_size: int
+    sequence_length: int
+    rounds: int
+    steps: int
+    data: str | None
+    seed: int
+    parameters: int
+    warmup_steps: int
+    tolerance: float
+    date: str
+    dtype: str = ""
+    commit: str | None = None
+    noise: list[float] = field(default_factory=list)  # ddp again over ddp, by round
+    rate: str | None = None
+    bits_per_second: float | None = None
+    hosts: int | None = None
+    tcp: str | None = None
+    cores_per_host: int | None = None
+
+
+@dataclass
+class AccumulatedRow:
+    """Milliseconds a micro-batch, by round, of steps of so many. The last three lack where only stage 4 was timed."""
+    micro_batches: int
+    no_sync_ms: list[float] = field(default_factory=list)  # stage 4, one exchange a step
+    each_ms: list[float] = field(default_factory=list)  # stage 4, one for each micro-batch
+    compute_ms: list[float] = field(default_factory=list)
+    ddp_ms: list[float] = field(default_factory=list)
+    stage3_ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Accumulation:
+    """`ddp_mb`: the bucket size of the row that stands for DDP; None: its default."""
+    conditions: Conditions
+    rows: list[AccumulatedRow]
+    ddp_mb: float | None = None
+
+
+@dataclass
+class Sweep:
+    conditions: Conditions
+    rows: list[Row]
+
+
+@dataclass
+class StateRow:
+    """Bytes a parameter by number of ranks."""
+    name: str
+    formula: str
+    bytes_per_param: dict[int, float]
+    bytes_per_param_theory: dict[int, float]
+
+
+@dataclass
+class GatheredRow:
+    """Elements that a step gathers over those of the model, by number of ranks."""
+    name: str
+    over_numel: dict[int, float]
+
+
+@dataclass
+class CapRow:
+    """Stage 4's default bucket for one model, and what its two buffers hold, in bytes a parameter."""
+    model: str
+    ranks: int
+    model_bytes: int
+    buckets: int
+    median_bytes: float
+    largest_bytes: int
+    b_native: float
+    b_exchanged: float
+    bytes_per_param: float
+
+
+@dataclass
+class HostRow:
+    """Milliseconds of the host by phase, and of the "whole" step."""
+    name: str
+    tensors: int
+    d: int
+    steps: int
+    best_ms: dict[str, float]
+    median_ms: dict[str, float]
+
+
+@dataclass
+class Result:
+    """Of bench.py or make network. `other_rates`: of the same rows on other lines, in the file of one."""
+    conditions: Conditions
+    rows: list[Row]
+    model_state: list[StateRow] = field(default_factory=list)
+    gathered: list[GatheredRow] = field(default_factory=list)
+    caps: list[CapRow] = field(default_factory=list)
+    host: list[list[HostRow]] = field(default_factory=list)
+    shared: list[SharedRow] = field(default_factory=list)
+    sweep: Sweep | None = None
+    accumulation: Accumulation | None = None
+    other_rates: list["Result"] = field(default_factory=list)
+
+    def at_all_rates(self):
+        """-> list of Results, each of one rate."""
+        return [replace(self, other_rates=[]), *self.other_rates]
+
+    def find(self, base, bucket_mb=None):
+        """-> the Row, or None."""
+        return next((row for row in self.rows if row.choice == (base, bucket_mb)), None)
+
+    def timed(self, base, bucket_mb=None):
+        """-> the Row if it has times, or None."""
+        row = self.find(base, bucket_mb)
+        return row if row and row.rounds_ms else None
+
+
+# -------------------------------------------------------------------------------------------------------- fault_results
+# What is kept of make faults.
+
+
+@dataclass
+class FaultRow:
+    """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
+    fault: str
+    times: int
+    seen: str
+    end: str = "equal"
+
+
+@dataclass
+class Scenarios:
+    rows: list[FaultRow]
+    stage: int
+    ranks: int
+    torch: str
+    date: str
+
+
+@dataclass
+class Stop:
+    """Of a run that moves on: after which step, where it was trained until there, its loss, and DDP's."""
+    step: int
+    where: str
+    loss: float
+    undisturbed: float
+
+
+@dataclass
+class FaultResult:
+    """The loop of random kills; with what else was done to runs, and the run that moved on."""
+    kills: int
+    while_saving: int
+    steps: int
+    tensors: int
+    stage: int
+    ranks: int
+    save_every: int
+    seed: int
+    torch: str
+    date: str
+    scenarios: Scenarios | None = None
+    journey: list[Stop] = field(default_factory=list)
+
+
+@dataclass
+class MutationRow:
+    """Checkpoints changed in one way: how many were refused, were loaded and then stepped and saved, or went wrong."""
+    kind: str
+    refused: int
+    loaded: int
+    wrong: int
+
+
+@dataclass
+class MutationResult:
+    number: int
+    seed: int
+    torch: str
+    date: str
+    rows: list[MutationRow]
+
+
+# ---------------------------------------------------------------------------------------------------------- gpu_results
+# What is kept of make cuda.
+
+
+@dataclass
+class GpuConditions:
+    machine: str
+    torch: str
+    dtype: str
+    steps: int
+    copy_bytes_per_s: float
+    date: str
+    commit: str | None = None
+
+
+@dataclass
+class GpuRow:
+    """`stage`: a package, or "fused AdamW". What torch's allocator handed out, and took for that: None on a CPU.
+
+    An out-of-memory is a result as well: `error`, and no figures.
+    """
+    stage: str
+    model: str
+    d: int
+    step_ms: float | None = None
+    bytes_per_s: float | None = None
+    allocations: int | None = None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class GpuResult:
+    conditions: GpuConditions
+    rows: list[GpuRow]
+    host: list[list[HostRow]] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------------------------------------- loss_results
+# What is kept of harness/losses.py.
+
+
+@dataclass
+class LossConditions:
+    machine: str
+    torch: str
+    backend: str
+    ranks: int
+    model: str
+    parameters: int
+    batch_size: int
+    sequence_length: int
+    steps: int
+    date: str
+    commit: str | None = None
+
+
+@dataclass
+class LossRow:
+    """`losses`: nats a byte of text that was kept for that, after the last step, by seed. `base`: the name of the row
+    of the same beta2 that it is compared with."""
+    name: str
+    base: str
+    beta2: float
+    losses: list[float]
+
+
+@dataclass
+class LossResult:
+    conditions: LossConditions
+    rows: list[LossRow]
+
+    def more(self, row):
+        """-> by seed, by how much its loss is above its base's."""
+        base = next(one for one in self.rows if (one.name, one.beta2) == (row.base, row.beta2))
+        return [loss - other for loss, other in zip(row.losses, base.losses)]
+
+
+# --------------------------------------------------------------------------------------------------------- plan_results
+# What is kept of a plan: rows that were run dry, modelled time, and that time beside runs that were measured.
+
+
+@dataclass
+class PlanConditions:
+    """What was asked, and the hardware that was assumed: rates in FLOPs and bytes a second, latencies in seconds."""
+    model: str
+    layers: int
+    width: int
+    world: int
+    dtype: str
+    device: str
+    device_memory: float  # GB
+    batch_size: int
+    sequence_length: int
+    accumulate: int
+    tensor_parallel: int
+    bucket_cap_mb: float | None
+    parameters: int
+    activations: float  # bytes of a micro-batch
+    efficiency: float
+    flops: float
+    memory_rate: float
+    in_node: float
+    between: float
+    per_node: int
+    sharing: int
+    latency_in_node: float
+    latency_between: float
+    backend: str
+    trees: bool
+
+
+@dataclass
+class PlanRow(OfChoice):
+    """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step.
+
+    `in_rings_ms`, `in_trees_ms`: what a micro-batch takes where reduce-scatters and all-gathers go so."""
+    base: str
+    bucket_mb: float | None
+    formula: str
+    held: dict[str, float]
+    padding: float
+    peak: float
+    fits_from: int  # number of ranks from which on it fits; 0: with none
+    bytes_per_param: dict[int, float]
+    bytes_per_param_theory: dict[int, float]
+    in_rings_ms: float
+    in_trees_ms: float
+    step: RecordedStep
+
+
+@dataclass
+class PlanSize(OfChoice):
+    """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
+    base: str
+    bucket_mb: float | None
+    in_rings_ms: float
+    in_trees_ms: float
+    peak: float
+    is_bucket: bool
+
+
+@dataclass
+class ModelledRun(OfChoice):
+    """Of a step, or of a micro-batch where a step has several. `where`: file and rate of the run."""
+    where: str
+    base: str
+    bucket_mb: float | None
+    measured_ms: float
+    modelled_ms: float
+    micro_batches: int | None = None
+    exchange_each: bool = False
+
+    @property
+    def error(self):
+        return self.modelled_ms / self.measured_ms - 1
+
+    @property
+    def label(self):
+        if self.micro_batches is None:
+            return self.name
+        return f"{self.name}, {self.micro_batches} x {'each' if self.exchange_each else 'once'}"
+
+
+@dataclass
+class PublishedRun:
+    """Tokens a second and GPU. `what`: how its hardware was calibrated; `optimizer`: overlapped or distributed."""
+    what: str
+    optimizer: str
+    gpus: int
+    sequences: int  # a step
+    batch: int  # sequences of a micro-batch
+    published: float
+    modelled: float
+
+    @property
+    def error(self):
+        return self.modelled / self.published - 1
+
+
+@dataclass
+class CurveLine:
+    """Modelled for two hosts: (bits a second, time of a step over that of computing alone)."""
+    base: str
+    points: list[tuple[float, float]]
+
+
+@dataclass
+class Check:
+    """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
+    two_hosts: list[ModelledRun]
+    hardware: list[tuple[float, float]]
+    published: list[PublishedRun]
+    curve: list[CurveLine] = field(default_factory=list)
+
+
+@dataclass
+class PlanResult:
+    conditions: PlanConditions
+    rows: list[PlanRow]
+    sizes: list[PlanSize]
+    advice: list[str] = field(default_factory=list)
+    check: Check | None = None
+
+
+# ------------------------------------------------------------------------------------------------------- saving_results
+# What is kept of make saving.
+
+
+@dataclass
+class SavingConditions:
+    """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
+    machine: str
+    torch: str
+    ranks: int
+    bytes: int
+    rounds: int
+    step_ms: float
+    date: str
+    commit: str | None = None
+
+
+@dataclass
+class SavingRow:
+    """`beside`: the row whose rate is the disk's for this one; "": it is the disk. Seconds of the slowest rank."""
+    name: str
+    beside: str
+    rounds_s: list[float]
+
+    @property
+    def median_s(self):
+        return statistics.median(self.rounds_s)
+
+
+@dataclass
+class SavingResult:
+    """Of an asynchronous save, by round. `held_up_ms`: how long it holds up the step that calls it. `n_behind`: steps
+    that ran while it was written; `behind_ms`: what these took more than as many without."""
+    conditions: SavingConditions
+    rows: list[SavingRow]
+    held_up_ms: list[float]
+    behind_ms: list[float]
+    n_behind: list[int]
+
+    def row(self, name):
+        return next(row for row in self.rows if row.name == name)
+
+
+# ---------------------------------------------------------------------------------------------------------------- saved
+# What is measured is kept as json, of dataclasses, with a schema number. A file of another schema or shape is
+# refused.
+
+
+SCHEMA = 1  # of all files of results: raise it when a field changes its name or its meaning
+
+
+class UnreadableResult(ValueError):
+    """One line, for a user: what is wrong with a file of results."""
+
+
+def to_json(result):
+    """A dataclass -> text, with the schema first. Rows that hold much are still read by people: indented."""
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)}, indent=1) + "\n"
+
+
+def from_json(kind, text):
+    """-> an object of dataclass `kind`. Raises UnreadableResult: no json, another schema, other fields, other types."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UnreadableResult(f"it is no json ({error})") from None
+    if not isinstance(found, dict) or "schema" not in found:
+        raise UnreadableResult("it has no schema: it is no result, or an older one")
+    if (schema := found.pop("schema")) != SCHEMA:
+        raise UnreadableResult(f"its schema is {schema}, this program's is {SCHEMA}")
+    return _typed(kind, found, kind.__name__)
+
+
+def _typed(kind, value, where):
+    """`value`, as json has it, as what the annotation `kind` says."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):  # something or None
+        return None if value is None else _typed(inner[0], value, where)
+    if dataclasses.is_dataclass(kind):
+        return _object(kind, value, where)
+    expected = origin or kind
+    if not isinstance(value, {float: (int, float), tuple: list}.get(expected, expected)):
+        raise UnreadableResult(f"{where} is {type(value).__name__}, and should be {expected.__name__}")
+    if origin is list:
+        return [_typed(inner[0], one, where) for one in value]
+    if origin is tuple:
+        return tuple(_typed(one_kind, one, where) for one_kind, one in zip(inner, value, strict=True))
+    if origin is dict:
+        return {inner[0](key): _typed(inner[1], one, f"{where}[{key}]") for key, one in value.items()}
+    return value
+
+
+def _object(kind, value, where):
+    if not isinstance(value, dict):
+        raise UnreadableResult(f"{where} is {type(value).__name__}, and should be an object")
+    hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    required = {name for name, field in fields.items()
+                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
+    if value.keys() - fields or required - value.keys():
+        unknown, missing = sorted(value.keys() - fields), sorted(required - value.keys())
+        raise UnreadableResult(f"{where} " + " and ".join(
+            [f"has {', '.join(unknown)}"] * bool(unknown) + [f"lacks {', '.join(missing)}"] * bool(missing)))
+    return kind(**{name: _typed(hints[name], one, f"{where}.{name}") for name, one in value.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------- rates
+# Results of make network at several rates in one file: what is kept of those before, and of recorded steps.
+
+
+def merged(result, before, kept=("accumulation", "sweep")):
+    """-> `result` with the results of other rates in `before` behind it; `before`: list of Results, each of one rate.
+
+    Of the one at the same rate the parts called `kept` are taken over, with the conditions that they were measured
+    under, where `result` has none. Of recorded steps all is kept where they are drawn, or else the exposed time.
+    """
+    for other in before:
+        for name in kept if other.conditions.rate == result.conditions.rate else ():
+            setattr(result, name, getattr(result, name) or getattr(other, name))
+    result.other_rates = [other for other in before if other.conditions.rate != result.conditions.rate]
+    results = [result, *result.other_rates]
+    for other in results:
+        if other is not to_draw(results):
+            keep_exposed_only(other.rows)
+    return result
+
+
+def to_draw(results):
+    """Of results at several rates, the one to be drawn: at the lowest there is most to see. None: no step was kept."""
+    drawable = [result for result in results if any(step.seconds for row in result.rows for step in row.timeline)]
+    return min(drawable, key=lambda result: result.conditions.bits_per_second, default=None)
+
+
+def keep_exposed_only(rows):
+    """Of the recorded steps, what the tables show."""
+    for row in rows:
+        row.timeline = [RecordedStep(step.exposed_seconds) for step in row.timeline]
+
+
+# ------------------------------------------------------------------------------------------------------------ published
+# The results that the pages show: files in results/, and what is wrong with one, in a line.
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(name, kind=Result, arguments=""):
+    """-> what the file holds, of a dataclass. `arguments`: of the command that makes the file, which is called as what
+    stands before a _ in its name."""
+    return read(ROOT / "results" / name, kind, arguments)
+
+
+def read(path, kind, arguments=""):
+    """As `load`, of any file."""
+    command = f"make {path.stem.split('_')[0]}{arguments}"
+    try:
+        return from_json(kind, path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SystemExit(f"report: {path} is missing: run {command} first") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"report: {path} can't be shown: run {command} again ({error})") from None
+
+
+def at_all_rates():
+    """The results of make network at all rates, the slowest line first."""
+    return sorted(load("network.json").at_all_rates(), key=lambda result: result.conditions.bits_per_second)
+
+
+def by_rate():
+    """Those with all rows; others have those of the curve."""
+    return [result for result in at_all_rates() if all(map(result.find, catalogue.LADDER))]
+
+
+def load_of(device, name, arguments=""):
+    """A result of the bench on that kind of device: a page says "On a GPU", or speaks of gloo."""
+    result = load(name, arguments=arguments)
+    if result.conditions.device != device:
+        raise SystemExit(f"report: results/{name} must be measured with device {device}, and is of "
+                         f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
+    return result
+
+
+def load_bench():
+    result = load_of("cpu", "bench.json")
+    check_whole(result, "results/bench.json")
+    return result
+
+
+def check_whole(result, name):
+    right = {row.name for row in result.rows if not row.error}
+    if not (result.model_state and result.gathered and result.host) or set(catalogue.LADDER) - right:
+        raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
+
+
+PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',
+         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"'}
+
+
+def load_plan(name):
+    return load(name, PlanResult, PLANS[name])

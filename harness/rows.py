@@ -1,0 +1,484 @@
+"""The rows: each configuration to train by its name, with what it must agree with, send and hold."""
+
+import contextlib
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import stage4_overlap
+from harness.exchange import in_place_of_gloos
+from harness.formulas import (
+    BYTES,
+    PIECE,
+    on_two_lines,
+    replicated,
+    replicated_and_two_pieces,
+    replicated_main_params,
+    replicated_pairs,
+    sharded_16bit_grads,
+    sharded_all,
+    sharded_by_owner,
+    sharded_gradients,
+    sharded_main_grads,
+    sharded_main_params,
+    sharded_moments,
+    travels,
+)
+from harness.owner_reduce import OwnerReduce
+from harness.reference import (
+    compute_only_16bit,
+    ddp_16bit,
+    ddp_summed_in_bf16,
+    replicated_16bit,
+    rounded_gradients,
+    rounded_moments,
+    rounded_ties,
+    summed_in_16_bits,
+    summed_in_bf16,
+    summed_in_fp32,
+)
+from harness.training import ShardedTraining, Training
+
+# --------------------------------------------------------------------------------------------------------------- choice
+# Which row: its name in the catalogue, and the size of its buckets. What is shown of both is never read again.
+
+
+# What the variants are compared with: --rows variants measures these, too.
+BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
+ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
+
+
+def is_asked(text, name):
+    """Whether --rows `text` means the row of that name."""
+    return text in name or text == "variants" and name in BESIDE_VARIANTS
+
+
+class Choice(NamedTuple):
+    """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
+    base: str
+    bucket_mb: float | None = None
+
+    @property
+    def name(self):
+        """To be shown, and never read: "ddp, 2 MB buckets"."""
+        return self.base if self.bucket_mb is None else f"{self.base}, {self.size} buckets"
+
+    @property
+    def size(self):
+        """To be shown: "2 MB"."""
+        if self.bucket_mb is None:
+            return "default"
+        return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
+
+
+class OfChoice:
+    """For what has the two fields of a Choice, and its names."""
+
+    @property
+    def choice(self):
+        return Choice(self.base, self.bucket_mb)
+
+    @property
+    def name(self):
+        return self.choice.name
+
+    @property
+    def size(self):
+        return self.choice.size
+
+
+# ----------------------------------------------------------------------------------------------------------------- ways
+# Ways to train the same model on the same data: each a small function that sets one of them up.
+
+
+def compute_only(model, adamw):
+    return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+
+
+class ComputeAndBytes(Training):
+    """Sends as many bytes as stage 4 while it computes, to the next rank; nothing waits for them before the step ends.
+
+    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more.
+    """
+
+    def __init__(self, model, adamw):
+        super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
+        numel, d = sum(param.numel() for param in model.parameters()), dist.get_world_size()
+        n = round(travels(2)(numel, d) / BYTES)
+        self.sizes = [min(PIECE, n - start) for start in range(0, n, PIECE)]
+        self.sent, self.received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
+        self.to, self.by = (dist.get_rank() + 1) % d, (dist.get_rank() - 1) % d
+
+    def _send_and_compute(self, tokens, targets):
+        operations = []
+        for size in self.sizes:
+            operations.append(dist.P2POp(dist.isend, self.sent[:size], self.to))
+            operations.append(dist.P2POp(dist.irecv, self.received[:size], self.by))
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+        return self.model(tokens, targets)
+
+    def update(self):
+        super().update()
+        for work in self.works:
+            work.wait()
+
+
+def beneath_ddp(package, bucket_cap_mb=None):
+    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps.
+
+    `bucket_cap_mb`: of DDP, in MiB; None is its default, 25.
+    """
+    def build(model, adamw):
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
+        return Training(model, wrapped, optimizer)
+    return build
+
+
+ddp = beneath_ddp("harness.reference")
+
+
+def ddp_and_zero(bucket_cap_mb=None):
+    """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped.
+
+    With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
+    """
+    def build(model, adamw):
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
+                                            parameters_as_bucket_view=bucket_cap_mb is not None, **adamw)
+        return Training(model, wrapped, optimizer)
+    return build
+
+
+def fsdp2(reshard_after_forward):
+    """As in its documentation: each block is a unit, and the rest of the model is the last one."""
+    def build(model, adamw):
+        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        return ShardedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+    return build
+
+
+def stage(package, core=False, **settings):
+    """`core`: without its guard."""
+    def build(model, adamw):
+        make = optimizer_class(package, "ShardedOptimizer" if core else "DistributedOptimizer")
+        return Training(model, model, make(model.parameters(), torch.optim.AdamW, **settings, **adamw))
+    return build
+
+
+def stage_with_prefetch(package, **settings):
+    def build(model, adamw):
+        training = stage(package, **settings)(model, adamw)
+        training.optimizer.prefetch_params(model)
+        return training
+    return build
+
+
+def hybrid(model, adamw):
+    """Pairs of ranks, and replicas across; where there are two ranks, or an odd number, replicas alone."""
+    d = dist.get_world_size()
+    shape = (d // 2, 2) if d > 2 and d % 2 == 0 else (d, 1)
+    mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
+    return stage_with_prefetch("variants.hybrid", mesh=mesh)(model, adamw)
+
+
+def owner_reduce(bucket_cap_mb=None):
+    def build(model, adamw):
+        return Training(model, model, OwnerReduce(model.parameters(), bucket_cap_mb=bucket_cap_mb, **adamw))
+    return build
+
+
+def optimizer_class(package, name="DistributedOptimizer"):
+    return getattr(importlib.import_module(package), name)
+
+
+STAGE_1, STAGE_2, STAGE_3, STAGE_4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"
+
+
+# ------------------------------------------------------------------------------------------------------------------ way
+# What a row is.
+
+
+class Way(NamedTuple):
+    """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
+    peer, or noise (the reference once more: how far apart two timings of the same thing are).
+
+    `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
+    hold for a parameter after a step, its gradient included. `starts_apart`: the constructor broadcasts the weights
+    from rank 0, which is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds
+    what a row of this dtype must agree with. `sized(bucket_cap_mb)` -> build, where a row has buckets. `inside()`: the
+    context in which it is measured: where a reduce-scatter sends what the formula says, see exchange.py.
+    """
+    name: str
+    kind: str
+    build: Callable
+    wire_bytes: Callable
+    bytes_per_param: Callable
+    starts_apart: bool = True
+    dtype: str = "float32"
+    reference: Callable = ddp
+    sized: Callable | None = None
+    inside: Callable = in_place_of_gloos
+
+
+# ---------------------------------------------------------------------------------------------------------- taken_apart
+# Stage 4 without a part of it: one half of its overlap, or what of it is tuning.
+
+
+class LeavesLate(stage4_overlap.DistributedOptimizer):
+    """Stage 4 whose buckets leave when the backward pass has ended, and none earlier."""
+
+    pass_has_ended = False
+
+    def send_full_buckets(self):
+        if self.pass_has_ended:
+            super().send_full_buckets()
+
+    def _finish_round(self):
+        self.pass_has_ended = True
+        super()._finish_round()
+        self.pass_has_ended = False
+
+
+def leaves_late(prefetch, bucket_cap_mb=None):
+    def build(model, adamw):
+        optimizer = LeavesLate(model.parameters(), torch.optim.AdamW, bucket_cap_mb=bucket_cap_mb, **adamw)
+        if prefetch:
+            optimizer.prefetch_params(model)
+        return Training(model, model, optimizer)
+    return build
+
+
+def whole_messages():
+    """A context in which stage 4's transport cuts nothing into pieces."""
+    return mock.patch.object(stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
+
+
+# --------------------------------------------------------------------------------------------------------------- groups
+# Stage 4 in groups of ranks, replicated across them: a row of make plan.
+
+
+RANKS = 64  # of a group: eight nodes of eight hold 1/64 of the state each, nearly all that sharding saves
+
+
+def ranks_of_group(d):
+    return RANKS if math.isinf(d) else math.gcd(d, RANKS)
+
+
+def hybrid_of_groups(bucket_cap_mb=None):
+    """Neighbours are a group."""
+    def build(model, adamw):
+        d = dist.get_world_size()
+        mesh = dist.init_device_mesh(next(model.parameters()).device.type, (d // ranks_of_group(d), ranks_of_group(d)))
+        return stage_with_prefetch("variants.hybrid", mesh=mesh, bucket_cap_mb=bucket_cap_mb)(model, adamw)
+    return build
+
+
+# ------------------------------------------------------------------------------------------------------------ more_rows
+# Rows that are asked for: 16 bits by --dtype, variants by --rows, and those of make plan.
+
+
+def rows_of_16_bits(dtype, short):
+    """Parameters in 16 bits, AdamW on fp32 copies. Each row divides and sums as its reference does."""
+    stage_3 = functools.partial(stage, STAGE_3)
+    return [
+        Way(f"compute only {short}", "floor", compute_only_16bit, travels(0), replicated_main_params,
+            starts_apart=False, dtype=dtype, reference=replicated_16bit),
+        Way(f"stage 3 {short}/fp32", "stage", stage_3(grad_dtype=torch.float32), travels(1.5), sharded_main_grads,
+            dtype=dtype, reference=summed_in_fp32),
+        Way(f"stage 3 {short}/{short}", "stage", stage_3(), travels(1), sharded_16bit_grads, dtype=dtype,
+            reference=summed_in_16_bits),
+        Way(f"stage 4 overlap {short}", "stage", stage_with_prefetch(STAGE_4, reduce_dtype=torch.float32), travels(1),
+            sharded_main_params, dtype=dtype, reference=replicated_16bit),  # NCCL alone would sum in 16 bits
+    ]
+
+
+def variant(name, build=None, wire=8, whole=4, shared=12, reference=ddp, dtype="float32"):
+    """A row of a file of variants/: a parameter takes `wire` bytes of the line, `whole` + `shared` / d of the rank, and
+    its share of buffers."""
+    return Way(f"variants {name}", "stage", build or stage_with_prefetch(f"variants.{name}"),
+               lambda numel, d: wire * numel * (d - 1) / d, lambda numel, d, optimizer:
+               whole + shared / d + getattr(optimizer, "bucket_buffer_bytes", 0) / numel,
+               reference=reference, dtype=dtype)
+
+
+# Shown where --rows asks for them. whole_matrices sends, and holds, its padding besides.
+VARIANTS = [
+    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
+    variant("whole_matrices"),
+    Way("variants hybrid", "stage", hybrid, on_two_lines, replicated_pairs),
+    variant("wire16", wire=6, reference=rounded_gradients),
+    variant("moments16", shared=8, reference=rounded_moments),
+    variant("finite"),
+    variant("blocks"),
+    variant("offload", shared=16),
+    variant("remainder16", wire=4, whole=2, shared=14, reference=rounded_ties, dtype="bfloat16"),
+    Way("ddp summed in bf16", "peer", ddp_summed_in_bf16, travels(1), replicated, reference=summed_in_bf16),
+]
+
+
+def planned(name, make, whole, shared, among=lambda d: d, **settings):
+    """A row of make plan: after a step a parameter takes `whole` + `shared` / d bytes, and its share of buffers.
+
+    `among`: how many of d ranks share."""
+    return Way(name, "stage", make(**settings), travels(1), lambda numel, d, optimizer:
+               whole + shared / among(d) + optimizer.bucket_buffer_bytes / numel, dtype="bfloat16",
+               sized=lambda cap_mb: make(bucket_cap_mb=cap_mb))
+
+
+# With 16-bit parameters, for GPUs.
+PLANNED = [
+    planned("ddp bf16", ddp_16bit, 20, 0),
+    planned("owner reduce bf16", owner_reduce, 2, 6),
+    planned("stage 1 bf16", functools.partial(stage, STAGE_1), 4, 4),
+    planned("stage 2 bf16", functools.partial(stage, STAGE_2), 4, 4),
+    *rows_of_16_bits("bfloat16", "bf16")[1:3],
+    planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 2, 16),
+    planned(f"hybrid of {RANKS} bf16", hybrid_of_groups, 2, 16, ranks_of_group),
+]
+
+
+# ------------------------------------------------------------------------------------------------------------ catalogue
+# The rows: each way to train by its name, with what it must agree with, send and hold.
+
+
+def row_of_stage_4(name, make):
+    """`make(bucket_cap_mb=None)` -> build."""
+    return Way(name, "stage", make(), travels(2), sharded_gradients, sized=lambda mb: make(bucket_cap_mb=mb))
+
+
+# The shortest names that say what a row is: the table has to fit a terminal.
+ROWS = [
+    Way("compute only", "floor", compute_only, travels(0), replicated, starts_apart=False),
+    Way("compute + bytes", "floor", ComputeAndBytes, travels(2), replicated_and_two_pieces, starts_apart=False),
+    Way("ddp", "reference", ddp, travels(2), replicated,
+        sized=functools.partial(beneath_ddp, "harness.reference")),
+    Way("ddp + stage 1", "stage", beneath_ddp(STAGE_1), travels(3), sharded_moments,
+        sized=functools.partial(beneath_ddp, STAGE_1)),
+    Way("ddp + stage 2", "stage", beneath_ddp(STAGE_2), travels(3), sharded_moments,
+        sized=functools.partial(beneath_ddp, STAGE_2)),
+    Way("rung 0 replicated", "stage", stage("harness.reference"), travels(2), replicated),
+    Way("stage 1 naive broadcast", "stage", stage(STAGE_1), travels(3), sharded_moments),
+    Way("stage 2 all-gather", "stage", stage(STAGE_2), travels(3), sharded_moments),
+    Way("stage 3 grad buffer", "stage", stage(STAGE_3), travels(2), sharded_moments),
+    row_of_stage_4("stage 4 overlap", functools.partial(stage_with_prefetch, STAGE_4)),
+    Way("ddp + torch ZeRO", "peer", ddp_and_zero(), travels(3), sharded_moments, sized=ddp_and_zero),
+    Way("owner reduce", "peer", owner_reduce(), travels(2), sharded_by_owner, sized=owner_reduce),
+    Way("fsdp2", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False),
+    Way("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), travels(3), sharded_all, starts_apart=False),
+    Way("stage 2, gloo's own", "stage", stage(STAGE_2), travels(3), sharded_moments,
+        inside=contextlib.nullcontext),
+    Way("stage 3, gloo's own", "stage", stage(STAGE_3), travels(2), sharded_moments,
+        inside=contextlib.nullcontext),
+    Way("fsdp2, gloo's own", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False,
+        inside=contextlib.nullcontext),
+    Way("ddp again", "noise", ddp, travels(2), replicated),
+    *rows_of_16_bits("bfloat16", "bf16"),
+    *rows_of_16_bits("float16", "fp16"),
+]
+REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
+# The reference and the four stages by themselves: what one picture shows.
+LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"]
+# What each half of stage 4's overlap buys: rows of make network.
+APART = [
+    row_of_stage_4("stage 4 neither", functools.partial(leaves_late, False)),
+    row_of_stage_4("stage 4 only gradients", functools.partial(stage, STAGE_4)),
+    row_of_stage_4("stage 4 only parameters", functools.partial(leaves_late, True)),
+]
+# What of stage 4 is tuning, and no idea, left out. A row of make network, too.
+UNTUNED = [
+    Way("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), travels(2), sharded_gradients,
+        inside=whole_messages),
+]
+
+
+def find(base, bucket_mb=None):
+    """The row of that name -> Way, with buckets of `bucket_mb` MiB; None: of its default size."""
+    way = next((way for way in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if way.name == base), None)
+    if way is None or bucket_mb is not None and way.sized is None:
+        raise LookupError(f"there is no row {Choice(base, bucket_mb).name!r}")
+    if bucket_mb is None:
+        return way
+    kind = "peer" if way.kind == "reference" else way.kind
+    return way._replace(kind=kind, build=way.sized(bucket_mb))
+
+
+def in_its_context(measure):
+    """For a function (rank, settings, base, bucket_mb) that measures a row: it runs inside of its context."""
+    @functools.wraps(measure)
+    def measured(rank, settings, base, bucket_mb=None):
+        with find(base, bucket_mb).inside():
+            return measure(rank, settings, base, bucket_mb)
+    return measured
+
+
+# --------------------------------------------------------------------------------------------------------- bucket_sizes
+# Bucket sizes: which are tried of which rows, and which was the best.
+
+
+PEERS = [REFERENCE, "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # each is swept
+PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB
+DEFAULT_MB = 25  # of DDP
+OVERLAP = "stage 4 overlap"
+SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
+
+
+def choices(text=""):
+    """The rows of a sweep whose name holds `text`, and the reference -> list of Choices."""
+    swept = [Choice(base, size) for base in PEERS for size in (None, *PEER_SIZES)]
+    swept += [Choice(OVERLAP, size) for size in SIZES]
+    return [one for one in swept if text in one.name or one == (REFERENCE, None)]
+
+
+def of_ddp():
+    return [Choice(REFERENCE, size) for size in (None, *PEER_SIZES)]
+
+
+def is_whole(sweep):
+    """Whether there is one, of more than DDP: to be shown."""
+    return sweep is not None and any(row.base == OVERLAP for row in sweep.rows)
+
+
+def best(rows):
+    """Of a sweep: each of PEERS with the size with which it is fastest; not one whose default is that -> Choices.
+
+    Stage 4 keeps its default.
+    """
+    found = []
+    for base in PEERS:
+        fastest = min((row for row in rows if row.base == base), key=lambda row: row.median_ms, default=None)
+        if fastest is not None and fastest.bucket_mb is not None and fastest.rounds_ms:
+            found.append(fastest.choice)
+    return found
+
+
+def beside(choices, tuned):
+    """`choices`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
+    listed = []
+    for choice in choices:
+        listed += [choice, *(one for one in tuned if one.base == choice.base and choice.bucket_mb is None)]
+    return listed + [one for one in tuned if one not in listed]
+
+
+def tuned(result, base):
+    """A result of make network -> the row `base` with the buckets that the sweep found best; None: not measured.
+
+    Where the default was the best of those tried, the row itself.
+    """
+    sized = [row for row in result.rows if row.base == base and row.bucket_mb is not None and row.rounds_ms]
+    if sized:
+        return min(sized, key=lambda row: row.median_ms)
+    is_default_best = result.sweep is not None and all(one.base != base for one in best(result.sweep.rows))
+    return result.timed(base) if is_default_best else None

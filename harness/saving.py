@@ -1,0 +1,185 @@
+"""How fast a checkpoint is written and read, beside torch.save of the same tensors and beside the disk.
+
+    python -m harness.saving [--gigabytes 1]        # or: make saving ARGS="--folder /mnt/disk"
+
+Two ranks train with stage 4. What each of them owns has so many gigabytes: parameters and AdamW's moments. All rows run
+in each round, one after the other, and all ranks at the same time. Also: how long an asynchronous save holds up a step.
+"""
+
+import argparse
+import functools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import stage4_overlap
+from checkpoint.rank_files import CHUNK
+from harness import command_line
+from harness import results as saved
+from harness.command_line import write
+from harness.examine import _cpu_name as cpu_name
+from harness.examine import commit
+from harness.results import SavingConditions, SavingResult, SavingRow
+from harness.tables import saving_sheet, sheet_text
+from harness.workers import Workers
+
+fail = functools.partial(command_line.fail, "saving")
+RANKS, WIDTH, N_STEPS = 2, 1024, 5
+BYTES_A_PARAMETER = 12  # of a checkpoint: fp32 parameters and two moments
+BESIDE = {"disk, write": "", "torch.save": "disk, write", "checkpoint.save": "disk, write",
+          "checkpoint.save, asynchronous": "disk, write", "disk, read": "", "torch.load": "disk, read",
+          "checkpoint.load": "disk, read"}
+
+
+def seconds_of(function):
+    """Until all ranks have done it."""
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def synced(file):
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_raw(path, content):
+    with open(path, "wb") as file:
+        for start in range(0, len(content), CHUNK):
+            file.write(content[start : start + CHUNK])
+        synced(file)
+
+
+def torch_save(path, tensors):
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
+        synced(file)
+
+
+def forget(folder):
+    """Ask the system to drop what it keeps of these files in memory, so that they come from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_raw(path, content):
+    """Into memory that is there: what no load can exceed."""
+    with open(path, "rb", buffering=0) as file:
+        place = 0
+        while n_bytes := file.readinto(content[place : place + CHUNK]):
+            place += n_bytes
+
+
+class Round:
+    """One rank's model, optimizer, and the tensors that it owns."""
+
+    def __init__(self, n_bytes):
+        n_layers = round(RANKS * n_bytes / BYTES_A_PARAMETER / WIDTH**2)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n_layers)))
+        self.optimizer = stage4_overlap.DistributedOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True)
+        self.x = torch.randn(64, WIDTH)
+        self.step()
+        inner = self.optimizer.optimizer
+        self.tensors = [tensor for param, state in inner.state.items()  # a view would be saved with all that it is of
+                        for tensor in (param.detach().clone(), state["exp_avg"], state["exp_avg_sq"])]
+        self.n_bytes = sum(tensor.nbytes for tensor in self.tensors)
+
+    def step(self):
+        self.model(self.x).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, until=None):
+        """-> ms of each step: N_STEPS, or those until `until` is done."""
+        times = []
+        while len(times) < N_STEPS if until is None else not until.done():
+            times.append(1e3 * seconds_of(self.step))
+            if until is not None and dist.get_world_size() > 1:  # all ranks make as many
+                done = torch.tensor(float(until.done()))
+                dist.all_reduce(done, op=dist.ReduceOp.MIN)
+                if done:
+                    break
+        return times
+
+    def save_behind(self, path):
+        """-> ms for which the call holds up training."""
+        saving = []
+        held_up = 1e3 * seconds_of(lambda: saving.append(
+            checkpoint.save(path, self.model, self.optimizer, asynchronous=True)))
+        saving[0].result()
+        return held_up
+
+    def measure(self, folder, rank, number):
+        """-> {row: seconds}, and what an asynchronous save costs steps: (ms of the call, ms of steps, their number).
+
+        In each round another row writes first: a disk may be slower after some gigabytes.
+        """
+        mine, content = folder / f"mine-{rank}", memoryview(bytearray(os.urandom(CHUNK)) * (self.n_bytes // CHUNK))
+        torch_path, found, held_up = folder / f"torch-{rank}", {}, []
+        writers = [("disk, write", lambda: write_raw(mine, content)),
+                   ("torch.save", lambda: torch_save(torch_path, self.tensors)),
+                   ("checkpoint.save", lambda: checkpoint.save(folder / "saved", self.model, self.optimizer)),
+                   ("checkpoint.save, asynchronous", lambda: held_up.append(self.save_behind(folder / "behind")))]
+        for name, writer in writers[number % len(writers) :] + writers[: number % len(writers)]:
+            found[name] = seconds_of(writer)
+        alone = statistics.median(self.steps())
+        forget(folder)
+        found["disk, read"] = seconds_of(lambda: read_raw(mine, content))
+        found["torch.load"] = seconds_of(lambda: torch.load(torch_path))
+        found["checkpoint.load"] = seconds_of(lambda: checkpoint.load(folder / "saved", self.model, self.optimizer))
+        again = checkpoint.save(folder / "again", self.model, self.optimizer, asynchronous=True)
+        behind = self.steps(again)
+        again.result()
+        return found, (held_up[0], alone, sum(behind) - alone * len(behind), len(behind))
+
+
+def measure(rank, n_bytes, folder, rounds):
+    one, found = Round(n_bytes), []
+    for number in range(rounds):
+        place = Path(folder) / str(number)
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        found.append(one.measure(place, rank.rank, number))
+        dist.barrier()
+        if rank.rank == 0:
+            shutil.rmtree(place)
+    return one.n_bytes, found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of each rank (default 1)")
+    parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: for temporary files)")
+    parser.add_argument("--json", type=Path, default=Path("measured/saving.json"), help="where the result is written")
+    args = parser.parse_args()
+    command_line.check_between("--gigabytes", args.gigabytes, 0.01, 100, fail)
+    command_line.check_at_least_1(args, ("rounds",), fail)
+    command_line.check_writable("--json", args.json, fail)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder, Workers(RANKS, timeout_s=3600) as workers:
+        answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)
+    rounds, steps = zip(*answers[0][1])
+    held_up, alone, behind, n_behind = map(list, zip(*steps))
+    conditions = SavingConditions(cpu_name(), torch.__version__, RANKS, sum(n_bytes for n_bytes, _ in answers),
+                                  args.rounds, statistics.median(alone), date.today().isoformat(), commit())
+    rows = [SavingRow(name, beside, [one[name] for one in rounds]) for name, beside in BESIDE.items()]
+    result = SavingResult(conditions, rows, held_up, behind, n_behind)
+    write("--json", args.json, saved.to_json(result), fail)
+    print(sheet_text(saving_sheet(result)), f"written to {args.json}", sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Writes a stage as one package for a project of yours: core, guard, and if asked for checkpoint/ too.
+
+    python -m harness.take 4 path/to/my_optimizer [--checkpoint]
+
+train.py stays here, imports become relative, and the package says which version it is, and under which licence.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STAYS = {"train.py", "show.py", "__init__.py"}
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+OPENING = '''"""Stage {number} of "The distributed optimizer, in four stages", {version}. Licence: MIT, see LICENSE."""
+
+from .distributed import DistributedOptimizer as DistributedOptimizer
+from .optimizer import ShardedOptimizer as ShardedOptimizer
+
+__version__ = "{version}"
+'''
+
+
+def files_of(stage, with_checkpoint):
+    """-> path in the package -> text."""
+    files = {path.name: path.read_text() for path in stage.glob("*.py") if path.name not in STAYS}
+    files = {name: re.sub(r"^from guard\b", "from .guard", text, flags=re.MULTILINE) for name, text in files.items()}
+    for folder in ["guard", *["checkpoint"] * with_checkpoint]:
+        for path in (ROOT / folder).glob("*.py"):
+            text = re.sub(r"^from guard\b", "from ..guard", path.read_text(), flags=re.MULTILINE)
+            files[f"{folder}/{path.name}"] = text
+    opening = OPENING.format(number=stage.name.removeprefix("stage")[0], version=VERSION)
+    return {**files, "__init__.py": opening, "LICENSE": (ROOT / "LICENSE").read_text()}
+
+
+def take(number, to, with_checkpoint=False):
+    """Raises ValueError: there is no such stage, or `to` is no place for a package."""
+    stages = {path.name.removeprefix("stage")[0]: path for path in ROOT.glob("stage*_*")}
+    if number not in stages:
+        raise ValueError(f"STAGE={number}: there are stages {', '.join(sorted(stages))}")
+    if not to.name.isidentifier():
+        raise ValueError(f"TO={to}: its last part must be a name that Python can import")
+    if to.exists():
+        raise ValueError(f"TO={to} is there already: remove it first, or take another name")
+    for name, text in files_of(stages[number], with_checkpoint).items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_text(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="take", description=__doc__.splitlines()[0])
+    parser.add_argument("stage")
+    parser.add_argument("to", type=Path)
+    parser.add_argument("--checkpoint", action="store_true", help="with checkpoint/: full state, files, other ranks")
+    args = parser.parse_args()
+    try:
+        take(args.stage, args.to, args.checkpoint)
+    except (ValueError, OSError) as reason:
+        print(f"take: {reason}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{args.to}: from {args.to.name} import DistributedOptimizer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
+
+import argparse
+import functools
+import gc
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness import command_line
+from harness import rows as catalogue
+from harness.command_line import write
+from harness.every_row import attempt
+from harness.examine import WARMUP_STEPS, Settings, adamw, make_batches, make_model
+from harness.gpt import MODELS
+from harness.ledger import Ledger
+from harness.memory import Memory
+from harness.pictures import svg, text, trace
+from harness.results import Message, RecordedStep, length, most_alive, overlap, union
+from harness.workers import WorkerError, Workers
+
+# ------------------------------------------------------------------------------------------------------------- recorder
+# One step of a row, recorded from outside: what computes when, what travels when, how much is alive.
+
+
+GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
+RECORDED_STEPS = 6  # the first is there for what it leaves under way
+
+
+class Recorder(Ledger):
+    """A ledger that also writes down when operators ran, in which phase of the step, and how much was alive.
+
+    Args:
+        memory: a `harness.memory.Memory` that has been entered.
+
+    Attributes:
+        busy: [[start, end], …] in seconds of time.perf_counter, in order.
+        phases: [(name, start, end), …].
+        live: [(time, bytes), …]: what is alive from that time on.
+    """
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+        self.busy, self.phases, self.live = [], [], [(time.perf_counter(), memory.live)]
+
+    @contextmanager
+    def phase(self, name):
+        start = time.perf_counter()
+        yield
+        self.phases.append((name, start, time.perf_counter()))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        start = time.perf_counter()
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        end = time.perf_counter()
+        if (live := self.memory.live) != self.live[-1][1]:
+            self.live.append((end, live))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            return result
+        if self.busy and start - self.busy[-1][1] < GAP_S:
+            self.busy[-1][1] = end
+        else:
+            self.busy.append([start, end])
+        return result
+
+
+@catalogue.in_its_context
+def record(rank, settings, base, bucket_mb=None):
+    """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
+    if rank.device.type != "cpu":
+        raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
+    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
+    gc.collect()
+    with Memory(rank.device) as memory:
+        training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+        for batch in batches:
+            training.step(batch)
+        training.finish()
+        dist.barrier()
+        with Recorder(memory) as recorder:
+            for step in range(RECORDED_STEPS):
+                tokens, targets = batches[step % WARMUP_STEPS]  # `memory` knows them by now
+                with recorder.phase("forward"):
+                    loss = training.forward(tokens, targets)
+                with recorder.phase("backward"):
+                    loss.backward()
+                with recorder.phase("step"):
+                    training.update()
+                    training.zero_grad()
+            training.finish()
+        return one_step(recorder, median_step(recorder))
+
+
+def median_step(recorder):
+    """The number of the recorded step that is of median length, the first one aside. Collective, the same on all ranks.
+
+    A step is as long as on the slowest rank. In a single one this machine may have been busy with something else.
+    """
+    spans = [span_of(recorder, number) for number in range(1, RECORDED_STEPS)]
+    lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
+    dist.all_reduce(lengths, dist.ReduceOp.MAX)
+    return 1 + lengths.argsort()[len(lengths) // 2].item()
+
+
+def span_of(recorder, number):
+    """From the start of a step's forward until the next one's could start, in seconds of time.perf_counter()."""
+    forward, _, step = recorder.phases[3 * number : 3 * number + 3]
+    return forward[1], step[2]
+
+
+def record_rows(workers, settings, rows, progress=lambda text: None):
+    """Records every Row that has no error: its `timeline`, see `one_step`, by rank."""
+    def record_row(row):
+        row.timeline = workers.run(record, settings, *row.choice)
+    for row in rows:
+        if not row.error:
+            progress(f"timeline: {row.name}")
+            attempt(row, functools.partial(record_row, row))
+
+
+def one_step(recorder, number):
+    """One of the recorded steps, not the first -> RecordedStep, from the start of its forward until the next
+    one's could start.
+
+    What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
+    start, that of the step before.
+    """
+    start, end = span_of(recorder, number)
+    inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
+    spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
+    busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]
+    def since(*times):
+        return tuple(round(moment - start, 6) for moment in times)
+    return RecordedStep(
+        exposed_seconds=round(length(union(spans)) - length(overlap(union(spans), busy)), 6), seconds=since(end)[0],
+        phases=[(name, *since(a, b)) for name, a, b in recorder.phases if start <= a < end],
+        busy=[since(a, b) for a, b in busy],
+        communication=[Message(entry.kind, entry.size, *since(entry.launched_at, entry.completed_at))
+                       for entry in inside],
+        memory=most_alive(recorder.live, start, end))
+
+
+# ------------------------------------------------------------------------------------------------------------- timeline
+# One step of a row, as rank x time: what computes when, and what travels when.
+
+
+fail = functools.partial(command_line.fail, "timeline")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    add = parser.add_argument
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
+        "stages, on rank 0")
+    add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
+    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
+    args = parser.parse_args()
+    command_line.check_workload(args, ("ranks",), MODELS, fail)
+    command_line.check_beside("--out", args.out, ".json", fail)
+    if args.out.suffix != ".svg":
+        fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
+    every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]
+    names = [name for name in every if args.rows in name or name == catalogue.REFERENCE]
+    if args.rows == "all":
+        return args, catalogue.LADDER
+    if not any(args.rows in name for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
+    return args, names
+
+
+def main():
+    args, names = parse()
+    settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
+    n_drawn = 1 if args.rows == "all" else args.ranks
+    with Workers(args.ranks) as workers:
+        rows = [(f"{name}, rank {rank}", step) for name in names
+                for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
+    title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
+    try:
+        write("--out", args.out, svg(rows, title), fail)
+        write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
+    finally:  # see bench.py
+        print(text(rows))
+    print(f"written to {args.out} and {args.out.with_suffix('.json')}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except WorkerError as error:
+        sys.exit(f"timeline: {error}")

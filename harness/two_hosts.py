@@ -1,0 +1,380 @@
+"""Two hosts on one machine, joined by a link of limited rate: the rows of the bench, with something to hide."""
+
+import argparse
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+
+from harness import command_line, every_row, meeting
+from harness import examine as accumulation
+from harness import processes as signals
+from harness import results as rates
+from harness import results as saved
+from harness import rows as bucket_sizes
+from harness import timeline as recorder
+from harness.command_line import write
+from harness.examine import Settings
+from harness.results import Accumulation, Result, Sweep
+from harness.rows import Choice, is_asked
+from harness.workers import WorkerError
+
+# ----------------------------------------------------------------------------------------------------- two_host_options
+# The command line of make network: read outside and on each host. It loads no torch: bad input is answered at once.
+
+
+fail = functools.partial(command_line.fail, "network")
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO",
+                      "fsdp2", "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather",
+                      "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
+        *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
+                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
+                      "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
+# --rows curve: what make curve times at each rate.
+CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
+                       "stage 4 overlap", "fsdp2"))]
+# Where --rows asks for them.
+VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "whole_matrices", "hybrid", "wire16", "moments16",
+                                                    "finite", "blocks", "offload", "remainder16")]
+VARIANTS += [Choice("ddp summed in bf16")]
+
+
+def parse(description):
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    add = parser.add_argument
+    add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
+    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
+    add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only; or curve")
+    add("--sweep", action="store_true", help="first find the best bucket size of each row that has buckets")
+    add("--tuned", default=None, metavar="SIZES", help="rows with a bucket size of their own in MiB, like 'ddp=2; "
+        "ddp + stage 1=4' (default: the best of the last --sweep at this rate, kept in --json)")
+    add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
+        "takes of it, and both ways to accumulate in stage 4")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well")
+    add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
+    args = parser.parse_args()
+    bits_per_second(args.rate)
+    args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
+    names = [one.name for one in [*ROWS, *VARIANTS]]
+    if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
+    return args
+
+
+def choice(text):
+    """"ddp=2" -> Choice("ddp", 2.0)."""
+    base, _, size = (part.strip() for part in text.partition("="))
+    if not re.fullmatch(r"\d+(\.\d+)?", size):
+        fail(f"--tuned {text.strip()!r}: write the name of a row, =, and MiB, like ddp=2")
+    return Choice(base, float(size))
+
+
+def bits_per_second(rate):
+    """"300mbit" -> 3e8."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if not match or not 1e3 <= float(match[1]) * UNITS[match[2]] <= 1e12:
+        fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
+    return float(match[1]) * UNITS[match[2]]
+
+
+# ----------------------------------------------------------------------------------------------------------- namespaces
+# Two network namespaces of Linux, joined by a line that is held to a rate, and gone afterwards.
+
+
+NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
+TCP = "cubic"  # Linux's default, whatever this machine has set: how senders find the rate is part of a figure
+INSIDE = "DISTRIBUTED_OPTIMIZER_HOST"  # set there, and not RANK, which another launcher may have set outside
+
+
+class Hosts:
+    """Two network namespaces and the line between them, while it is entered. `names`: as `ip netns` knows them."""
+
+    def __init__(self, rate):
+        self.rate = rate
+        self.names = [f"dopt-{os.getpid()}-{host}" for host in "ab"]
+        self.links = [f"dopt{os.getpid()}{host}" for host in "ab"]  # at most 15 characters
+
+    def __enter__(self):
+        try:
+            for name in self.names:
+                run("ip", "netns", "add", name)
+            run("ip", "link", "add", self.links[0], "netns", self.names[0], "type", "veth",
+                "peer", "name", self.links[1], "netns", self.names[1])
+            for name, link, address in zip(self.names, self.links, ADDRESSES):
+                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+                run("ip", "-n", name, "link", "set", "lo", "up")
+                run("ip", "-n", name, "link", "set", link, "up")
+                run("ip", "-n", name, "route", "change", NETWORK, "dev", link, "congctl", TCP)
+                run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate,
+                    "burst", "1mb", "latency", "50ms")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        """End what still runs in the namespaces, by its process id, and remove them; the line goes with them.
+
+        A second Ctrl-C doesn't interrupt that.
+        """
+        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+        try:
+            for name in self.names:
+                if Path("/run/netns", name).exists():
+                    for pid in run("ip", "netns", "pids", name).split():
+                        end(int(pid))
+                    run("ip", "netns", "delete", name)
+        finally:
+            for number, handler in zip(numbers, handlers):
+                signal.signal(number, handler)
+
+    def start(self, host, *command):
+        """Start a command on host 0 or 1 -> Popen. It ends when this process does.
+
+        Hosts have processors of their own: each gets every second core, where there are two.
+        """
+        cores = sorted(os.sched_getaffinity(0))[host::2]
+
+        def prepare():
+            signals.end_with_parent()
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.links[host], "CUDA_VISIBLE_DEVICES": "",
+                       "OMP_NUM_THREADS": "1", INSIDE: str(host)}
+        return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
+                                cwd=Path(__file__).resolve().parents[1], start_new_session=True,
+                                preexec_fn=prepare)
+
+
+def end(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it has ended by itself
+
+
+def run(*command):
+    """Run one command of iproute2 -> what it prints. Its error is ours, in one line."""
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)  # Ctrl-C is not for it
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def missing():
+    """What this machine lacks -> a line, or None."""
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
+    if os.geteuid() != 0:
+        return "network namespaces need root: sudo make network, or run it in a container as root"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------- on_each_host
+# What each of the ranks on two hosts does: it measures the rows, in step with the other.
+
+
+SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
+CURVE_ROUNDS, CURVE_STEPS = 1, 3  # of the sweep that make curve makes at each rate
+
+
+class Together:
+    """What `Workers` is to a process that starts ranks, for ranks that torchrun started: each calls `run`."""
+
+    def __init__(self, rank):
+        self.rank, self.world_size = rank, rank.world_size
+
+    def run(self, function, *args):
+        """-> [function(rank 0, *args), function(rank 1, *args)], on every rank. Raises WorkerError where one fails."""
+        result, error = None, None
+        try:
+            result = function(self.rank, *args)
+        except Exception as failure:
+            error = f"rank {self.rank.rank}: {type(failure).__name__}: {failure}".splitlines()[0]
+        answers = [None] * self.world_size
+        dist.all_gather_object(answers, (result, error))
+        errors = [error for _, error in answers if error is not None]
+        if errors:
+            raise WorkerError(errors[0])
+        return [result for result, _ in answers]
+
+
+def measure_here(args):
+    """On every rank: the rows, interleaved; rank 0 writes the result."""
+    rank = meeting.connect(args.timeout)
+    settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
+    always = ("ddp", "compute only") + ("stage 3 grad buffer", "stage 4 overlap") * args.accumulation
+
+    def progress(text):
+        if rank.rank == 0:
+            print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+    together, sweep, tuned, is_curve = Together(rank), None, args.tuned or [], args.rows == "curve"
+    if args.sweep:
+        most_rounds, most_steps = (CURVE_ROUNDS, CURVE_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
+        short = settings._replace(rounds=min(args.rounds, most_rounds), steps=min(args.steps, most_steps))
+        sizes = bucket_sizes.of_ddp() if is_curve else bucket_sizes.choices(args.rows)
+        found = every_row.measure_rows(together, short, sizes, progress)
+        sweep, tuned = Sweep(found.conditions, found.rows), bucket_sizes.best(found.rows)
+    named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
+    chosen = [choice for choice in named if is_curve or is_asked(args.rows, choice.name) or choice.name in always]
+    sized = [choice for choice in tuned if not is_curve and args.rows in choice.name or choice.base == "ddp"]
+    result = every_row.measure_rows(together, settings, bucket_sizes.beside(chosen, sized), progress)
+    result.sweep = sweep
+    if not is_curve and args.rows != "variants":  # of these a time is shown, and no picture
+        recorder.record_rows(together, settings, result.rows, progress)
+    if args.accumulation:
+        time_accumulation(together, settings, result, always, tuned, progress)
+    if rank.rank == 0:
+        print(f"\r{'':60}\r", end="", file=sys.stderr)
+        result.conditions = dataclasses.replace(
+            result.conditions, rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
+            cores_per_host=len(os.sched_getaffinity(0)))
+        args.json.write_text(saved.to_json(result), encoding="utf-8")
+    meeting.disconnect()
+
+
+def time_accumulation(together, settings, result, bases, tuned, progress):
+    """The result's `accumulation`, if all the rows of `bases` are right: what is wrong gets no time."""
+    rows = [row for row in result.rows if row.name in bases]
+    if any(row.error for row in rows):
+        return
+    ddp_mb = next((choice.bucket_mb for choice in tuned if choice.base == "ddp"), None)
+    short = settings._replace(rounds=min(settings.rounds, 2))
+
+    def time_rows():
+        found = accumulation.time_rows(together, short, ddp_mb, progress)
+        conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
+        result.accumulation = Accumulation(conditions, found, ddp_mb)
+    every_row.attempt(rows[-1], time_rows)
+
+
+# ------------------------------------------------------------------------------------------------------------ two_hosts
+# Two hosts on one machine, joined by a line of limited rate: the rows of the bench where there is something to hide.
+
+
+PORT = 29500
+
+
+def measure_on_two_hosts(args):
+    """-> the result, or None when a host failed; what failed has been printed by then."""
+    with tempfile.TemporaryDirectory() as folder, Hosts(args.rate) as hosts:
+        path = Path(folder, "network.json")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                    "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+        flags = [name for name in ("accumulation", "sweep") if getattr(args, name)]
+        tuned = ";".join(f"{choice.base}={choice.bucket_mb:g}" for choice in args.tuned)
+        options = [*(f"--{name}" for name in flags), f"--tuned={tuned}",
+                   *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
+                     if name not in ("json", "accumulation", "sweep", "tuned"))]
+        processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.two_hosts",
+                                 *options, f"--json={path}") for host in (0, 1)]
+        while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
+            continue  # and no longer than until the first that fails: Hosts ends the other
+        return saved.from_json(Result, path.read_text()) if codes == [0, 0] else None
+
+
+def wait_a_moment(process):
+    """-> its exit code, or None when it still runs."""
+    try:
+        return process.wait(timeout=0.2)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def earlier(args):
+    """What the file holds -> list of Results, each of one rate. Fails where it holds something else."""
+    if args.json is None or not args.json.exists():
+        return []
+    if not args.json.is_file():
+        fail(f"--json {args.json}: it is no file: results of other rates are kept in it")
+    try:
+        results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
+    except (OSError, ValueError) as error:
+        fail(f"--json {args.json}: it holds something else than results of make network, name another file: {error}")
+    if not all(result.conditions.rate for result in results):
+        fail(f"--json {args.json}: it holds something else than results of make network, name another file")
+    return results
+
+
+def add_to_file(args, result):
+    """Puts the result first in the file, before those of other rates, and draws the picture beside it.
+
+    What was asked for and has failed isn't taken over from the run before.
+    """
+    from harness import pictures as step_picture
+    kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
+    result = rates.merged(result, earlier(args), kept)
+    write("--json", args.json, saved.to_json(result), fail)
+    picture = step_picture.two_hosts_picture(result.at_all_rates())
+    if picture:
+        write("--json", args.json.with_suffix(".svg"), picture, fail)
+
+
+def main():
+    args = parse(__doc__)
+    # Here: bad input is answered before torch is loaded.
+    if INSIDE in os.environ:
+        # merged
+        measure_here(args)
+        os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
+    from harness import every_row
+    from harness import pictures as step_picture
+    from harness import rows as bucket_sizes
+    from harness import rows as catalogue
+    from harness import tables as terminal
+    from harness.gpt import MODELS
+
+    command_line.check_workload(args, ("rounds", "steps", "timeout"), MODELS, fail)
+    if args.json:
+        command_line.check_beside("--json", args.json, ".svg", fail)
+    before = earlier(args)  # fails now if the file holds something else
+    if args.tuned is None:
+        sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
+        args.tuned = bucket_sizes.best(sweeps[0].rows) if sweeps and not args.sweep else []
+    for choice in args.tuned:
+        try:
+            catalogue.find(*choice)
+        except LookupError as error:
+            fail(f"--tuned: {error.args[0]}")
+    reason = missing()
+    if reason:
+        sys.exit(f"network: {reason}")
+    signals.exit_on_signals()
+    try:
+        result = measure_on_two_hosts(args)
+    except OSError as error:
+        sys.exit(f"network: {error}")
+    if result is None:
+        sys.exit("network: a host failed; see above")
+    shown, title = step_picture.on_two_hosts(result)
+    steps = f"{title}\n{step_picture.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
+    try:
+        if args.json:
+            add_to_file(args, result)
+    finally:  # see bench.py
+        terminal.show(result)
+    if args.json:
+        print(f"{steps}written to {args.json} and {args.json.with_suffix('.svg')}")
+    sys.exit(every_row.is_wrong(result))
+
+
+if __name__ == "__main__":
+    main()
