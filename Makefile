@@ -29,7 +29,7 @@ PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist worksteal)
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py drawn.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test test-all check lint grade train network curve timeline show seams take faults cuda saving host plan
+.PHONY: help bench test test-all check lint exercise grade train network curve timeline show seams take faults cuda saving host plan
 .PHONY: report docs-check diff clean
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make test-all               also what waits: kills, torchrun, two hosts, a browser, other frameworks'
 	@echo 'make check                  lint, types, and the tests that a change breaks first: a minute  (CONTRIBUTING.md)'
 	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
+	@echo 'make exercise STAGE=3 TO=mine  its core with bodies to fill in, for make grade  (STAGE=variants)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo 'make curve                  time over computing alone, from 100 Mbit/s to 2.5 Gbit/s  (half an hour)'
@@ -74,6 +75,10 @@ lint: $(TOOLS)
 	$(if $(call has,ruff),$(PYTHON) -m ruff check .,@echo 'lint: $(PYTHON) has no ruff, left out')
 	$(if $(call has,mypy),$(PYTHON) -m mypy,@echo 'lint: $(PYTHON) has no mypy, left out')
 	$(if $(call has,importlinter),$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()',@echo 'lint: $(PYTHON) has no import-linter, left out')
+
+exercise:
+	$(if $(TO),,$(error write STAGE=3 TO=mine, the folder of the package that is written))
+	@$(or $(wildcard $(PYTHON)),python3) -m grade.skeleton '$(STAGE)' '$(TO)'
 
 grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)

@@ -16,25 +16,22 @@ from harness import command_line  # first: from here on Ctrl-C is one word
 import rich.console
 import rich.progress
 
-from harness import alone as any_ranks
-from harness import examine as conditions
-from harness import alone as default_buckets
+from harness import alone
+from harness import examine
 from harness import every_row
 from harness import host_time
-from harness import timeline as recorder
-from harness import every_row as shared_layers
+from harness import timeline
 from harness.examine import Settings
-from harness import tables as terminal
+from harness import tables
 from harness import rows as catalogue
-from harness import results as rates
-from harness import results as saved
+from harness import results
 from harness.rows import Choice
 from harness.rows import is_asked
 from harness.command_line import write
 from harness.workers import WorkerError
 from harness.workers import Workers
 from harness import corpus
-from harness import gpt as tensor_parallel
+from harness import gpt
 from harness.gpt import MODELS
 
 fail = functools.partial(command_line.fail, "bench.py")
@@ -71,7 +68,7 @@ def parse(rows, models):
 def check_model(args, model, models):
     args = argparse.Namespace(**{**vars(args), "model": model})
     command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout", "tp"), models, fail)
-    if reason := tensor_parallel.misfit(args.tp, args.ranks, models[model].n_heads, args.sequence_length):
+    if reason := gpt.misfit(args.tp, args.ranks, models[model].n_heads, args.sequence_length):
         fail(f"--tp {args.tp}: {reason}")
 
 
@@ -90,7 +87,7 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            model = args.model or conditions.default_model(workers)
+            model = args.model or examine.default_model(workers)
             check_model(args, model, MODELS)
             settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
             more = (2 + rounds) * (args.tp > 1) + (0 if args.quick else len(choices) + 4)
@@ -100,23 +97,23 @@ def main():
                 bar.update(task, advance=1, description=text)
             result = every_row.measure_rows(workers, settings, choices, progress)
             if args.tp > 1:
-                result.shared = shared_layers.measure_shared(workers, settings, args.tp, progress)
+                result.shared = every_row.measure_shared(workers, settings, args.tp, progress)
             if not args.quick:
                 if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
-                    recorder.record_rows(workers, settings, result.rows, progress)
-                    rates.keep_exposed_only(result.rows)
+                    timeline.record_rows(workers, settings, result.rows, progress)
+                    results.keep_exposed_only(result.rows)
                 progress("model state at any number of ranks")
-                result.model_state = any_ranks.model_state(settings)
-                result.gathered = any_ranks.gathered(settings)
-                result.caps = default_buckets.caps()
+                result.model_state = alone.model_state(settings)
+                result.gathered = alone.gathered(settings)
+                result.caps = alone.caps()
                 result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     try:
         if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
-            write("--json", args.json, saved.to_json(result), fail)
+            write("--json", args.json, results.to_json(result), fail)
     finally:  # the disk may be full
-        terminal.show(result)
+        tables.show(result)
     if args.json:
         print(f"written to {args.json}")  # not by rich, for which [a] in a path is markup
     sys.exit(every_row.is_wrong(result))

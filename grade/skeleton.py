@@ -1,11 +1,11 @@
-"""Writes the exercises: each stage's core with some bodies taken out.
+"""Writes an exercise: a stage's core with some bodies taken out, or all variants.
 
-    python -m grade.skeleton
-
-A test holds that exercises/ is what this writes: a core that is changed needs it once.
+    make exercise STAGE=3 TO=mine            (STAGE=variants)
 """
 
+import argparse
 import ast
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,11 +97,6 @@ VARIANTS = {  # likewise; chained.py is of guard/
 }
 
 
-def exercise_of(stage):
-    """-> the name of the exercise's package: exercises.stage1 of stage1_naive_broadcast."""
-    return f"exercises.{stage.split('_')[0]}"
-
-
 def functions(tree):
     """(name, node) of each function of a module, and of each method as "Class.method"."""
     for node in tree.body:
@@ -134,23 +129,41 @@ def emptied(source, asked, path):
     return "\n".join(lines) + "\n"
 
 
-def files():
-    """-> {path in exercises/: its text}."""
-    written = {"exercises/__init__.py": '"""The cores with bodies to fill in: docs/exercise.md."""\n'}
-    for stage, names_of in {**EMPTY, "variants": VARIANTS}.items():
-        exercise = exercise_of(stage)
-        folder = exercise.replace(".", "/")
-        written[f"{folder}/__init__.py"] = ""
-        for file, asked in names_of.items():
-            path = f"guard/{file}" if file == "chained.py" else f"{stage}/{file}"
-            written[f"{folder}/{file}"] = emptied((ROOT / path).read_text(encoding="utf-8"), asked, path)
+def files_of(what):
+    """-> {name of a file: its text} of an exercise: a stage by its package or its number, or "variants"."""
+    folder = next((folder for folder in [*EMPTY, "variants"] if what in (folder, folder[5:6])), None)
+    if folder is None:
+        raise ValueError(f"STAGE={what}: there are the exercises 1, 2, 3, 4, and variants")
+    written = {"__init__.py": ""}
+    for file, asked in (VARIANTS if folder == "variants" else EMPTY[folder]).items():
+        path = f"guard/{file}" if file == "chained.py" else f"{folder}/{file}"
+        written[file] = emptied((ROOT / path).read_text(encoding="utf-8"), asked, path)
     return written
 
 
+def write(what, to):
+    """Raises ValueError: there is no such exercise, or `to` is no place for a package."""
+    files = files_of(what)
+    if not to.name.isidentifier():
+        raise ValueError(f"TO={to}: its last part must be a name that Python can import")
+    if to.exists():
+        raise ValueError(f"TO={to} is there already: remove it first, or take another name")
+    to.mkdir(parents=True)
+    for name, text in files.items():
+        (to / name).write_text(text, encoding="utf-8")
+
+
 def main():
-    for path, text in files().items():
-        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-        (ROOT / path).write_text(text, encoding="utf-8")
+    parser = argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0])
+    parser.add_argument("what")
+    parser.add_argument("to", type=Path)
+    args = parser.parse_args()
+    try:
+        write(args.what, args.to)
+    except (ValueError, OSError) as reason:
+        print(f"exercise: {reason}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{args.to}: fill in its bodies, then make grade STAGE={args.to}")
 
 
 if __name__ == "__main__":

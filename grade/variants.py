@@ -2,7 +2,7 @@
 
     make grade STAGE=mine.wire16
 
-exercises/variants has ours with bodies taken out, and docs/exercise.md what is asked for.
+`make exercise STAGE=variants TO=mine` writes ours with bodies taken out; docs/exercise.md has what is asked for.
 """
 
 import importlib

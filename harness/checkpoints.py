@@ -11,10 +11,7 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint.folder import hold
 from checkpoint.ranks import at_own_pace, errors_on_all
-from harness import command_line
-from harness import options as run_folder
-from harness import options as run_settings
-from harness import options as stop_signal
+from harness import command_line, options
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
 # ---------------------------------------------------------------------------------------------------------- saved_extra
@@ -103,7 +100,7 @@ class Checkpoints:
         if args.checkpoint:
             on_all_ranks(self._check_folder)
             on_all_ranks(self._resume_or_say_why_not)
-            self.stop_signal = stop_signal.StopSignal(optimizer, args.timeout)
+            self.stop_signal = options.StopSignal(optimizer, args.timeout)
 
     def step_done(self):
         """Counts a step, and saves if it is time to; after a signal it doesn't return. Collective."""
@@ -117,22 +114,22 @@ class Checkpoints:
         if signal_name and not is_last:
             if is_rank_0():
                 print(f"stopped by {signal_name} after step {self.steps_done}, which is saved: the same command goes "
-                      f"on (exit code {stop_signal.PREEMPTED})", flush=True)
-            leave(stop_signal.PREEMPTED)
+                      f"on (exit code {options.PREEMPTED})", flush=True)
+            leave(options.PREEMPTED)
 
     def _save(self):
         extra = extra_of(self.steps_done, self.scheduler, self.rank, self._settings())
-        path = run_folder.path_of(self.args.checkpoint, self.steps_done)
+        path = options.path_of(self.args.checkpoint, self.steps_done)
         try:
             checkpoint.save(path, self.model, self.optimizer, extra)
         except checkpoint.CheckpointError as error:
             raise ValueError(str(error)) from None
         with at_own_pace(f"old checkpoints in {self.args.checkpoint}", None):  # the others wait for their removal
             if is_rank_0():
-                run_folder.remove_old(self.args.checkpoint, self.args.keep)
+                options.remove_old(self.args.checkpoint, self.args.keep)
 
     def _settings(self):
-        return run_settings.settings_of(self.args, self.rank.world_size // self.args.tp)
+        return options.settings_of(self.args, self.rank.world_size // self.args.tp)
 
     def _check_folder(self):
         """Now, and not at the first save."""
@@ -153,30 +150,30 @@ class Checkpoints:
         self.first_step = self.steps_done = extra["step"]
         self.scheduler.load_state_dict(extra["scheduler"])
         changed = self._changes(extra["settings"])
-        run_settings.take_hyperparameters(self.args, self.optimizer, self.scheduler)
+        options.take_hyperparameters(self.args, self.optimizer, self.scheduler)
         if (extra["rank"], extra["world_size"]) == self.rank[:2]:
             set_random_state(extra, self.rank)
         if is_rank_0():
             later = [other for other in self.steps_found if other > step]
             if later:
-                hold(run_folder.path_of(self.args.checkpoint, step))  # no other run saves here from now on
+                hold(options.path_of(self.args.checkpoint, step))  # no other run saves here from now on
             aside = ", and later ones set aside" if later else ""
-            print(f"resumed from {run_folder.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
+            print(f"resumed from {options.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
             if changed:
                 print("changed since then: " + ", ".join(f"{option} {before} -> {now}" for option, (before, now)
                                                          in changed.items()), flush=True)
             if self.first_step >= self.args.steps:
                 print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
             try:
-                run_folder.set_aside(self.args.checkpoint, later)
+                options.set_aside(self.args.checkpoint, later)
             except OSError as error:
                 raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
 
     def _steps_to_try(self):
         """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
         folder, wanted = self.args.checkpoint, self.args.resume_from
-        self.steps_found = run_folder.steps_in(folder)  # what another run may save from here on is none of these
-        everything = [run_folder.complete(folder)]
+        self.steps_found = options.steps_in(folder)  # what another run may save from here on is none of these
+        everything = [options.complete(folder)]
         dist.broadcast_object_list(everything, src=0)
         steps = everything[0]
         if wanted is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restart goes on
@@ -193,7 +190,7 @@ class Checkpoints:
         first_error = None
         for step in self._steps_to_try():
             try:
-                path = run_folder.path_of(self.args.checkpoint, step)
+                path = options.path_of(self.args.checkpoint, step)
                 extra = checkpoint.load(path, self.model, self.optimizer)
                 with errors_on_all(f"checkpoint {path} can't be loaded", None):
                     extra = checked(extra, step, self.scheduler, self.rank, self._settings())
@@ -214,9 +211,9 @@ class Checkpoints:
         before = {**before, "--lr": self.scheduler.base_lrs[0], "--weight-decay": group["weight_decay"]}
         args.lr = args.lr if "lr" in args.given else before["--lr"]
         args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
-        changed = run_settings.changes(before, self._settings())
+        changed = options.changes(before, self._settings())
         refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
-                   for option in run_settings.DATA_ORDER if option in changed]
+                   for option in options.DATA_ORDER if option in changed]
         if refused and not args.force:
             raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
                              "--force goes on nevertheless")

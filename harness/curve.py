@@ -13,11 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import command_line
-from harness import pictures as curve
-from harness import processes as signals
+from harness import command_line, pictures, processes, tables
 from harness import results as saved
-from harness import tables as terminal
 from harness.results import Result
 from harness.two_hosts import CURVE, bits_per_second
 
@@ -55,7 +52,7 @@ def measured(path):
 
 def main():
     args = parse()
-    signals.exit_on_signals()
+    processes.exit_on_signals()
     done = {result.conditions.rate: result.conditions for result in measured(args.json)}
     for rate in args.rates:
         if rate in done:
@@ -72,7 +69,7 @@ def main():
             process.wait()
         if code:
             sys.exit(code)
-    terminal.print_sheets([curve.sheet(measured(args.json))])
+    tables.print_sheets([pictures.sheet(measured(args.json))])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stage4_overlap
 from harness import models
 from harness import rows as catalogue
-from harness import rows as ways
 from harness.alone import rank_0_of
 from harness.ledger import Ledger, wire_bytes
 from harness.memory import StorageMemory, mark_grads, mark_state
@@ -177,7 +176,7 @@ def fake(d, cap_mb=None, gloo=False):
 
     DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
     """
-    assign, optimizer_class = dist._compute_bucket_assignment_by_size, ways.optimizer_class
+    assign, optimizer_class = dist._compute_bucket_assignment_by_size, catalogue.optimizer_class
     transport = stage4_overlap.optimizer.transport_for
     limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
 
@@ -188,7 +187,7 @@ def fake(d, cap_mb=None, gloo=False):
     def core(package, _=None):
         module = {"stage": f"{package}.optimizer", "varia": package}.get(package[:5])
         return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package)
-    with (rank_0_of(d), torch.device("meta"), mock.patch.object(ways, "optimizer_class", core),
+    with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core),
           mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
           mock.patch.object(stage4_overlap.optimizer, "transport_for",
                             (lambda group, *_: GlooTransport(group)) if gloo else transport),

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from harness import rows as catalogue
-from harness import rows as ways
 from harness.examine import (
     WARMUP_STEPS,
     adamw,
@@ -121,7 +120,7 @@ def over_ranks(rows):
 # Tensor-parallel rows: the same model with each layer shared by `tp` ranks, beside DDP. Runs in who starts the ranks.
 
 
-PACKAGES = {"rung 0": "harness.reference", "stage 4": ways.STAGE_4}
+PACKAGES = {"rung 0": "harness.reference", "stage 4": catalogue.STAGE_4}
 
 
 def build(rank, settings, tp, package):

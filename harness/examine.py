@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness import corpus
-from harness import rows as catalogue
+from harness import corpus, rows
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory, mark_grads, mark_state
@@ -140,7 +139,7 @@ def reference_params(settings, rank, build, dtype):
     return before, after
 
 
-@catalogue.in_its_context
+@rows.in_its_context
 def examine(rank, settings, base, bucket_mb=None):
     """Three steps: two under the memory counter, one under the ledger; then the parameters, beside the reference's.
 
@@ -151,7 +150,7 @@ def examine(rank, settings, base, bucket_mb=None):
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
-    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
+    way, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
     before, reference = reference_params(settings, rank, way.reference, way.dtype)
     gc.collect()
     with Memory(rank.device) as memory:
@@ -239,10 +238,10 @@ def _largest_difference(ones, others):
 # How long a step of a row takes, in the middle of a run. Runs on every rank.
 
 
-@catalogue.in_its_context
+@rows.in_its_context
 def time_steps(rank, settings, base, bucket_mb=None):
     """-> milliseconds of a steady step, and of the drain after the last, each on the slowest rank: see `steady`."""
-    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)
+    way, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
     gc.collect()
     training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
     for batch in batches[:WARMUP_STEPS]:
@@ -294,7 +293,7 @@ MICRO_BATCHES = (1, 2, 4, 8)  # a step
 
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
-    way, batches = catalogue.find(*choice), make_batches(settings, rank)
+    way, batches = rows.find(*choice), make_batches(settings, rank)
     gc.collect()
     training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
 
@@ -319,7 +318,7 @@ def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     them a step has, the fewer steps a round has, and 2 at least.
     """
     ways = {"no_sync_ms": (Choice("stage 4 overlap"), True), "each_ms": (Choice("stage 4 overlap"), False),
-            "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(catalogue.REFERENCE, ddp_mb), True),
+            "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(rows.REFERENCE, ddp_mb), True),
             "stage3_ms": (Choice("stage 3 grad buffer"), True)}
     found = [AccumulatedRow(k) for k in MICRO_BATCHES]
     for turn in range(settings.rounds):

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import checkpoint
 from checkpoint import CheckpointError, latest
 from checkpoint.convert import convert
-from harness import command_line, corpus, options
+from harness import command_line, corpus, options, results
 from harness import options as run_folder
 from harness import processes as signals
-from harness import results as saved
 from harness.checkpoints import Checkpoints
 from harness.command_line import write
 from harness.gpt import GPT, MODELS, build_model
@@ -515,13 +514,13 @@ def main():
     for done in result.scenarios.rows:
         print(f"{done.fault}, {done.times} x: {done.seen}, {done.end} at the end")
     if args.json:
-        write("--json", args.json, saved.to_json(with_the_longest_loop(result, args.json)), fail)
+        write("--json", args.json, results.to_json(with_the_longest_loop(result, args.json)), fail)
 
 
 def with_the_longest_loop(result, path):
     """The result with the loop of random kills that `path` holds, if that had more of them: it takes long."""
     try:
-        before = saved.from_json(FaultResult, path.read_text(encoding="utf-8"))
+        before = results.from_json(FaultResult, path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return result
     if before.kills <= result.kills:

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-from harness import command_line, host_time, memory
-from harness import results as saved
+from harness import command_line, host_time, memory, results
 from harness.alone import rank_0_of
 from harness.command_line import write
 from harness.examine import commit
@@ -117,7 +116,7 @@ def main():
     command_line.check_writable("--json", args.json, fail)
     result = measure_steps(torch.device("cuda", 0))
     try:
-        write("--json", args.json, saved.to_json(result), fail)
+        write("--json", args.json, results.to_json(result), fail)
     finally:  # see bench.py
         for one in [gpu_sheet(result), *map(host_sheet, result.host)]:
             print(sheet_text(one))

@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import command_line
-from harness import rows as ways
+from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.results import HostRow
 from harness.tables import host_sheet, sheet_text
@@ -40,16 +40,16 @@ def ddp(optimizer_cls, **kwargs):
 
 
 BUILD = {
-    "plain AdamW": ways.compute_only,
+    "plain AdamW": catalogue.compute_only,
     "ddp": ddp(torch.optim.AdamW),
     "ddp + torch ZeRO": ddp(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
-    "fsdp2": ways.fsdp2(reshard_after_forward=False),
-    "stage 1 naive broadcast": ways.stage("stage1_naive_broadcast"),
-    "stage 2 all-gather": ways.stage("stage2_allgather"),
-    "stage 3 core": ways.stage("stage3_gradbuffer", core=True),
-    "stage 3 grad buffer": ways.stage("stage3_gradbuffer"),
-    "stage 4 core": ways.stage_with_prefetch("stage4_overlap", core=True, bucket_cap_mb=0.02),
-    "stage 4 overlap": ways.stage_with_prefetch("stage4_overlap", bucket_cap_mb=0.02),
+    "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
+    "stage 1 naive broadcast": catalogue.stage("stage1_naive_broadcast"),
+    "stage 2 all-gather": catalogue.stage("stage2_allgather"),
+    "stage 3 core": catalogue.stage("stage3_gradbuffer", core=True),
+    "stage 3 grad buffer": catalogue.stage("stage3_gradbuffer"),
+    "stage 4 core": catalogue.stage_with_prefetch("stage4_overlap", core=True, bucket_cap_mb=0.02),
+    "stage 4 overlap": catalogue.stage_with_prefetch("stage4_overlap", bucket_cap_mb=0.02),
 }
 
 

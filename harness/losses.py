@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import command_line, corpus
-from harness import results as saved
+from harness import command_line, corpus, results
 from harness.command_line import write
 from harness.examine import Settings, describe
 from harness.gpt import GPT, MODELS
@@ -93,7 +92,7 @@ def main():
     command_line.check_writable("--json", args.json, fail)
     with Workers(args.ranks, timeout_s=600) as workers:
         result = measure(workers, args.steps, args.seeds)
-    write("--json", args.json, saved.to_json(result), fail)
+    write("--json", args.json, results.to_json(result), fail)
     print(sheet_text(loss_sheet(result)))
 
 

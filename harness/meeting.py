@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
-from harness import command_line
-from harness import processes as signals
+from harness import command_line, processes
 from harness.processes import keep_freed_memory, let_computing_go_first, own_threads
 
 # -------------------------------------------------------------------------------------------------------------- devices
@@ -81,7 +80,7 @@ def report_lost_rank(kind, error, trace):
     """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
-        return signals.say_interrupted(kind, error, trace)
+        return processes.say_interrupted(kind, error, trace)
     sys.stdout.flush()
     missing = ", ".join(map(str, _missing_ranks()))
     lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
@@ -142,7 +141,7 @@ def connect(timeout_s=120):
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     check_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        signals.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
+        processes.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
     # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

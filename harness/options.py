@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness import command_line, meeting
-from harness import gpt as tensor_parallel
+from harness import command_line, gpt, meeting
 from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
@@ -233,7 +232,7 @@ def parse_args(description, arguments=None):
         if args.sequence_length > block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
                          f"most {block_size}")
-        if reason := tensor_parallel.misfit(args.tp, dist.get_world_size() if dist.is_initialized() else 1,
+        if reason := gpt.misfit(args.tp, dist.get_world_size() if dist.is_initialized() else 1,
                                             MODELS[args.model].n_heads, args.sequence_length):
             parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":

@@ -7,16 +7,9 @@ import re
 import statistics
 import textwrap
 
-from harness import command_line
-from harness import pictures as curve
-from harness import pictures as state_picture
-from harness import pictures as step_picture
-from harness import pictures as sweep_picture
-from harness import results as published
-from harness import results as rates
+from harness import command_line, pictures, tables
 from harness import results as saved
-from harness import rows as bucket_sizes
-from harness import tables as reading_time
+from harness import rows as catalogue
 from harness.command_line import write
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
 from harness.tables import (
@@ -74,13 +67,13 @@ def bullets(sentences):
 
 def planned():
     """What make plan --advise says, and the sizes of buckets that it chose from."""
-    plan = published.load_plan("plan.json")
+    plan = saved.load_plan("plan.json")
     return [bullets(plan.advice), textwrap.indent(sheet_text(plan_sizes_sheet(plan)), "    ")]
 
 
 def checked():
     """How far modelled times are from measured and from published ones."""
-    check = published.load_plan("plan.json").check
+    check = saved.load_plan("plan.json").check
     whole, parts = ([run for run in check.two_hosts if (run.micro_batches is not None) == is_part]
                     for is_part in (False, True))
     near, near_parts = (sum(abs(run.error) <= 0.1 for run in runs) for runs in (whole, parts))
@@ -102,8 +95,8 @@ def checked():
 
 def lead(result):
     """By how much stage 4 is ahead of DDP on one line, and what of that is bucket size -> sentences."""
-    rate, tuned = result.conditions.rate, bucket_sizes.tuned(result, "ddp")
-    stage4, ddp = result.timed(bucket_sizes.OVERLAP), result.timed("ddp")
+    rate, tuned = result.conditions.rate, catalogue.tuned(result, "ddp")
+    stage4, ddp = result.timed(catalogue.OVERLAP), result.timed("ddp")
     text = f"stage 4 takes {stage4.over(tuned or ddp):.2f} of the time of {ddp_words(result)}"
     if tuned is None:
         return f"{text}. DDP with a tuned size: not measured, `make network RATE={rate} ARGS=--sweep`."
@@ -117,7 +110,7 @@ def lead(result):
 
 def drained(result):
     """What older tables made of the ratio to DDP: they shared the drain out over the steps of a round."""
-    stage4, tuned = result.timed(bucket_sizes.OVERLAP), bucket_sizes.tuned(result, "ddp")
+    stage4, tuned = result.timed(catalogue.OVERLAP), catalogue.tuned(result, "ddp")
     if not (tuned and stage4.drain_ms):
         return "what drains after the last step: not measured apart."
     rounds = zip(stage4.rounds_ms, stage4.drain_ms, tuned.rounds_ms)
@@ -128,7 +121,7 @@ def drained(result):
 
 def seven_b():
     """What a rank of a large model holds: after a step, and at its peak."""
-    plan = published.load_plan("plan.json")
+    plan = saved.load_plan("plan.json")
     rows = {row.base: row for row in plan.rows}
 
     def gb(row):
@@ -140,7 +133,7 @@ def seven_b():
 
 
 APART = {"stage 4 only gradients": "gradients alone", "stage 4 only parameters": "parameters alone",
-         bucket_sizes.OVERLAP: "both"}
+         catalogue.OVERLAP: "both"}
 
 
 def apart(result):
@@ -157,7 +150,7 @@ UNTUNED = {"stage 4, whole messages": "with messages in one piece"}
 
 def untuned(result):
     """What of stage 4 is tuning, by what a step takes without it."""
-    rate, stage4 = result.conditions.rate, result.timed(bucket_sizes.OVERLAP)
+    rate, stage4 = result.conditions.rate, result.timed(catalogue.OVERLAP)
     rows = [(words, result.timed(base)) for base, words in UNTUNED.items()]
     if not all(row for _, row in rows):
         return f"stage 4 without its tuning: not measured, `make network RATE={rate}`."
@@ -166,7 +159,7 @@ def untuned(result):
 
 def owner(result):
     """Beside stage 4: time, and the number and size of the messages that gradients travel in."""
-    rate, stage4, found = result.conditions.rate, result.timed(bucket_sizes.OVERLAP), []
+    rate, stage4, found = result.conditions.rate, result.timed(catalogue.OVERLAP), []
     if result.timed("owner reduce") is None:
         return f"a reduce to each owner: not measured, `make network RATE={rate}`."
     for row in filter(None, (result.timed("owner reduce"), result.timed("owner reduce", 2), stage4)):
@@ -205,7 +198,7 @@ def found_block():
     """What the rows say of peers, of bytes, of overlap, of owners and of accumulation, in words."""
     sentences = (lead, drained, gloos_own, apart, untuned, owner, share_sentence)
     return [bullets(f"{rate_words(result.conditions.rate)}: {say(result)}"
-                    for say in sentences for result in published.by_rate())]
+                    for say in sentences for result in saved.by_rate())]
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -217,7 +210,7 @@ def _conditions(result):
 
 
 def _bench_sheets():
-    result = published.load_bench()
+    result = saved.load_bench()
     return [*_time_and_memory(result), _conditions(result)]
 
 
@@ -227,23 +220,23 @@ def _time_and_memory(result):
 
 
 def _state_sheets():
-    return [sheet_text(state_sheet(published.load_bench().model_state))]
+    return [sheet_text(state_sheet(saved.load_bench().model_state))]
 
 
 def _gathered_sheets():
-    return [sheet_text(gathered_sheet(published.load_bench().gathered))]
+    return [sheet_text(gathered_sheet(saved.load_bench().gathered))]
 
 
 def _host_sheets():
-    return [sheet_text(host_sheet(rows)) for rows in published.load_bench().host]
+    return [sheet_text(host_sheet(rows)) for rows in saved.load_bench().host]
 
 
 def _slow_line():
-    return _lines(published.by_rate()[:1])
+    return _lines(saved.by_rate()[:1])
 
 
 def _network_sheets():
-    return _lines(published.by_rate()[1:])
+    return _lines(saved.by_rate()[1:])
 
 
 def _lines(results):
@@ -251,17 +244,17 @@ def _lines(results):
 
 
 def _16bit_sheets():
-    result = published.load("bench_bfloat16.json", arguments=' ARGS="--dtype bfloat16"')
+    result = saved.load("bench_bfloat16.json", arguments=' ARGS="--dtype bfloat16"')
     time, memory, *_ = (time_sheet(result), *memory_sheets(result))
     return [sheet_text(time), sheet_text(memory), _conditions(result)]
 
 
 def _curve_sheets():
-    return [sheet_text(curve.sheet(published.at_all_rates()))]
+    return [sheet_text(pictures.sheet(saved.at_all_rates()))]
 
 
 def _curve_says():
-    return [bullets(curve.sentences(published.at_all_rates()))]
+    return [bullets(pictures.sentences(saved.at_all_rates()))]
 
 
 def _one_below_the_other(found):
@@ -276,7 +269,7 @@ def _one_below_the_other(found):
 
 def _accumulation_sheets():
     found = []
-    for result in published.by_rate():
+    for result in saved.by_rate():
         if result.accumulation:
             sheet = accumulation_sheet(result.accumulation.rows)
             found.append((sheet._replace(title=f"{sheet.title}, {rate_words(result.conditions.rate)}"),
@@ -290,44 +283,44 @@ def _accumulation_sheets():
 
 
 def _faults_sheets():
-    return [sheet_text(sheet) for sheet in fault_sheets(published.load("faults.json", FaultResult))]
+    return [sheet_text(sheet) for sheet in fault_sheets(saved.load("faults.json", FaultResult))]
 
 
 def _mutations_sheets():
-    return [sheet_text(mutation_sheet(published.load("faults_mutations.json", MutationResult)))]
+    return [sheet_text(mutation_sheet(saved.load("faults_mutations.json", MutationResult)))]
 
 
 def _cuda_sheets():
-    bench = published.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
-    result = published.load("cuda.json", GpuResult)
+    bench = saved.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
+    result = saved.load("cuda.json", GpuResult)
     host = [sheet_text(host_sheet(rows)) for rows in result.host if rows[0].d == 8]
     return [sheet_text(gpu_sheet(result)), *host, *_time_and_memory(bench), _conditions(bench)]
 
 
 def _saving_sheets():
-    return [sheet_text(saving_sheet(published.load("saving.json", SavingResult)))]
+    return [sheet_text(saving_sheet(saved.load("saving.json", SavingResult)))]
 
 
 def _plan_sheets():
-    plans = map(published.load_plan, published.PLANS)
+    plans = map(saved.load_plan, saved.PLANS)
     first, second = (plan_sheets(dataclasses.replace(plan, check=None)) for plan in plans)
     again = [sheet._replace(notes=[]) for sheet in (second[0], *second[2:])]  # their notes stand below the first
     return [sheet_text(sheet) for sheet in (*first, *again)]
 
 
 def _plan_check_sheets():
-    return [sheet_text(sheet) for sheet in plan_check_sheets(published.load_plan("plan.json").check)]
+    return [sheet_text(sheet) for sheet in plan_check_sheets(saved.load_plan("plan.json").check)]
 
 
 def _caps_sheets():
-    caps = published.load_bench().caps
+    caps = saved.load_bench().caps
     return [sheet_text(caps_sheet(caps))] if caps else ["Not measured: make bench."]
 
 
 def _buckets():
     """The sweeps of bucket size as tables, and the picture of them."""
-    found = [(buckets_sheet(result.sweep), result) for result in published.by_rate()
-             if bucket_sizes.is_whole(result.sweep)]
+    found = [(buckets_sheet(result.sweep), result) for result in saved.by_rate()
+             if catalogue.is_whole(result.sweep)]
     if not found:
         return ["Not measured: `make network RATE=300mbit ARGS=--sweep`."]
     texts = _one_below_the_other([
@@ -342,11 +335,11 @@ def _reading():
                                       for rung in LADDER if rung.folder)]
     lines, total = [], 0
     for name, folder, core in pages:
-        at = published.ROOT / folder
-        minutes = reading_time.minutes(at / "README.md", at if folder else None)
+        at = saved.ROOT / folder
+        minutes = tables.minutes(at / "README.md", at if folder else None)
         total += minutes
         lines.append(f"- {name}{core}: {minutes:.0f} minutes")
-    rate = f"{reading_time.WORDS_A_MINUTE} words and {reading_time.CODE_LINES_A_MINUTE} code lines a minute"
+    rate = f"{tables.WORDS_A_MINUTE} words and {tables.CODE_LINES_A_MINUTE} code lines a minute"
     return ["\n".join([*lines, f"- together {total / 60:.1f} hours, at {rate}"])]
 
 
@@ -375,25 +368,25 @@ MARKDOWN = {"ladder": ladder_block, "reading": _reading, "seven_b": seven_b, "cu
 
 
 def network_picture():
-    return step_picture.two_hosts_picture(published.load("network.json").at_all_rates())
+    return pictures.two_hosts_picture(saved.load("network.json").at_all_rates())
 
 
 def curve_picture():
-    check = published.load_plan("plan.json").check
-    return curve.curve_picture(published.at_all_rates(), check.curve)
+    check = saved.load_plan("plan.json").check
+    return pictures.curve_picture(saved.at_all_rates(), check.curve)
 
 
 def buckets_picture():
     """"" where no sweep was made."""
-    return sweep_picture.sweep_picture(published.load("network.json").at_all_rates())
+    return pictures.sweep_picture(saved.load("network.json").at_all_rates())
 
 
 def plan_picture():
-    return step_picture.svg(*step_picture.planned_steps(published.load_plan("plan.json")))
+    return pictures.svg(*pictures.planned_steps(saved.load_plan("plan.json")))
 
 
 # By the name of a file in results/.
-PICTURES = {"sixteen_bits.svg": state_picture.state_picture, "network.svg": network_picture, "curve.svg": curve_picture,
+PICTURES = {"sixteen_bits.svg": pictures.state_picture, "network.svg": network_picture, "curve.svg": curve_picture,
             "buckets.svg": buckets_picture, "plan.svg": plan_picture}
 
 
@@ -409,8 +402,8 @@ KINDS = {"bench.json": Result, "network.json": Result, "bench_variants.json": Re
 
 def measured():
     """-> {name: what the file holds}, of those files of KINDS that are there."""
-    return {name: published.read(published.ROOT / "measured" / name, kind)
-            for name, kind in KINDS.items() if (published.ROOT / "measured" / name).exists()}
+    return {name: saved.read(saved.ROOT / "measured" / name, kind)
+            for name, kind in KINDS.items() if (saved.ROOT / "measured" / name).exists()}
 
 
 def sheets():
@@ -419,7 +412,7 @@ def sheets():
     for name, mine in measured().items():
         if isinstance(mine, Result):
             target = target_of(name, mine)
-            theirs = published.load(target).at_all_rates() if (published.ROOT / "results" / target).exists() else []
+            theirs = saved.load(target).at_all_rates() if (saved.ROOT / "results" / target).exists() else []
             found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
         else:
             own = {GpuResult: lambda result: [gpu_sheet(result)], FaultResult: fault_sheets, PlanResult: plan_sheets,
@@ -482,17 +475,17 @@ def publish():
     found = measured()
     for name, mine in found.items():
         if target_of(name, mine) == "bench.json":
-            published.check_whole(mine, "measured/bench.json")
+            saved.check_whole(mine, "measured/bench.json")
     for name, mine in found.items():
-        target = published.ROOT / "results" / target_of(name, mine)
+        target = saved.ROOT / "results" / target_of(name, mine)
         if name.startswith("network") and target.exists():
-            mine = functools.reduce(lambda before, one: rates.merged(one, before.at_all_rates()),
-                                    mine.at_all_rates()[::-1], published.load(name))
+            mine = functools.reduce(lambda before, one: saved.merged(one, before.at_all_rates()),
+                                    mine.at_all_rates()[::-1], saved.load(name))
         if name == "network_variants.json":  # no picture shows these steps
-            rates.keep_exposed_only(row for one in mine.at_all_rates() for row in one.rows)
+            saved.keep_exposed_only(row for one in mine.at_all_rates() for row in one.rows)
         write("--publish", target, saved.to_json(mine), fail)
-        (published.ROOT / "measured" / name).unlink()
-        said.append(f"measured/{name} is {target.relative_to(published.ROOT)} now")
+        (saved.ROOT / "measured" / name).unlink()
+        said.append(f"measured/{name} is {target.relative_to(saved.ROOT)} now")
     return said or ["measured/ holds nothing to publish"]
 
 
@@ -515,7 +508,7 @@ def rewritten(text):
 
 def files():
     """Pages that have blocks."""
-    root = published.ROOT
+    root = saved.ROOT
     return [root / "README.md", root / "docs" / "plan.md", *sorted((root / "results").glob("*.md"))]
 
 
@@ -533,7 +526,7 @@ def main():
 def rewrite():
     """Pages and pictures, and says of each whether it has changed."""
     texts = []  # nothing is written before all of it is there
-    for path in [*files(), *(published.ROOT / "results" / name for name in PICTURES)]:
+    for path in [*files(), *(saved.ROOT / "results" / name for name in PICTURES)]:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         try:
             texts.append((path, before, PICTURES[path.name]() if path.name in PICTURES else rewritten(before)))
@@ -543,7 +536,7 @@ def rewrite():
     for path, before, after in texts:
         if after != before:
             write("page", path, after, functools.partial(command_line.fail, "report"))
-        print(f"{path.relative_to(published.ROOT)}: {'unchanged' if after == before else 'rewritten'}")
+        print(f"{path.relative_to(saved.ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 import math
 from html import escape
 
-from harness import results as rates
-from harness import rows as bucket_sizes
+from harness import results as saved
 from harness import rows as catalogue
 from harness.results import MEMORY_PARTS, length, overlap, union
 from harness.rows import DEFAULT_MB, ONE_PARAMETER, PEERS, SIZES, is_whole
@@ -206,7 +205,7 @@ def svg(rows, title):
 def on_two_hosts(result):
     """The result of make network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
     c = result.conditions
-    ddp = bucket_sizes.tuned(result, catalogue.REFERENCE)  # a peer counts at its best setting
+    ddp = catalogue.tuned(result, catalogue.REFERENCE)  # a peer counts at its best setting
     shown = [ddp if ddp and base == catalogue.REFERENCE else result.find(base) for base in catalogue.LADDER]
     rows = [(row.name, row.timeline[0]) for row in shown if row and row.timeline]
     return rows, f"One step on rank 0 of {c.hosts} hosts with a line of {rate_words(c.rate)}"
@@ -214,7 +213,7 @@ def on_two_hosts(result):
 
 def two_hosts_picture(results):
     """Of results of make network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
-    rows, title = on_two_hosts(drawn) if (drawn := rates.to_draw(results)) else ([], "")
+    rows, title = on_two_hosts(drawn) if (drawn := saved.to_draw(results)) else ([], "")
     return svg(rows, title) if rows else ""
 
 
@@ -292,19 +291,19 @@ CURVES = [("stage 2, all-gather", "stage 2 all-gather", "#b8860b", "#e0b040"),
           ("FSDP2", "fsdp2", "#8e44ad", "#c58fe0"),
           ("DDP, default buckets", "ddp", "#7fb0e6", "#5a86b8"),
           ("DDP, tuned buckets", TUNED, "#1f6fc4", "#6db3ff"),
-          ("stage 4, overlap", bucket_sizes.OVERLAP, "#1e8449", "#4fd08a"),
+          ("stage 4, overlap", catalogue.OVERLAP, "#1e8449", "#4fd08a"),
           ("floor", "floor", "#444444", "#cccccc")]
 
 
 def row_of(result, base):
-    return bucket_sizes.tuned(result, "ddp") if base == TUNED else result.timed(base)
+    return catalogue.tuned(result, "ddp") if base == TUNED else result.timed(base)
 
 
 def over_computing(result, base):
     """-> the median of the ratios of a step's time to that of computing alone, round by round; None: not measured."""
     alone = result.timed(ALONE)
     if base == "floor":
-        stage4 = result.find(bucket_sizes.OVERLAP)
+        stage4 = result.find(catalogue.OVERLAP)
         return max(1.0, stage4.wire_bytes_theory * 8e3 / result.conditions.bits_per_second / alone.median_ms)
     row = row_of(result, base)
     return row.over(alone) if row else None
@@ -318,14 +317,14 @@ def sheet(results):
         return [NONE if (ratio := over_computing(result, base)) is None else f"{ratio:.2f}" for result in results]
 
     def drain(result):
-        return line_cells(result, bucket_sizes.OVERLAP).drain
+        return line_cells(result, catalogue.OVERLAP).drain
 
     def over(result, base):
-        stage4, row = result.timed(bucket_sizes.OVERLAP), row_of(result, base)
+        stage4, row = result.timed(catalogue.OVERLAP), row_of(result, base)
         return f"{stage4.over(row):.2f}" if stage4 and row else NONE
     rows = [[name, *cells(base)] for name, base, *_ in CURVES]
     rows += [["stage 4 over tuned DDP", *(over(result, TUNED) for result in results)],
-             ["stage 4 over the floor", *(line_cells(result, bucket_sizes.OVERLAP).over_floor for result in results)],
+             ["stage 4 over the floor", *(line_cells(result, catalogue.OVERLAP).over_floor for result in results)],
              ["DDP's best buckets", *(tuned.size if (tuned := row_of(result, TUNED)) else NONE for result in results)],
              ["compute only, ms", *(f"{result.timed(ALONE).median_ms:.0f}" for result in results)],
              ["stage 4's drain, ms", *map(drain, results)]]
@@ -344,7 +343,7 @@ def condition(result):
 def sentences(results):
     """Where stage 4 leads, and by how much."""
     results = sorted(results, key=lambda result: result.conditions.bits_per_second)
-    found = [(rate_words(result.conditions.rate), result.timed(bucket_sizes.OVERLAP).over(row_of(result, TUNED)))
+    found = [(rate_words(result.conditions.rate), result.timed(catalogue.OVERLAP).over(row_of(result, TUNED)))
              for result in results if row_of(result, TUNED)]
     ratios = ", ".join(f"{ratio:.2f} at {words}" for words, ratio in found)
     best = min(found, key=lambda one: one[1])

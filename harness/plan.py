@@ -11,10 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import command_line, dry_run, models
-from harness import pictures as step_picture
+from harness import command_line, dry_run, models, pictures
 from harness import results as saved
-from harness import rows as bucket_sizes
 from harness import rows as catalogue
 from harness.command_line import write
 from harness.dry_run import (
@@ -179,9 +177,9 @@ def curve_lines():
     def replayed(choice):
         events = dry_run.record(choice, spec, c.ranks, cost, gloo=True).events
         return lambda rate: replay(events, hosts._replace(between=line_of(rate).between), c.ranks).seconds
-    tuned = [one for result in results if (one := bucket_sizes.tuned(result, "ddp"))]
+    tuned = [one for result in results if (one := catalogue.tuned(result, "ddp"))]
     sizes = [replayed(row.choice) for row in {row.choice: row for row in tuned}.values()] or [replayed(Choice("ddp"))]
-    n_bytes = results[0].find(bucket_sizes.OVERLAP).wire_bytes_theory
+    n_bytes = results[0].find(catalogue.OVERLAP).wire_bytes_theory
     found = [line("floor", lambda rate: max(computing, n_bytes * 8 / rate)),
              line(TUNED, lambda rate: min(step(rate) for step in sizes))]
     return found + [line(base, replayed(Choice(base))) for _, base, *_ in CURVES
@@ -250,9 +248,9 @@ def main():
             result.check = check(workers)
     for sheet in plan_sheets(result):
         print(sheet_text(sheet), end="\n\n")
-    print(step_picture.text(planned_steps(result)[0]), *result.advice, sep="\n\n")
+    print(pictures.text(planned_steps(result)[0]), *result.advice, sep="\n\n")
     for option, path, text in (("--json", args.json, saved.to_json(result)),
-                               ("--svg", args.svg, step_picture.svg(*planned_steps(result)))):
+                               ("--svg", args.svg, pictures.svg(*planned_steps(result)))):
         if path:
             write(option, path, text, fail)
             print(f"\nwritten to {path}")

@@ -4,13 +4,18 @@ import dataclasses
 import json
 import math
 import statistics
-import types
-import typing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness import rows as catalogue
 from harness.rows import OfChoice
+
+
+def kept(cls):
+    """A dataclass that json keeps: reading one with a field that it doesn't have is an error."""
+    cls.__pydantic_config__ = {"extra": "forbid"}
+    return dataclass(cls)
+
 
 # ---------------------------------------------------------------------------------------------------------------- kinds
 # What memory is: the kinds that a rank's bytes are told apart in.
@@ -62,7 +67,7 @@ def length(spans):
 # What is kept of a row of bench.py --tp: tensor-parallel ranks.
 
 
-@dataclass
+@kept
 class SharedRow:
     """Of a model whose layers are shared by `tp` ranks each. Bytes are of a rank and a step: sent among data-parallel
     and among tensor-parallel ranks, held after a step by kind. `ddp_ms`: DDP's, in the same rounds.
@@ -84,7 +89,7 @@ class SharedRow:
 # What is kept of the rows that were measured: measure fills it, json keeps it, tables, pictures and pages read it.
 
 
-@dataclass
+@kept
 class Message:
     """`bytes` of the full tensor; times in seconds from the start of the step."""
     kind: str
@@ -93,7 +98,7 @@ class Message:
     end: float
 
 
-@dataclass
+@kept
 class RecordedStep:
     """One step on one rank. Without `seconds` only its exposed time was kept. (start, end) in seconds from its start.
 
@@ -107,7 +112,7 @@ class RecordedStep:
     memory: list[float] = field(default_factory=list)
 
 
-@dataclass
+@kept
 class Row(OfChoice):
     """`kind`, `dtype`: see catalogue.Way. Where it failed, `error` says so, and it has no times; `is_wrong`: it
     computes something else than it should.
@@ -157,7 +162,7 @@ class Row(OfChoice):
         self.error, self.is_wrong, self.rounds_ms, self.drain_ms = reason, is_wrong, [], []
 
 
-@dataclass
+@kept
 class Conditions:
     """Under which figures hold. From `rate` on: of two hosts. What an older run didn't note is None."""
     machine: str
@@ -189,7 +194,7 @@ class Conditions:
     cores_per_host: int | None = None
 
 
-@dataclass
+@kept
 class AccumulatedRow:
     """Milliseconds a micro-batch, by round, of steps of so many. The last three lack where only stage 4 was timed."""
     micro_batches: int
@@ -200,7 +205,7 @@ class AccumulatedRow:
     stage3_ms: list[float] = field(default_factory=list)
 
 
-@dataclass
+@kept
 class Accumulation:
     """`ddp_mb`: the bucket size of the row that stands for DDP; None: its default."""
     conditions: Conditions
@@ -208,13 +213,13 @@ class Accumulation:
     ddp_mb: float | None = None
 
 
-@dataclass
+@kept
 class Sweep:
     conditions: Conditions
     rows: list[Row]
 
 
-@dataclass
+@kept
 class StateRow:
     """Bytes a parameter by number of ranks."""
     name: str
@@ -223,14 +228,14 @@ class StateRow:
     bytes_per_param_theory: dict[int, float]
 
 
-@dataclass
+@kept
 class GatheredRow:
     """Elements that a step gathers over those of the model, by number of ranks."""
     name: str
     over_numel: dict[int, float]
 
 
-@dataclass
+@kept
 class CapRow:
     """Stage 4's default bucket for one model, and what its two buffers hold, in bytes a parameter."""
     model: str
@@ -244,7 +249,7 @@ class CapRow:
     bytes_per_param: float
 
 
-@dataclass
+@kept
 class HostRow:
     """Milliseconds of the host by phase, and of the "whole" step."""
     name: str
@@ -255,7 +260,7 @@ class HostRow:
     median_ms: dict[str, float]
 
 
-@dataclass
+@kept
 class Result:
     """Of bench.py or make network. `other_rates`: of the same rows on other lines, in the file of one."""
     conditions: Conditions
@@ -287,7 +292,7 @@ class Result:
 # What is kept of make faults.
 
 
-@dataclass
+@kept
 class FaultRow:
     """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
     fault: str
@@ -296,7 +301,7 @@ class FaultRow:
     end: str = "equal"
 
 
-@dataclass
+@kept
 class Scenarios:
     rows: list[FaultRow]
     stage: int
@@ -305,7 +310,7 @@ class Scenarios:
     date: str
 
 
-@dataclass
+@kept
 class Stop:
     """Of a run that moves on: after which step, where it was trained until there, its loss, and DDP's."""
     step: int
@@ -314,7 +319,7 @@ class Stop:
     undisturbed: float
 
 
-@dataclass
+@kept
 class FaultResult:
     """The loop of random kills; with what else was done to runs, and the run that moved on."""
     kills: int
@@ -331,7 +336,7 @@ class FaultResult:
     journey: list[Stop] = field(default_factory=list)
 
 
-@dataclass
+@kept
 class MutationRow:
     """Checkpoints changed in one way: how many were refused, were loaded and then stepped and saved, or went wrong."""
     kind: str
@@ -340,7 +345,7 @@ class MutationRow:
     wrong: int
 
 
-@dataclass
+@kept
 class MutationResult:
     number: int
     seed: int
@@ -353,7 +358,7 @@ class MutationResult:
 # What is kept of make cuda.
 
 
-@dataclass
+@kept
 class GpuConditions:
     machine: str
     torch: str
@@ -364,7 +369,7 @@ class GpuConditions:
     commit: str | None = None
 
 
-@dataclass
+@kept
 class GpuRow:
     """`stage`: a package, or "fused AdamW". What torch's allocator handed out, and took for that: None on a CPU.
 
@@ -381,7 +386,7 @@ class GpuRow:
     error: str | None = None
 
 
-@dataclass
+@kept
 class GpuResult:
     conditions: GpuConditions
     rows: list[GpuRow]
@@ -392,7 +397,7 @@ class GpuResult:
 # What is kept of harness/losses.py.
 
 
-@dataclass
+@kept
 class LossConditions:
     machine: str
     torch: str
@@ -407,7 +412,7 @@ class LossConditions:
     commit: str | None = None
 
 
-@dataclass
+@kept
 class LossRow:
     """`losses`: nats a byte of text that was kept for that, after the last step, by seed. `base`: the name of the row
     of the same beta2 that it is compared with."""
@@ -417,7 +422,7 @@ class LossRow:
     losses: list[float]
 
 
-@dataclass
+@kept
 class LossResult:
     conditions: LossConditions
     rows: list[LossRow]
@@ -432,7 +437,7 @@ class LossResult:
 # What is kept of a plan: rows that were run dry, modelled time, and that time beside runs that were measured.
 
 
-@dataclass
+@kept
 class PlanConditions:
     """What was asked, and the hardware that was assumed: rates in FLOPs and bytes a second, latencies in seconds."""
     model: str
@@ -462,7 +467,7 @@ class PlanConditions:
     trees: bool
 
 
-@dataclass
+@kept
 class PlanRow(OfChoice):
     """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step.
 
@@ -481,7 +486,7 @@ class PlanRow(OfChoice):
     step: RecordedStep
 
 
-@dataclass
+@kept
 class PlanSize(OfChoice):
     """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
     base: str
@@ -492,7 +497,7 @@ class PlanSize(OfChoice):
     is_bucket: bool
 
 
-@dataclass
+@kept
 class ModelledRun(OfChoice):
     """Of a step, or of a micro-batch where a step has several. `where`: file and rate of the run."""
     where: str
@@ -514,7 +519,7 @@ class ModelledRun(OfChoice):
         return f"{self.name}, {self.micro_batches} x {'each' if self.exchange_each else 'once'}"
 
 
-@dataclass
+@kept
 class PublishedRun:
     """Tokens a second and GPU. `what`: how its hardware was calibrated; `optimizer`: overlapped or distributed."""
     what: str
@@ -530,14 +535,14 @@ class PublishedRun:
         return self.modelled / self.published - 1
 
 
-@dataclass
+@kept
 class CurveLine:
     """Modelled for two hosts: (bits a second, time of a step over that of computing alone)."""
     base: str
     points: list[tuple[float, float]]
 
 
-@dataclass
+@kept
 class Check:
     """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
     two_hosts: list[ModelledRun]
@@ -546,7 +551,7 @@ class Check:
     curve: list[CurveLine] = field(default_factory=list)
 
 
-@dataclass
+@kept
 class PlanResult:
     conditions: PlanConditions
     rows: list[PlanRow]
@@ -559,7 +564,7 @@ class PlanResult:
 # What is kept of make saving.
 
 
-@dataclass
+@kept
 class SavingConditions:
     """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
     machine: str
@@ -572,7 +577,7 @@ class SavingConditions:
     commit: str | None = None
 
 
-@dataclass
+@kept
 class SavingRow:
     """`beside`: the row whose rate is the disk's for this one; "": it is the disk. Seconds of the slowest rank."""
     name: str
@@ -584,7 +589,7 @@ class SavingRow:
         return statistics.median(self.rounds_s)
 
 
-@dataclass
+@kept
 class SavingResult:
     """Of an asynchronous save, by round. `held_up_ms`: how long it holds up the step that calls it. `n_behind`: steps
     that ran while it was written; `behind_ms`: what these took more than as many without."""
@@ -611,12 +616,33 @@ class UnreadableResult(ValueError):
 
 
 def to_json(result):
-    """A dataclass -> text, with the schema first. Rows that hold much are still read by people: indented."""
-    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)}, indent=1) + "\n"
+    """A dataclass -> text: the schema first, a line for each row; nine digits of a figure, six of a recorded step."""
+    return _lines({"schema": SCHEMA, **_rounded(dataclasses.asdict(result))}) + "\n"
+
+
+def _rounded(value, digits=9):
+    if isinstance(value, dict):
+        digits = 6 if "exposed_seconds" in value else digits
+        return {key: _rounded(one, digits) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one, digits) for one in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _lines(value):
+    if isinstance(value, dict) and value.keys() & {"schema", "rows"}:
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(one)}" for key, one in value.items()) + "\n}"
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return "[\n" + ",\n".join(map(_lines, value)) + "\n]"
+    return json.dumps(value)
 
 
 def from_json(kind, text):
     """-> an object of dataclass `kind`. Raises UnreadableResult: no json, another schema, other fields, other types."""
+    try:
+        from pydantic import TypeAdapter, ValidationError  # here: who only measures doesn't need it
+    except ImportError:
+        raise SystemExit("reading results needs pydantic: pip install pydantic") from None
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -625,39 +651,12 @@ def from_json(kind, text):
         raise UnreadableResult("it has no schema: it is no result, or an older one")
     if (schema := found.pop("schema")) != SCHEMA:
         raise UnreadableResult(f"its schema is {schema}, this program's is {SCHEMA}")
-    return _typed(kind, found, kind.__name__)
-
-
-def _typed(kind, value, where):
-    """`value`, as json has it, as what the annotation `kind` says."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):  # something or None
-        return None if value is None else _typed(inner[0], value, where)
-    if dataclasses.is_dataclass(kind):
-        return _object(kind, value, where)
-    expected = origin or kind
-    if not isinstance(value, {float: (int, float), tuple: list}.get(expected, expected)):
-        raise UnreadableResult(f"{where} is {type(value).__name__}, and should be {expected.__name__}")
-    if origin is list:
-        return [_typed(inner[0], one, where) for one in value]
-    if origin is tuple:
-        return tuple(_typed(one_kind, one, where) for one_kind, one in zip(inner, value, strict=True))
-    if origin is dict:
-        return {inner[0](key): _typed(inner[1], one, f"{where}[{key}]") for key, one in value.items()}
-    return value
-
-
-def _object(kind, value, where):
-    if not isinstance(value, dict):
-        raise UnreadableResult(f"{where} is {type(value).__name__}, and should be an object")
-    hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
-    required = {name for name, field in fields.items()
-                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
-    if value.keys() - fields or required - value.keys():
-        unknown, missing = sorted(value.keys() - fields), sorted(required - value.keys())
-        raise UnreadableResult(f"{where} " + " and ".join(
-            [f"has {', '.join(unknown)}"] * bool(unknown) + [f"lacks {', '.join(missing)}"] * bool(missing)))
-    return kind(**{name: _typed(hints[name], one, f"{where}.{name}") for name, one in value.items()})
+    try:
+        return TypeAdapter(kind).validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (kind.__name__, *first["loc"])))
+        raise UnreadableResult(f"{where}: {first['msg']}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------- rates

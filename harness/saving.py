@@ -22,8 +22,7 @@ import torch.distributed as dist
 import checkpoint
 import stage4_overlap
 from checkpoint.rank_files import CHUNK
-from harness import command_line
-from harness import results as saved
+from harness import command_line, results
 from harness.command_line import write
 from harness.examine import _cpu_name as cpu_name
 from harness.examine import commit
@@ -177,7 +176,7 @@ def main():
                                   args.rounds, statistics.median(alone), date.today().isoformat(), commit())
     rows = [SavingRow(name, beside, [one[name] for one in rounds]) for name, beside in BESIDE.items()]
     result = SavingResult(conditions, rows, held_up, behind, n_behind)
-    write("--json", args.json, saved.to_json(result), fail)
+    write("--json", args.json, results.to_json(result), fail)
     print(sheet_text(saving_sheet(result)), f"written to {args.json}", sep="\n\n")
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness import results as published
-from harness import rows as bucket_sizes
+from harness import results
+from harness import rows as catalogue
 from harness.formulas import UPDATE_BYTES
 from harness.results import KINDS, Row
 from harness.rows import Choice
@@ -272,7 +272,7 @@ def line_cells(result, base, bucket_mb=None):
     if row is None or row.wire_bytes_theory is None:  # it was not measured, or has failed
         return LineCells(*[NONE] * 7)
     short = SHORT[row.dtype]
-    compute, stage4 = (_rounds(result.find(other + short)) for other in ("compute only", bucket_sizes.OVERLAP))
+    compute, stage4 = (_rounds(result.find(other + short)) for other in ("compute only", catalogue.OVERLAP))
     mine, line_ms = row.rounds_ms, row.wire_bytes_theory * 8 / result.conditions.bits_per_second * 1000
     median, spread, _ = time_cells(row, result.conditions)
     return LineCells(median, f"{median} ({spread})" if mine else NONE, drain_cell(row), exposed_cell(row),
@@ -384,7 +384,7 @@ def share_sheet(accumulation):
 def buckets_sheet(sweep):
     """The time of each row by the size of its buckets; of stage 4 also what the size costs in messages and memory."""
     found = {row.choice: row for row in sweep.rows}
-    bases = (*bucket_sizes.PEERS, bucket_sizes.OVERLAP)
+    bases = (*catalogue.PEERS, catalogue.OVERLAP)
 
     def cells(bucket_mb):
         rows = [found.get((base, bucket_mb)) for base in bases]
@@ -398,11 +398,11 @@ def buckets_sheet(sweep):
     return Sheet(
         "Bucket size, ms a step",
         [("", ""), ("ddp\n", "measured"), *((f"ddp +\n{base.removeprefix('ddp + ')}", "measured")
-                                           for base in bucket_sizes.PEERS[1:]),
+                                           for base in catalogue.PEERS[1:]),
          ("stage 4\n", "measured"), ("its messages\nof gradients", "counted"),
          ("its bytes a\nparameter", "counted")],
-        [cells(size) for size in (*bucket_sizes.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
-        [f"Medians of {c.rounds} round(s) of {c.steps} steps. DDP's default is {bucket_sizes.DEFAULT_MB} MB. The "
+        [cells(size) for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
+        [f"Medians of {c.rounds} round(s) of {c.steps} steps. DDP's default is {catalogue.DEFAULT_MB} MB. The "
          f"model's gradients have {c.parameters * 4 / 1e6:.1f} MB.", *failures(sweep.rows)])
 
 
@@ -774,8 +774,8 @@ RANKS = 2, 8, 64
 
 def ladder_block():
     """What can be counted, and one column of time, measured on two hosts with the slowest line."""
-    result = published.by_rate()[0]
-    ddp = bucket_sizes.tuned(result, "ddp") or result.find("ddp")
+    result = results.by_rate()[0]
+    ddp = catalogue.tuned(result, "ddp") or result.find("ddp")
     lines = [f"stage | collectives | bytes a parameter, {' · '.join(map(str, RANKS))} ranks | peak, MB | Ψ sent "
              "| code lines | time", "---|---|---|---|---|---|---"]
     for rung in LADDER:
@@ -783,14 +783,14 @@ def ladder_block():
         lines.append(" | ".join([
             rung.title, rung.collectives, " · ".join(f"{held(rung, d):.1f}" for d in RANKS),
             f"{max(row.peak_bytes.values()) / 1e6:.0f}" if row.peak_bytes else NONE, f"{rung.travels}",
-            str(core_lines(published.ROOT / rung.folder)) if rung.folder else NONE,
+            str(core_lines(results.ROOT / rung.folder)) if rung.folder else NONE,
             f"{row.over(ddp):.2f}" if row.rounds_ms and ddp.rounds_ms else NONE]))
     return ["\n".join(lines), textwrap.fill(notes(result, ddp), 118)]
 
 
 def held(rung, d):
     """Bytes a parameter after a step: of stages 3 and 4 counted in the bench's file, padding and buffers included."""
-    for row in published.load_bench().model_state:
+    for row in results.load_bench().model_state:
         if row.name == f"stage {rung.title[0]} float32/float32":
             return row.bytes_per_param[d]
     return 8 + 8 / d if rung.formula == "8 + 8/d" else float(rung.formula)
@@ -807,7 +807,7 @@ def notes(result, ddp):
 
 def ddp_words(result):
     """Which DDP a sentence that says "ahead" speaks of."""
-    tuned = bucket_sizes.tuned(result, "ddp")
+    tuned = catalogue.tuned(result, "ddp")
     if tuned is None:
         return "DDP with its default buckets"
     size = "its default" if tuned.bucket_mb is None else tuned.size

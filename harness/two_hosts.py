@@ -14,13 +14,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness import command_line, every_row, meeting
-from harness import examine as accumulation
+from harness import command_line, every_row, examine, meeting, timeline
 from harness import processes as signals
-from harness import results as rates
 from harness import results as saved
-from harness import rows as bucket_sizes
-from harness import timeline as recorder
+from harness import rows as catalogue
 from harness.command_line import write
 from harness.examine import Settings
 from harness.results import Accumulation, Result, Sweep
@@ -230,16 +227,16 @@ def measure_here(args):
     if args.sweep:
         most_rounds, most_steps = (CURVE_ROUNDS, CURVE_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
         short = settings._replace(rounds=min(args.rounds, most_rounds), steps=min(args.steps, most_steps))
-        sizes = bucket_sizes.of_ddp() if is_curve else bucket_sizes.choices(args.rows)
+        sizes = catalogue.of_ddp() if is_curve else catalogue.choices(args.rows)
         found = every_row.measure_rows(together, short, sizes, progress)
-        sweep, tuned = Sweep(found.conditions, found.rows), bucket_sizes.best(found.rows)
+        sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
     named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
     chosen = [choice for choice in named if is_curve or is_asked(args.rows, choice.name) or choice.name in always]
     sized = [choice for choice in tuned if not is_curve and args.rows in choice.name or choice.base == "ddp"]
-    result = every_row.measure_rows(together, settings, bucket_sizes.beside(chosen, sized), progress)
+    result = every_row.measure_rows(together, settings, catalogue.beside(chosen, sized), progress)
     result.sweep = sweep
     if not is_curve and args.rows != "variants":  # of these a time is shown, and no picture
-        recorder.record_rows(together, settings, result.rows, progress)
+        timeline.record_rows(together, settings, result.rows, progress)
     if args.accumulation:
         time_accumulation(together, settings, result, always, tuned, progress)
     if rank.rank == 0:
@@ -260,7 +257,7 @@ def time_accumulation(together, settings, result, bases, tuned, progress):
     short = settings._replace(rounds=min(settings.rounds, 2))
 
     def time_rows():
-        found = accumulation.time_rows(together, short, ddp_mb, progress)
+        found = examine.time_rows(together, short, ddp_mb, progress)
         conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
         result.accumulation = Accumulation(conditions, found, ddp_mb)
     every_row.attempt(rows[-1], time_rows)
@@ -321,7 +318,7 @@ def add_to_file(args, result):
     """
     from harness import pictures as step_picture
     kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
-    result = rates.merged(result, earlier(args), kept)
+    result = saved.merged(result, earlier(args), kept)
     write("--json", args.json, saved.to_json(result), fail)
     picture = step_picture.two_hosts_picture(result.at_all_rates())
     if picture:
@@ -337,7 +334,6 @@ def main():
         os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
     from harness import every_row
     from harness import pictures as step_picture
-    from harness import rows as bucket_sizes
     from harness import rows as catalogue
     from harness import tables as terminal
     from harness.gpt import MODELS
@@ -348,7 +344,7 @@ def main():
     before = earlier(args)  # fails now if the file holds something else
     if args.tuned is None:
         sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
-        args.tuned = bucket_sizes.best(sweeps[0].rows) if sweeps and not args.sweep else []
+        args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
     for choice in args.tuned:
         try:
             catalogue.find(*choice)

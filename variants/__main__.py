@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness import command_line
-from harness import results as published
+from harness import results as saved
 from harness.command_line import write
 from harness.ledger import Ledger
 from harness.memory import Memory
@@ -152,16 +152,16 @@ def lines_of(row):
 
 
 def is_published(name):
-    return (published.ROOT / "results" / name).exists()
+    return (saved.ROOT / "results" / name).exists()
 
 
 def measured_times():
     """-> {where: what was measured there, a Result}."""
     found = {}
     if is_published("bench_variants.json"):
-        found["one machine"] = published.load("bench_variants.json")
+        found["one machine"] = saved.load("bench_variants.json")
     if is_published("network_variants.json"):
-        results = published.load("network_variants.json").at_all_rates()
+        results = saved.load("network_variants.json").at_all_rates()
         found.update({rate_words(result.conditions.rate): result for result in results})
     return found
 
@@ -205,7 +205,7 @@ def loss_table():
     """-> lines of Markdown; none where nothing was measured."""
     if not is_published("losses.json"):
         return []
-    sheet = loss_sheet(published.load("losses.json", LossResult))
+    sheet = loss_sheet(saved.load("losses.json", LossResult))
     titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
     return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", *textwrap.wrap(note, 120)))]
 

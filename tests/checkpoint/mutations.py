@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import manifest as manifests
-from harness import results as saved
+from harness import results
 from harness.results import MutationResult, MutationRow
 from tests.common import STAGES, optimizer_of
 
@@ -396,7 +396,7 @@ def main():
                 for name in sorted(table)]
         result = MutationResult(args.number, args.seed, torch.__version__, date.today().isoformat(), rows)
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(saved.to_json(result))
+        args.json.write_text(results.to_json(result))
     sys.exit(bool(wrong))
 
 

@@ -18,15 +18,8 @@ import torch.distributed as dist
 
 import bench
 import stage2_allgather
-from harness import alone as any_ranks
-from harness import command_line as files
-from harness import every_row, examine, host_time
-from harness import examine as accumulation
-from harness import examine as conditions
-from harness import examine as step_time
-from harness import results as saved
+from harness import alone, command_line, every_row, examine, host_time, results, tables
 from harness import rows as catalogue
-from harness import tables as terminal
 from harness.alone import rank_0_of
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.gpt import GPT, MODELS
@@ -55,7 +48,7 @@ def result(tmp_path_factory):
         patch.setattr(host_time, "measure_ranks", short)
         bench.main()
     assert not end.value.code
-    return saved.from_json(Result, path.read_text())
+    return results.from_json(Result, path.read_text())
 
 
 def test_every_row_has_every_figure(result):
@@ -81,12 +74,12 @@ def test_the_model_is_one_that_shows_something_on_the_device(device, given, mode
     """As the ranks find it: a machine with a GPU may run them on its processor still."""
     class Ranks:
         def run(self, function, *args):
-            assert function is conditions.device_type
+            assert function is examine.device_type
             return [device] * 2
     asked = []
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(Ranks()))
     monkeypatch.setattr(every_row, "measure_rows", lambda _, settings, *__: asked.append(settings) or NOTHING)
-    monkeypatch.setattr(terminal, "show", lambda _: None)
+    monkeypatch.setattr(tables, "show", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "64",
                                       *(["--model", given] if given else [])])
     with pytest.raises(SystemExit) as end:
@@ -97,7 +90,7 @@ def test_the_model_is_one_that_shows_something_on_the_device(device, given, mode
 def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(monkeypatch, capsys):
     """512 are none too many for medium, and tiny takes 256."""
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(conditions, "default_model", lambda _: "tiny")
+    monkeypatch.setattr(examine, "default_model", lambda _: "tiny")
     monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "512"])
     with pytest.raises(SystemExit) as end:
         bench.main()
@@ -110,20 +103,20 @@ def test_a_result_says_of_which_code_it_is(result, tmp_path):
         run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
                              capture_output=True, text=True, check=True, timeout=60)
         return run.stdout.strip()
-    assert result.conditions.commit == conditions.commit()
+    assert result.conditions.commit == examine.commit()
     for name in ("code.py", "table.json"):
         (tmp_path / name).write_text("1")
     git("init", "--quiet")
-    assert conditions.commit(tmp_path) == "unknown"  # nothing is committed yet
+    assert examine.commit(tmp_path) == "unknown"  # nothing is committed yet
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
     head = git("rev-parse", "--short", "HEAD")
     (tmp_path / "table.json").write_text("2")
-    assert conditions.commit(tmp_path) == head
+    assert examine.commit(tmp_path) == head
     (tmp_path / "code.py").write_text("2")
-    assert conditions.commit(tmp_path) == f"{head}+"
-    assert conditions.commit(tmp_path / "nowhere") == "unknown"
-    assert f"commit {conditions.commit()}" in conditions_line(result.conditions)
+    assert examine.commit(tmp_path) == f"{head}+"
+    assert examine.commit(tmp_path / "nowhere") == "unknown"
+    assert f"commit {examine.commit()}" in conditions_line(result.conditions)
 
 
 def test_the_noise_is_ddp_beside_itself(result):
@@ -226,7 +219,7 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     run = run_alone(tmp_path / "copy" / "bench.py", *NANO, "--quick", "--rows", "stage 2 all-gather",
                     "--json", "wrong.json", cwd=tmp_path / "copy")
     assert run.code == 1, run.stderr
-    result = saved.from_json(Result, (tmp_path / "copy" / "wrong.json").read_text())
+    result = results.from_json(Result, (tmp_path / "copy" / "wrong.json").read_text())
     wrong = result.find("stage 2 all-gather")
     assert not wrong.rounds_ms and wrong.error
     assert result.find("ddp").median_ms > 0
@@ -281,7 +274,7 @@ class Recorded:
         self.movement, self.difference, self.timed = movement, difference, []
 
     def run(self, function, settings, *choice):
-        if function is conditions.describe:
+        if function is examine.describe:
             return [SimpleNamespace()] * 2
         if function is examine.examine:
             row = Row(*choice, kind="peer", max_abs_diff=self.difference, activation_bytes=0, wire_bytes=0,
@@ -316,7 +309,7 @@ def slow_rank(rank, settings):
     row = catalogue.find("compute only")._replace(name="slow", build=build)
     catalogue.ROWS.append(row)
     try:
-        return step_time.time_steps(rank, settings, "slow")
+        return examine.time_steps(rank, settings, "slow")
     finally:
         catalogue.ROWS.remove(row)
 
@@ -337,7 +330,7 @@ def test_the_drain_is_in_the_steps_of_nobody(run, world_size):
 
 
 def drained(rank):
-    return step_time.steady(rank, lambda batch: None, range(5), lambda: threading.Event().wait(0.2))
+    return examine.steady(rank, lambda batch: None, range(5), lambda: threading.Event().wait(0.2))
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -348,7 +341,7 @@ def test_a_step_s_time_has_the_waits_of_the_next_forward(run, world_size):
 
 
 def waits_in_the_next(rank):
-    return step_time.steady(rank, lambda number: threading.Event().wait(0.02 * (number > 0)), range(5), lambda: None)
+    return examine.steady(rank, lambda number: threading.Event().wait(0.02 * (number > 0)), range(5), lambda: None)
 
 
 @pytest.mark.parametrize("world_size", [3])
@@ -383,7 +376,7 @@ def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
 
 def gradients_sent(rank, settings, in_no_sync):
     with Ledger() as ledger:
-        accumulation.time_accumulation(rank, settings, Choice("stage 4 overlap"), 4, in_no_sync)
+        examine.time_accumulation(rank, settings, Choice("stage 4 overlap"), 4, in_no_sync)
     return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
 
 
@@ -407,7 +400,7 @@ def gathered_elements(rank, stage):
 @pytest.mark.parametrize("world_size", [4])
 def test_what_is_gathered_is_what_was_shared_out(run, world_size, result):
     """On 4 ranks stage 2 gathers 3 % of padding."""
-    for row, (_, package, _) in zip(result.gathered, any_ranks.GATHERED, strict=True):
+    for row, (_, package, _) in zip(result.gathered, alone.GATHERED, strict=True):
         assert run(gathered_elements, package.__name__) == [row.over_numel[world_size]] * world_size, row.name
         assert row.over_numel[world_size] > 1.03 or package is not stage2_allgather
         assert row.over_numel[1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
@@ -427,11 +420,11 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, 
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(every_row, "measure_rows", lambda *_: NOTHING)
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(terminal, "show", broken_pipe)
+    monkeypatch.setattr(tables, "show", broken_pipe)
     with pytest.raises(BrokenPipeError):
         bench.main()
-    assert path.read_text() == saved.to_json(NOTHING)
-    monkeypatch.setattr(terminal, "show", lambda _: None)
+    assert path.read_text() == results.to_json(NOTHING)
+    monkeypatch.setattr(tables, "show", lambda _: None)
     with pytest.raises(SystemExit):
         bench.main()
     assert capsys.readouterr().out == f"written to {path}\n"
@@ -454,7 +447,7 @@ def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_pat
     monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(None, [Row("x" * 1000)]))
     monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(terminal, "show", shown.append)
+    monkeypatch.setattr(tables, "show", shown.append)
     with pytest.raises(SystemExit) as end, full_disk():
         bench.main()
     error = capsys.readouterr().err.strip()  # the progress bar has left an empty line
@@ -467,11 +460,11 @@ def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("before")
     link.symlink_to(target)
-    files.write("--json", link, "é", pytest.fail)
+    command_line.write("--json", link, "é", pytest.fail)
     assert link.is_symlink() and target.read_text(encoding="utf-8") == "é"
     read, write = os.pipe()
     with open(read, encoding="utf-8") as opened:
-        files.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
+        command_line.write("--json", Path(f"/dev/fd/{write}"), "é", pytest.fail)
         os.close(write)
         assert opened.read() == "é"
     assert sorted(tmp_path.iterdir()) == [link, target]

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import exchange
-from harness import rows as catalogue
+from harness import exchange, rows
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Ledger
 from harness.memory import Memory
@@ -99,7 +98,7 @@ def test_it_holds_pieces_and_no_second_input(run, world_size):
 
 def calls(rank, base):
     """-> how often a step of that row calls the exchange: to sum, to gather."""
-    way, settings = catalogue.find(base), Settings("nano", 2, 16, 1, 1)
+    way, settings = rows.find(base), Settings("nano", 2, 16, 1, 1)
     sum_spy = mock.patch.object(exchange, "reduce_scatter", wraps=exchange.reduce_scatter)
     gather_spy = mock.patch.object(exchange, "all_gather", wraps=exchange.all_gather)
     with sum_spy as sums, gather_spy as gathers, way.inside():

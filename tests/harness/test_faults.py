@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from checkpoint import DamagedCheckpoint, latest
+from harness import faults, results
 from harness import faults as command
-from harness import faults as file_operations
 from harness import faults as final_states
 from harness import faults as kills
-from harness import faults as scenarios
 from harness import options as run_folder
 from harness import options as stop_signal
-from harness import results as saved
 from harness.checkpoints import Checkpoints
 from harness.faults import Run, final_state, kills_at_operations, random_kills
 from harness.results import FaultResult, Stop
@@ -237,7 +235,7 @@ def test_what_is_lost_at_a_file_operation_is_found(newest, begin, found, kept, m
                 raise answer
             return answer
 
-    monkeypatch.setattr(file_operations, "Workers", Recorded)
+    monkeypatch.setattr(faults, "Workers", Recorded)
     there_are = iter([[newest] if newest else [], kept])
     monkeypatch.setattr(run_folder, "complete", lambda folder: next(there_are))
     with pytest.raises(AssertionError, match=message) if message else nullcontext():
@@ -273,10 +271,10 @@ def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path
 
     for name, fake in (("Run", Recorded), ("at_once", lambda *_: None), ("check_undisturbed", lambda run: None),
                        ("converted", converted)):
-        monkeypatch.setattr(scenarios, name, fake)
+        monkeypatch.setattr(faults, name, fake)
     monkeypatch.setattr(run_folder, "complete", lambda folder: [40, 20])
     with pytest.raises(AssertionError, match=message) if message else nullcontext():
-        (row,) = scenarios.two_runs(4, 2, tmp_path)
+        (row,) = faults.two_runs(4, 2, tmp_path)
         assert row.end == "2 whole" and row.seen == ("one refused" if any(codes) else "both finished")
 
 
@@ -288,10 +286,10 @@ def test_a_shorter_loop_of_kills_does_not_replace_a_longer_one(tmp_path):
                            date="", seed=kills, **more)
     new = loop(2, journey=[Stop(1, "new", 1.0, 1.0)])
     assert command.with_the_longest_loop(new, path) == new
-    for text in ("", "[]", '{"kills": 2}', '{"schema": 1, "kills": null}', saved.to_json(loop(2))):
+    for text in ("", "[]", '{"kills": 2}', '{"schema": 1, "kills": null}', results.to_json(loop(2))):
         path.write_text(text)
         assert command.with_the_longest_loop(new, path) == new
-    path.write_text(saved.to_json(loop(3, journey=[Stop(1, "old", 1.0, 1.0)])))
+    path.write_text(results.to_json(loop(3, journey=[Stop(1, "old", 1.0, 1.0)])))
     assert command.with_the_longest_loop(new, path) == loop(3, journey=new.journey)
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import meeting as devices
-from harness import meeting as lost_ranks
+from harness import meeting
 from harness.workers import WorkerError, Workers, event
 from tests.ranks import hears_ctrl_c, run_ranks
 
@@ -114,10 +113,10 @@ def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, expected,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(devices.platform, "node", lambda: "here")
+    monkeypatch.setattr(meeting.platform, "node", lambda: "here")
     for name, value in (("SHARE_GPU", share), ("NCCL_HOSTID", "")):
         monkeypatch.setenv(name, value or "")
-    assert devices.choices(1, 2) == [(backend, torch.device(device)) for backend, device in expected]
+    assert meeting.choices(1, 2) == [(backend, torch.device(device)) for backend, device in expected]
     assert os.environ["NCCL_HOSTID"] == (host or "")
 
 
@@ -149,7 +148,7 @@ def test_threads_of_a_rank(written, threads, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", written)
     found = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    devices.prepare(torch.device("cpu"))
+    meeting.prepare(torch.device("cpu"))
     assert found == [threads]
 
 
@@ -227,7 +226,7 @@ def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
 
 def test_ctrl_c_is_one_word_for_a_rank(capsys):
     with pytest.raises(SystemExit) as end:
-        lost_ranks.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
+        meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 

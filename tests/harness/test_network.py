@@ -12,16 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import every_row, meeting, two_hosts
-from harness import examine as accumulation
-from harness import processes as signals
-from harness import results as rates
-from harness import results as saved
+from harness import every_row, examine, meeting, processes, results, timeline, two_hosts
 from harness import rows as catalogue
-from harness import timeline as recorder
-from harness import two_hosts as namespaces
-from harness import two_hosts as on_each_host
-from harness import two_hosts as two_host_options
 from harness.results import AccumulatedRow, Result, Row, Sweep
 from harness.rows import Choice
 from harness.two_hosts import Hosts, missing
@@ -71,7 +63,7 @@ def result(tmp_path_factory):
     assert run.returncode == 0, run.stdout + run.stderr
     assert not set(hosts()) - set(before)
     assert "What the line of 80 Mbit/s allows" in run.stdout and "computes" in run.stdout
-    return saved.from_json(Result, path.read_text())
+    return results.from_json(Result, path.read_text())
 
 
 @needs_hosts
@@ -79,7 +71,7 @@ def test_network_json_is_like_bench_json(result):
     assert result.conditions.rate == "80mbit" and result.conditions.bits_per_second == 8e7
     others = committed()
     for other in others:
-        rates.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
+        results.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
     others[0].other_rates = []
     assert result.other_rates == others
     names = [row.name for row in result.rows]
@@ -130,7 +122,7 @@ def test_the_hosts_send_as_the_conditions_say(result):
     """By cubic, and not by what this machine has set."""
     assert result.conditions.tcp == "cubic"
     with Hosts("12mbit") as made:
-        for name, address in zip(made.names, reversed(namespaces.ADDRESSES)):
+        for name, address in zip(made.names, reversed(two_hosts.ADDRESSES)):
             shown = subprocess.run(["ip", "-n", name, "route", "get", address], capture_output=True, text=True)
             assert "congctl cubic" in shown.stdout
 
@@ -211,7 +203,7 @@ def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tm
 
 
 def committed():
-    return saved.from_json(Result, (ROOT / "results" / "network.json").read_text(encoding="utf-8")).at_all_rates()
+    return results.from_json(Result, (ROOT / "results" / "network.json").read_text(encoding="utf-8")).at_all_rates()
 
 
 def committed_of_rate(rate):
@@ -224,11 +216,11 @@ def written_after(measured, path, monkeypatch, *options):
     """What the file holds after a run at 300 Mbit/s, in which `measured(args)` stands for the measuring."""
     monkeypatch.setattr(two_hosts, "missing", lambda: None)
     monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
-    monkeypatch.setattr(signals, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(processes, "exit_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
     with pytest.raises(SystemExit) as end:
         two_hosts.main()
-    found = saved.from_json(Result, path.read_text())
+    found = results.from_json(Result, path.read_text())
     assert not end.value.code and found.conditions.rate == "300mbit"
     return found
 
@@ -238,7 +230,7 @@ def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
     path = tmp_path / "network.json"
 
     def measured(args):
-        path.write_text(saved.to_json(committed_of_rate("1gbit")))
+        path.write_text(results.to_json(committed_of_rate("1gbit")))
         return committed_of_rate("300mbit")
     found = written_after(measured, path, monkeypatch)
     assert [other.conditions.rate for other in found.other_rates] == ["1gbit"]
@@ -247,7 +239,7 @@ def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [[], ["--accumulation"]], ids=["not asked for", "asked for and failed"])
 def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(options, tmp_path, monkeypatch):
     path, before = tmp_path / "network.json", committed_of_rate("300mbit")
-    path.write_text(saved.to_json(dataclasses.replace(before, other_rates=[committed_of_rate("1gbit")])))
+    path.write_text(results.to_json(dataclasses.replace(before, other_rates=[committed_of_rate("1gbit")])))
 
     def measured(args):
         now = committed_of_rate("300mbit")
@@ -274,7 +266,7 @@ def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
              ("ddp + stage 1", 1, 2.0)]
     rows = [Row(base, bucket_mb, "peer", rounds_ms=[ms]) for base, bucket_mb, ms in times]
     for sweep in (None, Sweep(before.conditions, rows)):
-        path.write_text(saved.to_json(dataclasses.replace(before, sweep=sweep)))
+        path.write_text(results.to_json(dataclasses.replace(before, sweep=sweep)))
         found = written_after(measured, path, monkeypatch)
         assert found.sweep == sweep
     written_after(measured, path, monkeypatch, "--tuned", "ddp=8; ddp + stage 2=1")
@@ -287,19 +279,19 @@ def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, tmp_path
     row, conditions = Row("stage 4 overlap", kind="stage", error=error), committed()[0].conditions
     monkeypatch.setattr(meeting, "connect", lambda timeout: meeting.Rank(0, 1, None, "gloo"))
     monkeypatch.setattr(meeting, "disconnect", lambda: None)
-    monkeypatch.setattr(recorder, "record_rows", lambda *_: None)
+    monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
     monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(conditions, [row]))
-    monkeypatch.setattr(accumulation, "time_rows", lambda *_: [AccumulatedRow(1)])
+    monkeypatch.setattr(examine, "time_rows", lambda *_: [AccumulatedRow(1)])
     path = tmp_path / "network.json"
     monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--json", str(path)])
-    on_each_host.measure_here(two_host_options.parse(''))
-    assert (saved.from_json(Result, path.read_text()).accumulation is not None) == (error is None)
+    two_hosts.measure_here(two_hosts.parse(''))
+    assert (results.from_json(Result, path.read_text()).accumulation is not None) == (error is None)
 
 
 def test_a_cleanup_that_fails_leaves_ctrl_c_as_it_was(monkeypatch):
     def fails(*command):
         raise OSError("ip netns pids: it failed")
-    monkeypatch.setattr(namespaces, "run", fails)
+    monkeypatch.setattr(two_hosts, "run", fails)
     monkeypatch.setattr(Path, "exists", lambda path: True)
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.getsignal(number) for number in numbers]

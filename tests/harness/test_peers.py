@@ -6,11 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
-from harness import alone as default_buckets
-from harness import examine
-from harness import examine as accumulation
-from harness import rows as catalogue
-from harness import rows as taken_apart
+from harness import alone, examine, rows
 from harness.alone import rank_0_of
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Ledger
@@ -19,14 +15,12 @@ from harness.reference import DistributedOptimizer
 from harness.rows import ONE_PARAMETER, Choice
 from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
-from tests.house.test_house import code_lines
-from tests.ranks import ROOT
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [Choice(base, size) for base, size in [
     ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", ONE_PARAMETER), ("ddp + stage 2", 0.01),
     ("stage 4 overlap", ONE_PARAMETER), ("owner reduce", 0.01)]]
-OTHERS = [*(Choice(row.name) for row in (*catalogue.APART, *catalogue.UNTUNED)), Choice("owner reduce"),
+OTHERS = [*(Choice(row.name) for row in (*rows.APART, *rows.UNTUNED)), Choice("owner reduce"),
           Choice("rung 0 replicated")]
 
 
@@ -69,12 +63,12 @@ def untuned(rank):
     param = torch.nn.Parameter(torch.ones(2**22))
     optimizer = stage4_overlap.DistributedOptimizer([param], torch.optim.AdamW)
     pieces = sent()
-    with taken_apart.whole_messages():
+    with rows.whole_messages():
         return pieces, sent()
 
 
 def messages(rank, choice):
-    training = catalogue.find(*choice).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    training = rows.find(*choice).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     for data in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
         training.step(data)
     with Ledger() as ledger:
@@ -113,7 +107,7 @@ def test_gradients_leave_late_where_the_row_says_so(run, name, late):
 
 
 def order_of(rank, name, bucket_mb):
-    training = catalogue.find(name, bucket_mb).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    training = rows.find(name, bucket_mb).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     optimizer, order = training.optimizer, []
     send_grads = optimizer.send_grads
     for param in training.model.parameters():
@@ -132,7 +126,7 @@ def test_parameters_come_late_where_the_row_says_so(run, name, prefetches):
 
 
 def under_way_after_step(rank, name):
-    training = catalogue.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
+    training = rows.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     training.step(make_batches(SETTINGS, rank)[0])
     found = any(bucket.param_sync is not None for bucket in training.optimizer.buckets)
     training.finish()
@@ -177,16 +171,12 @@ def test_rung_0_is_replicated_training_with_the_face_of_a_stage(run, beneath_ddp
     run(train_rung_0, beneath_ddp)
 
 
-def test_rung_0_is_short():
-    assert len(code_lines(ROOT / "harness" / "rows" / "replicated.py")) <= 60
-
-
 # ------------------------------------------------------------------------------------- accumulation, default buckets
 
 
 def gradients_sent(rank, name, in_no_sync):
     with Ledger() as ledger:
-        accumulation.time_accumulation(rank, SETTINGS, Choice(name), 4, in_no_sync)
+        examine.time_accumulation(rank, SETTINGS, Choice(name), 4, in_no_sync)
     return sum(entry.wire_bytes for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
 
 
@@ -212,7 +202,7 @@ def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_m
 
 
 def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
-    nano, *others = default_buckets.caps()
+    nano, *others = alone.caps()
     assert nano.buckets == 1 and [row.model for row in others] == ["tiny", "small", "medium", "large"]
     for row in others:
         assert row.buckets >= 15 and row.bytes_per_param < 11  # of stages 1 to 3: 12

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 import stage3_gradbuffer
-from harness import dry_run, models
-from harness import dry_run as planner
+from harness import dry_run, models, rows
 from harness import plan as command
-from harness import rows as catalogue
 from harness.alone import state_bytes
 from harness.dry_run import Event, Hardware, calibrated, message_seconds, replay
 from harness.examine import Settings
 from harness.rows import Choice
-from harness.tables import code_lines
-from tests.ranks import ROOT, run_module
+from tests.ranks import run_module
 
 TINY = models.NAMED["tiny"]
 COST = dry_run.Cost(activations=1000.0, flops=2000.0)
@@ -26,12 +23,12 @@ COST = dry_run.Cost(activations=1000.0, flops=2000.0)
 # ---------------------------------------------------------------------------------------------------------- counted
 
 
-ROWS = [*(catalogue.find(name) for name in planner.ROWS["fp32"]), *catalogue.PLANNED]
+ROWS = [*(rows.find(name) for name in dry_run.ROWS["fp32"]), *rows.PLANNED]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
-    is_sized = row.name in planner.STAGE_4
+    is_sized = row.name in dry_run.STAGE_4
     recorded = dry_run.record(Choice(row.name, 2 if is_sized else None), TINY, 4, COST)
     assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)
     largest = max([event.n_bytes for event in recorded.events if event.kind == "reduce_scatter"], default=0)
@@ -138,7 +135,7 @@ def test_ranks_that_lie_apart_share_the_lines_of_their_nodes():
 
 
 def test_the_hybrid_row_sends_within_neighbours_and_across():
-    name = next(row.name for row in catalogue.PLANNED if row.name.startswith("hybrid"))
+    name = next(row.name for row in rows.PLANNED if row.name.startswith("hybrid"))
     sent = [event for event in dry_run.record(Choice(name, 2), TINY, 128, COST).events if event.what == "launch"]
     assert {(event.kind, event.group_size, event.stride) for event in sent} == {
         ("reduce_scatter", 64, 1), ("all_reduce", 2, 64), ("all_gather", 64, 1)}
@@ -146,7 +143,7 @@ def test_the_hybrid_row_sends_within_neighbours_and_across():
 
 def test_a_bucket_as_large_as_the_model_is_none():
     """However fast: of two buffers that take as much as whole gradients nothing is left to gain in memory."""
-    plan = planner.Planner.__new__(planner.Planner)
+    plan = dry_run.Planner.__new__(dry_run.Planner)
     plan.args, plan.room, plan.hardware = SimpleNamespace(world=2, bucket_cap_mb=None, accumulate=1), 1e9, SLOW
     plan.recorded = {}
     for mb, buffers, flops in ((None, 1, 4000), (100, 40, 3000), (400, 50, 2000), (1600, 60, 10), (6400, 200, 1)):
@@ -191,17 +188,6 @@ def test_the_program_prints_its_tables(tmp_path):
                   "Accumulation: ", "Owner's reduce: ", "DDP: "):
         assert title in run.stdout
     assert (tmp_path / "plan.json").exists()
-
-
-PLANNER = ("dry_run.py", "replay.py", "planner.py", "advice.py", "command.py")
-
-
-def test_the_planner_is_short():
-    """The models by name and the check are files of their own and aren't counted, nor are imports: how many
-    lines these take says in how many rooms their names are."""
-    folder = ROOT / "harness" / "plan"
-    code = [line for name in PLANNER for line in code_lines(folder / name).values()]
-    assert sum(not line.startswith(("import ", "from ")) for line in code) <= 395
 
 
 def test_a_copy_reads_one_tensor_and_writes_another():

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from checkpoint import ForeignCheckpoint, latest, save
-from harness import checkpoints as saved_extra
-from harness import options
+from harness import checkpoints, options
 from harness import options as run_folder
 from harness import options as run_settings
 from harness import options as stop_signal
@@ -263,11 +262,11 @@ def a_scheduler():
 
 
 def checked(extra):
-    return saved_extra.checked(extra, 3, a_scheduler(), RANK, SETTINGS)
+    return checkpoints.checked(extra, 3, a_scheduler(), RANK, SETTINGS)
 
 
 def test_the_extra_of_a_run_is_taken():
-    extra = saved_extra.extra_of(3, a_scheduler(), RANK, SETTINGS)
+    extra = checkpoints.extra_of(3, a_scheduler(), RANK, SETTINGS)
     assert checked(extra) == extra
     others = {**extra, "settings": {}, "scheduler": {**extra["scheduler"], "of another version": 1}}  # of torch, say
     assert checked(others)["scheduler"] == extra["scheduler"]
@@ -295,7 +294,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_an_extra_that_is_none_of_train_py_is_refused(what):
-    extra = saved_extra.extra_of(3, a_scheduler(), RANK, SETTINGS)
+    extra = checkpoints.extra_of(3, a_scheduler(), RANK, SETTINGS)
     with pytest.raises(ForeignCheckpoint) as refusal:
         checked(WRONG[what](extra))
     assert len(str(refusal.value)) < 300 and len(str(refusal.value).splitlines()) == 1
@@ -304,7 +303,7 @@ def test_an_extra_that_is_none_of_train_py_is_refused(what):
 def test_a_random_state_that_torch_refuses_is_one_line():
     state = torch.get_rng_state()
     with pytest.raises(ForeignCheckpoint, match="its random state is none: "):
-        saved_extra.set_random_state({"random": {"cpu": torch.full_like(state, 255)}}, RANK)
+        checkpoints.set_random_state({"random": {"cpu": torch.full_like(state, 255)}}, RANK)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import results as saved
+from harness import results
 from harness.results import SavingResult
 from tests.ranks import run_module
 
@@ -13,7 +13,7 @@ def test_saving_is_measured_beside_the_disk(tmp_path):
     run = run_module("harness.saving", "--gigabytes", "0.01", "--rounds", "1", "--folder", tmp_path,
                      "--json", tmp_path / "saving.json")
     assert run.code == 0, run.stderr
-    result = saved.from_json(SavingResult, (tmp_path / "saving.json").read_text())
+    result = results.from_json(SavingResult, (tmp_path / "saving.json").read_text())
     assert "Saving and loading 0.0 GB on 2 ranks" in run.stdout
     assert result.conditions.bytes == 2 * 12 * 1024**2  # two layers: a parameter and two moments each
     assert {row.name for row in result.rows if row.median_s > 0} == {

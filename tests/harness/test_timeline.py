@@ -9,11 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import pictures as step_picture
-from harness import results as rates
-from harness import rows as catalogue
-from harness import timeline
-from harness import timeline as recorder
+from harness import pictures, rows, timeline
+from harness import results as saved
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Collective
 from harness.memory import Memory
@@ -44,7 +41,7 @@ def test_spans_by_hand():
 
 def test_one_step_by_hand():
     """Exposed: from 13 to 14 something is received, from 18 to 18.5 flags are reduced, while nothing computes."""
-    step = recorder.one_step(recorded(), 1)
+    step = timeline.one_step(recorded(), 1)
     assert step.seconds == 10
     assert step.phases == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
     assert step.busy == [(0, 3), (4, 8), (9, 10)]
@@ -60,7 +57,7 @@ def lengths_on(rank, lengths):
     for seconds in lengths[rank.rank]:
         phases += [("forward", now, now), ("backward", now, now), ("step", now, now + seconds)]
         now += seconds
-    return recorder.median_step(SimpleNamespace(phases=phases))
+    return timeline.median_step(SimpleNamespace(phases=phases))
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -70,18 +67,18 @@ def test_the_step_of_median_length_is_shown_on_every_rank(run):
 
 
 def test_drawings_have_what_was_recorded():
-    step = recorder.one_step(recorded(), 1)
-    assert step_picture.lanes(step) == [
+    step = timeline.one_step(recorded(), 1)
+    assert pictures.lanes(step) == [
         ("computes", [(0, 3, "forward"), (4, 8, "backward"), (9, 10, "step")]),
         ("gradients", [(2, 5, "gradients"), (7.5, 8.5, "gradients")]),
         ("parameters", [(0, 1, "parameters"), (9.5, 11, "parameters")]),
     ]
-    lines = step_picture.text([("a row", step)], width=10).splitlines()
+    lines = pictures.text([("a row", step)], width=10).splitlines()
     assert lines[0] == ("a row: 10000 ms; for 4000 the network is busy while the rank computes, for 1500 while it "
                         "waits")
     assert lines[4] == "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"
     assert [line.split()[1] for line in lines[1:4]] == ["FFF·BBBB·S", "··▒▒▒··▒▒·", "▓········▓"]
-    root = ElementTree.fromstring(step_picture.svg([("a <row>", step)], "title"))
+    root = ElementTree.fromstring(pictures.svg([("a <row>", step)], "title"))
     classes = [rect.get("class") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert classes.count("forward") == 2 and classes.count("gradients") == 3  # one of each in the legend
     (curve,) = root.iter("{http://www.w3.org/2000/svg}polygon")
@@ -96,8 +93,8 @@ def test_drawings_have_what_was_recorded():
 def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
     """Operators at these milliseconds, which take no time: the gap of 0.4 is Python's, that of 0.6 is none."""
     now = [0.0]
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    with Memory(torch.device("cpu")) as memory, recorder.Recorder(memory) as found:
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with Memory(torch.device("cpu")) as memory, timeline.Recorder(memory) as found:
         for moment in (1.0, 1.4, 2.0):
             now[0] = moment / 1000
             torch.ones(3)
@@ -107,11 +104,11 @@ def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
 def peaks(rank, name):
     """-> the most in the recorded step, the most in a step without a recorder, and the bytes of the parameters."""
     settings = Settings("nano", batch_size=2, sequence_length=16)
-    recorded = recorder.record(rank, settings, name)
+    recorded = timeline.record(rank, settings, name)
     batches = make_batches(settings, rank)
     gc.collect()
-    with catalogue.find(name).inside(), Memory(rank.device) as memory:
-        training = catalogue.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
+    with rows.find(name).inside(), Memory(rank.device) as memory:
+        training = rows.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in batches[:2]:
             training.step(batch)
         training.finish()
@@ -134,7 +131,7 @@ def test_the_memory_curve_ends_where_the_counter_ends(run, name):
                                             (0.0132, [0, 5, 10]), (2.5, [0, 500, 1000, 1500, 2000, 2500])])
 def test_ticks_are_round_numbers_at_their_place(seconds, ticks):
     step = RecordedStep(exposed_seconds=0, seconds=seconds, memory=[1])
-    root = ElementTree.fromstring(step_picture.svg([("a row", step)], "title"))
+    root = ElementTree.fromstring(pictures.svg([("a row", step)], "title"))
     found = [one for one in root.iter("{http://www.w3.org/2000/svg}text") if one.get("class") == "tick"]
     assert [one.text for one in found] == [f"{tick} ms" for tick in ticks]
     xs = [float(one.get("x")) for one in found]
@@ -159,7 +156,7 @@ def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, ca
         printed = capsys.readouterr().out
     bands = [line.split(":")[0] for line in printed.splitlines() if " the network is busy " in line]
     if row == "all":
-        assert bands == [f"{name}, rank 0" for name in catalogue.LADDER] and len(bands) == 5
+        assert bands == [f"{name}, rank 0" for name in rows.LADDER] and len(bands) == 5
     else:
         assert bands[:2] == ["ddp, rank 0", "ddp, rank 1"] and len(bands) >= 4
     assert "F" in printed and "B" in printed and "█" in printed
@@ -172,11 +169,11 @@ def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
     recorded, counted = [RecordedStep(0, seconds=1.0)], [RecordedStep(0)]
     results = [Result(SimpleNamespace(bits_per_second=rate), [Row("compute only"), Row("ddp", timeline=steps)])
                for rate, steps in ((1e9, recorded), (1e7, counted), (1e8, recorded))]
-    assert rates.to_draw(results) is results[2]
-    rates.keep_exposed_only(results[2].rows)
-    assert rates.to_draw(results) is results[0]
-    rates.keep_exposed_only(results[0].rows)
-    assert rates.to_draw(results) is None and step_picture.two_hosts_picture(results) == ""
+    assert saved.to_draw(results) is results[2]
+    saved.keep_exposed_only(results[2].rows)
+    assert saved.to_draw(results) is results[0]
+    saved.keep_exposed_only(results[0].rows)
+    assert saved.to_draw(results) is None and pictures.two_hosts_picture(results) == ""
 
 
 @pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),

@@ -11,10 +11,6 @@ import pytest
 
 from checkpoint import errors
 from harness import docs_check
-from harness import docs_check as command_runs
-from harness import docs_check as markdown
-from harness import docs_check as page_checks
-from harness import docs_check as project_files
 from harness.tables import code_lines, core_lines, minutes, words
 from tests.common import STAGES
 from tests.ranks import ROOT
@@ -24,7 +20,7 @@ def test_every_page_says_what_is_there():
     """Links, names, commands, samples, tables that stand twice, and words: see harness/docs_check.py."""
     problems = docs_check.problems()
     assert not problems, "\n".join(problems)
-    assert page_checks.MOST_WORDS.keys() <= {page.name for page in project_files.pages()}
+    assert docs_check.MOST_WORDS.keys() <= {page.name for page in docs_check.Project().pages}
     for page, most in {"guide.md": 1850, "checkpoints.md": 1100}.items():
         assert len((ROOT / "docs" / page).read_text().split()) <= most, page
 
@@ -32,6 +28,7 @@ def test_every_page_says_what_is_there():
 @pytest.fixture
 def project(tmp_path):
     """`project(page)` writes page.md of a small project, and returns what is wrong with it."""
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / "Makefile").write_text(
         'STAGE ?= 4\nARGS ?=\ntrain:\n\t$(if $(wildcard stage$(STAGE)_*),,$(error there is no stage $(STAGE)))\n'
         "\techo $(STAGE) $(ARGS)\n")
@@ -93,7 +90,7 @@ from common import connect
 
 def test_a_right_page_has_no_problem(project):
     assert project(RIGHT) == []
-    commands = [command.text for command in markdown.Page(project.root / "page.md", project.root).commands()]
+    commands = [command.text for command in docs_check.Page(project.root / "page.md", project.root).commands()]
     assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 5
 
 
@@ -126,7 +123,7 @@ MISTAKES = [
     ("```python\nimport stage4_overlap.nothing\n```", "import of stage4_overlap.nothing"),
     ("```python\noptimizer.nothing()\n```", "optimizer.nothing: no stage has that"),
     ("<!-- report: bench -->", "a generated table"),
-    ("word " * (page_checks.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
+    ("word " * (docs_check.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
 ]
 
 
@@ -177,13 +174,13 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
 QUICK = [
     ("make show", ["make", "show", "PYTHON", "ARGS="]),
     ('make train STAGE=3 ARGS="--steps 50"',
-     ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {command_runs.SMALL['train']}"]),
-    ("make bench PYTHON=python3", ["make", "bench", "PYTHON", f"ARGS= {command_runs.SMALL['bench']}"]),
+     ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {docs_check.SMALL['train']}"]),
+    ("make bench PYTHON=python3", ["make", "bench", "PYTHON", f"ARGS= {docs_check.SMALL['bench']}"]),
     ('make test ARGS="-k clip"', ["make", "test", "PYTHON", "ARGS=-k clip --collect-only --quiet"]),
     ("torchrun --nproc-per-node 2 stage4_overlap/train.py",
      ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
-      *command_runs.SMALL["train"].split()]),
-    ("python -m harness.timeline", ["python", "-m", "harness.timeline", *command_runs.NANO.split()]),
+      *docs_check.SMALL["train"].split()]),
+    ("python -m harness.timeline", ["python", "-m", "harness.timeline", *docs_check.NANO.split()]),
     ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None),
     ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
     ("pip install torch", None),
@@ -194,25 +191,25 @@ QUICK = [
 def test_what_takes_minutes_is_run_in_a_small_mode_or_read_only():
     as_written = {sys.executable: "python", f"PYTHON={sys.executable}": "PYTHON"}
     for text, expected in QUICK:
-        quick = command_runs.quick(text)
+        quick = docs_check.quick(text)
         assert expected == (quick and [as_written.get(word, word) for word in quick]), text
 
 
 def test_what_a_page_shows_is_compared_figures_aside():
     printed = "ranks 2\nstep 2/2  loss 1.25\nvalidation loss after: 2.50\n"
-    assert command_runs.not_printed(["step 200/200   loss 3.1234", "", "validation … after: 9"], printed) is None
-    assert command_runs.not_printed(["step 2/2  lost 1.25"], printed) == "step 2/2  lost 1.25"
-    assert command_runs.not_printed(["validation loss after: 1", "step 1/1 loss 1"], printed) == "step 1/1 loss 1"
+    assert docs_check.not_printed(["step 200/200   loss 3.1234", "", "validation … after: 9"], printed) is None
+    assert docs_check.not_printed(["step 2/2  lost 1.25"], printed) == "step 2/2  lost 1.25"
+    assert docs_check.not_printed(["validation loss after: 1", "step 1/1 loss 1"], printed) == "step 1/1 loss 1"
 
 
 def test_a_command_that_fails_or_prints_something_else_is_found(project):
     """`make train` of the small project prints stage and arguments."""
     page = "    $ make train STAGE=4\n    4 …nano…\n\n```console\n$ make train STAGE=4\nsomething else\n```\n"
     assert project(f"{page}\n`make train STAGE=9`\n`make network`") != []
-    first, second, third, fourth = markdown.Page(project.root / "page.md", project.root).commands()
-    assert command_runs.run(first, project.root) == ""
-    assert command_runs.run(second, project.root) == "it doesn't print 'something else'"
-    assert "ended with 2" in command_runs.run(third, project.root) and command_runs.run(fourth, project.root) is None
+    first, second, third, fourth = docs_check.Page(project.root / "page.md", project.root).commands()
+    assert docs_check.run(first, project.root) == ""
+    assert docs_check.run(second, project.root) == "it doesn't print 'something else'"
+    assert "ended with 2" in docs_check.run(third, project.root) and docs_check.run(fourth, project.root) is None
 
 
 # ------------------------------------------------------------------------------------------------- the reference

@@ -16,10 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
 from grade.variants import BlockSGD
-from harness import results as published
-from harness import results as saved
-from harness import rows as catalogue
-from harness import two_hosts as two_host_options
+from harness import results, rows, two_hosts
 from harness.ledger import Ledger
 from harness.results import LossConditions, LossResult, LossRow, Result, Row
 from harness.tables import code_lines
@@ -464,13 +461,13 @@ def test_the_page_has_the_tables_that_the_command_prints():
 
 def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     """Of a variant over its base, round by round; with nothing measured there is no column."""
-    monkeypatch.setattr(published, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
     assert "time" not in table()[0] and not loss_table() and not times_beside()
     (tmp_path / "results").mkdir()
-    result = published.read(ROOT / "results" / "bench.json", Result)
+    result = results.read(ROOT / "results" / "bench.json", Result)
     result.rows = [Row("stage 4 overlap", rounds_ms=[10.0, 20.0]), Row("variants wire16", rounds_ms=[5.0, 10.0]),
                    Row("ddp summed in bf16", rounds_ms=[20.0, 40.0]), Row("variants blocks", error="wrong")]
-    (tmp_path / "results" / "bench_variants.json").write_text(saved.to_json(result))
+    (tmp_path / "results" / "bench_variants.json").write_text(results.to_json(result))
     cells = {line.split(" | ")[0]: line.split(" | ")[6] for line in table() if " | " in line}
     assert cells["| idea"] == "time, one machine" and cells["| wire16"] == "× 0.50" and cells["| blocks"] == "–"
     assert cells["| stage4_overlap"] == "15 ms"
@@ -479,7 +476,7 @@ def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     assert line == ("DDP with bf16 gradients, over stage 4: one machine: × 2.00, wire16 × 0.50.")
     conditions = LossConditions("machine", "2", "gloo", 2, "nano", 9, 8, 64, 300, "today")
     losses = LossResult(conditions, [LossRow("fp32", "fp32", 0.9, [2.0, 4.0]), LossRow("b", "fp32", 0.9, [2.5, 4.25])])
-    (tmp_path / "results" / "losses.json").write_text(saved.to_json(losses))
+    (tmp_path / "results" / "losses.json").write_text(results.to_json(losses))
     assert "| b | 3.3750 | +0.5000 +0.2500 |" in loss_table()
 
 
@@ -500,8 +497,8 @@ def test_offload_leaves_the_parameters_and_two_buffers_on_the_device():
 
 
 def test_bench_and_network_have_the_same_rows_of_variants():
-    in_bench = [row.name for row in catalogue.VARIANTS]
-    assert in_bench == [choice.name for choice in two_host_options.VARIANTS]
+    in_bench = [row.name for row in rows.VARIANTS]
+    assert in_bench == [choice.name for choice in two_hosts.VARIANTS]
     assert {f"variants {row.name}" for row in ROWS if row.module.startswith("variants.")} == set(in_bench) - {
         "ddp summed in bf16"}
-    assert all(catalogue.find(name).name == name for name in in_bench)
+    assert all(rows.find(name).name == name for name in in_bench)

@@ -1,1 +1,0 @@
-"""The cores with bodies to fill in: docs/exercise.md."""
