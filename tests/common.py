@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import importlib
+import inspect
+import itertools
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -147,3 +150,67 @@ def assert_same(model, reference, exact):
         assert torch.equal(param, expected) if exact else torch.allclose(param, expected, rtol=1e-4, atol=2e-6), (
             f"parameter {name} differs by {difference:.3g} from replicated training"
         )
+
+
+# ------------------------------------------------------------------------------------- how a test of stages is written
+
+
+def on_ranks(*world_sizes, **situations):
+    """The test below runs on each rank: its first argument. Without world sizes it is as any test that takes one.
+
+    `situations`: argument -> its values. All combinations are played one after the other in one test, since each takes
+    a moment, and a failure names its own.
+    """
+    if world_sizes and callable(world_sizes[0]):  # @on_ranks without brackets
+        return on_ranks()(world_sizes[0])
+
+    def decorate(body):
+        names = ["run", "world_size", *(name for name in inspect.signature(body).parameters if name not in situations)]
+        names.remove("rank")
+
+        @functools.wraps(body)
+        def test(run, world_size, **kwargs):
+            run(play_situations, body.__module__, body.__name__, kwargs)
+
+        test.situations = situations
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+                                                for name in names])
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
+    return decorate
+
+
+def play_situations(rank, module, name, kwargs):
+    test = getattr(importlib.import_module(module), name)
+    for values in itertools.product(*test.situations.values()):
+        played = dict(zip(test.situations, values))
+        with situation(played) if played else contextlib.nullcontext():
+            test.__wrapped__(rank, **kwargs, **played)
+
+
+@contextlib.contextmanager
+def situation(name):
+    """One of several in a test: an error says in which it came."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{name}: {type(error).__name__} {error}") from error
+
+
+def parameter_of(value, rank, n=5):
+    return torch.nn.Parameter(torch.full((n,), float(value), device=rank.device))
+
+
+def sgd_of(stage, params, **kwargs):
+    """A step of it subtracts the mean gradient."""
+    return optimizer_of(stage)(params, torch.optim.SGD, lr=1.0, **kwargs)
+
+
+def error_of(function, *exceptions):
+    """-> the message of the error that `function` must raise: one line."""
+    exceptions = exceptions or (RuntimeError,)
+    try:
+        function()
+    except exceptions as error:
+        assert str(error) and "\n" not in str(error)
+        return str(error)
+    raise AssertionError("no error")

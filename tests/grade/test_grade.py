@@ -16,6 +16,8 @@ from grade.grader import Grader
 from tests.common import STAGES
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
+
 HERE = "tests/graded"
 
 
@@ -264,7 +266,6 @@ def test_a_stage_passes_levels_1_and_2(grade, stage):
     assert "FAILED" not in grade(stage)
 
 
-@pytest.mark.waits
 def test_level_3_counts_by_test_and_explains_one(capfd):
     arguments = ["--ranks", "2", "-k", "closure_and or sixteen or named"]
     assert not contract.holds("tests.graded.whole", arguments, is_core=False)
@@ -278,7 +279,6 @@ def test_level_3_counts_by_test_and_explains_one(capfd):
                     '-k test_closure_and_its_loss"')
 
 
-@pytest.mark.waits
 def test_level_3_of_a_core_are_the_tests_of_the_cores(capfd):
     """Those about no stage in particular: the ones about one stage are not run, and not counted."""
     arguments = ["--ranks", "2", "-k", "leaves_of_gradients or spread or order_two_at_a_time"]
@@ -330,7 +330,6 @@ def test_a_text_that_no_check_has_is_no_success(workers, capsys):
     assert line == "grade: error: --only zzz: no check of levels 1 to 2 has that in its name"
 
 
-@pytest.mark.waits
 def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch):
     monkeypatch.setenv("LEFT_BY", "forks")  # it inherits this
     came, lines = graded("tests.graded.forks", "--levels", "1", "--only", "one parameter")
@@ -347,28 +346,42 @@ def test_a_stage_may_be_a_number_a_name_or_a_path():
         package_of("7")
 
 
-# ---------------------------------------------------------------------------------------- docs/exercise.md, exercises/
+# ------------------------------------------------------------------------------- docs/exercise.md, make exercise
 
 
 DOCS = (ROOT / "docs" / "exercise.md").read_text(encoding="utf-8")
 
 
-def test_exercises_are_the_cores_with_bodies_taken_out():
-    """If this fails after a change of a core: python -m grade.skeleton. Who fills them in does so in a copy."""
-    written = skeleton.files()
-    assert {str(path.relative_to(ROOT)) for path in (ROOT / "exercises").rglob("*.py")} == written.keys()
-    for path, text in written.items():
-        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: not what python -m grade.skeleton writes"
+@pytest.fixture
+def exercise(tmp_path, monkeypatch):
+    """-> a function: what `make exercise` writes, as a package that ranks can import; returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def exercise(what):
+        skeleton.write(what, tmp_path / f"mine_{what}")
+        return f"mine_{what}"
+    return exercise
 
 
 @pytest.mark.parametrize("stage", skeleton.EMPTY)
-def test_an_empty_exercise_is_told_what_to_fill_in(grade, stage):
+def test_an_empty_exercise_is_told_what_to_fill_in(grade, exercise, stage):
     """Each of its functions says so itself, in a line."""
-    name, expected, came, place, cause = complaint(grade(skeleton.exercise_of(stage)))
-    assert name == ("ranges_in_shard by hand" if "stage3" in stage else BY_HAND) and expected == NO_EXCEPTION
+    number = stage.removeprefix("stage")[0]
+    name, expected, came, *_, cause = complaint(grade(exercise(number)))
+    assert name == ("ranges_in_shard by hand" if number == "3" else BY_HAND) and expected == NO_EXCEPTION
     assert re.fullmatch(r"came      rank \d: RuntimeError: fill in \w+: .*[^…]", came), came
-    assert place.startswith(f"in exercises/{stage.split('_')[0]}/")
     assert cause == "cause     this exercise is not finished yet: docs/exercise.md has hints"
+
+
+@pytest.mark.parametrize("what, to, line", [
+    ("7", "mine", "STAGE=7: there are the exercises 1, 2, 3, 4, and variants"),
+    ("1", "no-name", "its last part must be a name that Python can import"),
+    ("1", ".", "its last part must be a name"), ("1", "there", "is there already")])
+def test_an_exercise_is_written_to_a_new_folder(what, to, line, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match=line):
+        skeleton.write(what, tmp_path / to if to != "." else Path("."))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 @pytest.mark.parametrize("stage", skeleton.EMPTY)
@@ -432,8 +445,8 @@ def test_a_wrong_variant_is_told_so(package, workers, capsys, name):
 
 
 @pytest.mark.parametrize("name", ["wire16", "chained"])
-def test_a_variant_that_is_not_written_yet_is_told_what_to_fill_in(workers, capsys, name):
-    assert passes(name, Grader(f"exercises.variants.{name}", workers)) is False
+def test_a_variant_that_is_not_written_yet_is_told_what_to_fill_in(workers, capsys, exercise, name):
+    assert passes(name, Grader(f"{exercise('variants')}.{name}", workers)) is False
     assert "RuntimeError: fill in " in capsys.readouterr().out
 
 

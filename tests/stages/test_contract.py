@@ -13,8 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
-from tests.stages import on_ranks, situation
+from tests.common import (
+    OPTIMIZERS,
+    STAGES,
+    Net,
+    Replicated,
+    assert_same,
+    batch,
+    loss_of,
+    on_ranks,
+    optimizer_of,
+    situation,
+    trainable,
+)
 
 # torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently: a parameter cut
 # elsewhere than at a multiple of 64 bytes is then not what the whole one would be. Unfused, all are rounded alike.

@@ -40,8 +40,9 @@ class SkipsOne(stage2_allgather.DistributedOptimizer):
 
 
 TESTS = {  # what it says where it fails -> the test
-    "differs by": lambda *where: test_contract.test_equals_replicated_training.on_a_rank(*where, test_contract.UNFUSED),
-    "moments": lambda *where: test_contract.test_state_is_sharded.on_a_rank(*where),
+    "differs by": lambda *where: (
+        test_contract.test_equals_replicated_training.__wrapped__(*where, test_contract.UNFUSED)),
+    "moments": lambda *where: test_contract.test_state_is_sharded.__wrapped__(*where),
     "seed": lambda *where: test_drawn.drawn(*where, range(4)),
 }
 CONTROLS = {  # a class -> which of them fail

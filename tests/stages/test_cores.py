@@ -17,8 +17,18 @@ from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
-from tests.common import OPTIMIZERS, STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of
-from tests.stages import on_ranks, situation
+from tests.common import (
+    OPTIMIZERS,
+    STAGES,
+    Net,
+    Replicated,
+    assert_same,
+    batch,
+    loss_of,
+    on_ranks,
+    one_rank_of,
+    situation,
+)
 
 UNFUSED = {"foreach": False}
 ONE, TWO, THREE, FOUR = STAGES

@@ -5,9 +5,6 @@ parameter, before anything is changed, after which training can go on. What the 
 """
 
 import copy
-import functools
-import importlib
-import inspect
 import io
 import itertools
 import pickle
@@ -16,42 +13,24 @@ import re
 import pytest
 import torch
 
-from tests.common import STAGES, Net, Replicated, batch, loss_of, one_rank_of, optimizer_of, trainable
+from tests.common import (
+    STAGES,
+    Net,
+    Replicated,
+    batch,
+    error_of,
+    loss_of,
+    on_ranks,
+    one_rank_of,
+    optimizer_of,
+    parameter_of,
+    sgd_of,
+    trainable,
+)
 from tests.stages.test_contract import ADAMW, UNFUSED, Lamb, backward, exact, train
 
 ONE, TWO, THREE, FOUR = STAGES
 UNUSED = {FOUR: {"find_unused_parameters": True}}
-
-
-def on_ranks(*world_sizes, **situations):
-    """The test below runs on each rank: its first argument. Without world sizes it is as any test that takes one.
-
-    `situations`: argument -> its values. All combinations are played one after the other in one test, since each takes
-    a moment, and a failure names its own.
-    """
-    def decorate(body):
-        names = ["run", "world_size", *(name for name in inspect.signature(body).parameters if name not in situations)]
-        names.remove("rank")
-
-        @functools.wraps(body)
-        def test(run, world_size, **kwargs):
-            run(play_situations, body.__module__, body.__name__, kwargs)
-
-        test.situations = situations
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-                                                for name in names])
-        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
-    return decorate
-
-
-def play_situations(rank, module, name, kwargs):
-    test = getattr(importlib.import_module(module), name)
-    for values in itertools.product(*test.situations.values()):
-        situation = dict(zip(test.situations, values))
-        try:
-            test.__wrapped__(rank, **kwargs, **situation)
-        except Exception as error:
-            raise AssertionError(f"{situation or name}: {type(error).__name__} {error}") from error
 
 
 def same(params, expected, exact):
@@ -59,26 +38,6 @@ def same(params, expected, exact):
     for i, (param, other) in enumerate(zip(params, expected, strict=True)):
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 2e-6}
         assert torch.allclose(param, other, equal_nan=True, **tolerance), (i, param, other)
-
-
-def parameter_of(value, rank, n=5):
-    return torch.nn.Parameter(torch.full((n,), float(value), device=rank.device))
-
-
-def sgd_of(stage, params, **kwargs):
-    """A step of it subtracts the mean gradient."""
-    return optimizer_of(stage)(params, torch.optim.SGD, lr=1.0, **kwargs)
-
-
-def error_of(function, *exceptions):
-    """-> the message of the error that `function` must raise: one line."""
-    exceptions = exceptions or (RuntimeError,)
-    try:
-        function()
-    except exceptions as error:
-        assert str(error) and "\n" not in str(error)
-        return str(error)
-    raise AssertionError("no error")
 
 
 SCRIPTS = {  # b: backward, s: step, z: zero_grad, c: clip, +: add_param_group

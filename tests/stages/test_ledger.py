@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.ledger import Ledger, wire_bytes
-from tests.common import STAGES, optimizer_of
-from tests.stages import on_ranks
+from tests.common import STAGES, on_ranks, optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]
 

@@ -21,9 +21,22 @@ from torch.nn import functional as F
 
 from checkpoint import full_state_dict
 from harness.ledger import Ledger
-from tests.common import STAGES, Net, Replicated, assert_same, batch, leave_late, one_rank_of, optimizer_of, trainable
+from tests.common import (
+    STAGES,
+    Net,
+    Replicated,
+    assert_same,
+    batch,
+    error_of,
+    leave_late,
+    on_ranks,
+    one_rank_of,
+    optimizer_of,
+    parameter_of,
+    sgd_of,
+    trainable,
+)
 from tests.stages.test_contract import backward, train
-from tests.stages.test_hostile import error_of, on_ranks, parameter_of, sgd_of
 
 ONE, TWO, THREE, FOUR = STAGES
 PREFETCH = [*((stage, False) for stage in STAGES), (FOUR, True)]

@@ -17,9 +17,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
-from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
+from tests.common import (
+    STAGES,
+    Net,
+    Replicated,
+    assert_same,
+    batch,
+    error_of,
+    loss_of,
+    on_ranks,
+    optimizer_of,
+    parameter_of,
+    sgd_of,
+    trainable,
+)
 from tests.stages.test_contract import train
-from tests.stages.test_hostile import error_of, on_ranks, parameter_of, sgd_of
 
 ONE, TWO, THREE, FOUR = STAGES
 PREFETCH = [*((stage, False) for stage in STAGES), (FOUR, True)]
