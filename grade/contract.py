@@ -1,6 +1,7 @@
 """Level 3: tests of this repository on a package, with what fails counted by test."""
 
 import ast
+import os
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from grade.grader import shorten
+from grade.left_over import MARK
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = {False: "tests/stages/test_contract.py", True: "tests/stages/test_cores.py"}  # whether it is a core -> file
@@ -29,7 +31,8 @@ def holds(package, arguments, is_core):
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", tests, "--stage", package, *arguments, "-q", "--tb=short",
                    f"--maxfail={N_FAILURES}", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-        run = subprocess.run(command, capture_output=True, text=True)
+        ours = {name: value for name, value in os.environ.items() if name != MARK}  # its processes are pytest's
+        run = subprocess.run(command, capture_output=True, text=True, env=ours)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = [(case.get("name").partition("[")[0], fault) for case in cases
               for fault in [*case.iter("failure"), *case.iter("error")][:1]]

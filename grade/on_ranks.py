@@ -274,7 +274,8 @@ def state_elements(candidate):
     finally:
         handle.remove()
     inner = stepped - {optimizer} or stepped  # an optimizer around another one may show the other's state as its own
-    tensors = [value for one in inner for state in one.state.values() for value in state.values()
+    tensors = [value.to_local() if hasattr(value, "to_local") else value  # of a DTensor what lies on this rank
+               for one in inner for state in one.state.values() for value in state.values()
                if torch.is_tensor(value) and value.dim()]
     numels = [param.numel() for param in model.parameters()]
     real = sum(int(value.count_nonzero()) for value in tensors)

@@ -24,9 +24,9 @@ from harness.examine import (
 )
 from harness.gpt import share_layers
 from harness.ledger import Ledger
-from harness.memory import Memory
+from harness.memory import KINDS, Memory
 from harness.reference import as_tensor
-from harness.results import KINDS, Result, Row, SharedRow
+from harness.results import Result, Row, SharedRow
 from harness.training import Training
 from harness.workers import WorkerError, on_rank_0
 

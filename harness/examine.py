@@ -18,8 +18,8 @@ import torch.distributed as dist
 from harness import corpus, rows
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
-from harness.memory import Memory, mark_grads, mark_state
-from harness.results import KINDS, AccumulatedRow, Conditions, Row
+from harness.memory import KINDS, Memory, mark_grads, mark_state
+from harness.results import AccumulatedRow, Conditions, Row
 from harness.rows import Choice
 from harness.workers import on_rank_0
 

@@ -17,14 +17,6 @@ def kept(cls):
     return dataclass(cls)
 
 
-# ---------------------------------------------------------------------------------------------------------------- kinds
-# What memory is: the kinds that a rank's bytes are told apart in.
-
-
-REST = "buffers"  # what nobody has marked: after a step that is what neither the model nor an optimizer calls its own
-KINDS = "parameters", "gradients", "state", REST
-
-
 # ---------------------------------------------------------------------------------------------------------------- spans
 # Spans of time, (start, end) each, and what was alive in parts of one.
 
@@ -118,7 +110,7 @@ class Row(OfChoice):
     computes something else than it should.
 
     Bytes in memory are those of the rank that holds most, by phase ("model", "optimizer", "backward", "step", "peak",
-    on CUDA "reserved"), at the peak within each phase, and by kind (kinds.KINDS). Bytes on the wire and bytes a
+    on CUDA "reserved"), at the peak within each phase, and by kind (memory.KINDS). Bytes on the wire and bytes a
     parameter are means over the ranks, with the formula's beside them. `timeline`: by rank.
     """
     base: str

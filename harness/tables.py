@@ -16,7 +16,8 @@ from rich.table import Table
 from harness import results
 from harness import rows as catalogue
 from harness.formulas import UPDATE_BYTES
-from harness.results import KINDS, Row
+from harness.memory import KINDS
+from harness.results import Row
 from harness.rows import Choice
 
 # ---------------------------------------------------------------------------------------------------------------- sheet

@@ -1,6 +1,6 @@
 """Trains a small GPT with torch's own data parallelism: the reference, whose losses every stage's train.py must print.
 
-torchrun --standalone --nproc-per-node 2 harness/train_ddp.py [--steps 200] [--model tiny] [--accumulate 1] …
+    torchrun --standalone --nproc-per-node 2 harness/train_ddp.py [--steps 200] [--model tiny] [--accumulate 1] …
 """
 
 import sys
@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import harness.train as workload
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
+import harness.train as workload
 
 
 def main():

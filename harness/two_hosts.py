@@ -98,6 +98,13 @@ TCP = "cubic"  # Linux's default, whatever this machine has set: how senders fin
 INSIDE = "DISTRIBUTED_OPTIMIZER_HOST"  # set there, and not RANK, which another launcher may have set outside
 
 
+def left_behind():
+    """-> namespaces of ours whose process has ended without removing them, by SIGKILL."""
+    there = Path("/run/netns").iterdir() if Path("/run/netns").exists() else ()
+    return [path.name for path in there if (ours := re.fullmatch(r"dopt-(\d+)-[ab]", path.name))
+            and not Path("/proc", ours[1]).exists()]
+
+
 class Hosts:
     """Two network namespaces and the line between them, while it is entered. `names`: as `ip netns` knows them."""
 
@@ -108,6 +115,7 @@ class Hosts:
 
     def __enter__(self):
         try:
+            self.remove(left_behind())
             for name in self.names:
                 run("ip", "netns", "add", name)
             run("ip", "link", "add", self.links[0], "netns", self.names[0], "type", "veth",
@@ -132,14 +140,17 @@ class Hosts:
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
         try:
-            for name in self.names:
-                if Path("/run/netns", name).exists():
-                    for pid in run("ip", "netns", "pids", name).split():
-                        end(int(pid))
-                    run("ip", "netns", "delete", name)
+            self.remove(name for name in self.names if Path("/run/netns", name).exists())
         finally:
             for number, handler in zip(numbers, handlers):
                 signal.signal(number, handler)
+
+    @staticmethod
+    def remove(names):
+        for name in names:
+            for pid in run("ip", "netns", "pids", name).split():
+                end(int(pid))
+            run("ip", "netns", "delete", name)
 
     def start(self, host, *command):
         """Start a command on host 0 or 1 -> Popen. It ends when this process does.

@@ -123,7 +123,7 @@ def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, expected,
 FALLS_BACK = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from harness.run import meeting
+from harness import meeting
 cpu, meta = torch.device("cpu"), torch.device("meta")
 meeting.choices = lambda *_: [("gloo", meta), ("gloo", cpu), ("gloo", meta)]
 rank = meeting.connect(timeout_s=30)
@@ -155,7 +155,7 @@ def test_threads_of_a_rank(written, threads, monkeypatch):
 POLICIES = """
 import os, torch
 from pathlib import Path
-from harness.run import meeting
+from harness import meeting
 
 meeting.connect(timeout_s=30)
 torch.distributed.all_reduce(torch.ones(1), group=meeting.beside(30))
@@ -187,7 +187,7 @@ ENDS = """
 import atexit, sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from harness.run import meeting
+from harness import meeting
 
 @atexit.register  # what is registered first comes last
 def count_threads():

@@ -57,13 +57,27 @@ def result(tmp_path_factory):
     """Of a run that finds results of other rates, ours."""
     path = tmp_path_factory.mktemp("results") / "network.json"
     shutil.copy(ROOT / "results" / "network.json", path)
-    before = hosts()
     command, options = network("--rate", "80mbit", "--rows", "stage 4", *NANO, "--json", str(path))
-    run = subprocess.run(command, capture_output=True, timeout=480, **options)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert not set(hosts()) - set(before)
-    assert "What the line of 80 Mbit/s allows" in run.stdout and "computes" in run.stdout
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=900)
+        finally:
+            process.kill()
+    assert process.returncode == 0, stdout + stderr
+    assert not [name for name in hosts() if f"-{process.pid}-" in name]  # other tests may have theirs
+    assert "What the line of 80 Mbit/s allows" in stdout and "computes" in stdout
     return results.from_json(Result, path.read_text())
+
+
+@needs_hosts
+def test_what_a_killed_run_has_left_is_gone_when_the_next_begins():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    name = f"dopt-{ended.pid}-a"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    with two_hosts.Hosts("1gbit") as there:
+        assert name not in hosts() and set(there.names) <= set(hosts())
+    assert not set(there.names) & set(hosts())
 
 
 @needs_hosts
