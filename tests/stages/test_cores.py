@@ -166,7 +166,8 @@ def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
     optimizer.step()
     assert weight.grad.data_ptr() == buffer.flat.data_ptr() == address
     assert weight.tolist() == [value - 1 for value in range(21)]
-    assert seen == ["ZEROS", "GRADS", "GRAD_SHARD", "PARAM_SHARD", "PARAMS", "ZEROS"]
+    due = ["ZEROS", "GRADS", "GRAD_SHARD", "PARAM_SHARD", "PARAMS", "ZEROS"]
+    assert seen == due, f"{seen} == {due}"
 
 
 @pytest.mark.parametrize("dtype, grad_dtype", [(torch.float32, None), (torch.bfloat16, None),
