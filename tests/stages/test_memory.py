@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.memory import REST, Memory, mark_grads, mark_state
+from tests.common import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20  # a MiB
@@ -80,22 +81,6 @@ def test_storages_in_the_memory_of_another_count_once():
             assert memory.live == 0 and not memory.spans.starts
 
 
-def test_a_linear_layer_and_adamw():
-    """1000 x 1000 and no bias: 4 MB of weights, as much gradient, two moments; at the peak what the input takes too."""
-    with Memory("cpu") as memory:
-        layer = torch.nn.Linear(1000, 1000, bias=False)
-        assert memory.live == 4_000_000
-        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-        x = torch.ones(500, 1000)  # 2 MB, and y as much
-        y = layer(x)
-        assert memory.live == 8_000_000
-        y.sum().backward()
-        del x, y
-        assert memory.live == 8_000_000
-        optimizer.step()
-        assert memory.live == 16_000_000 + 4  # the number of the step
-
-
 def test_kinds_by_hand():
     """A storage counts once, under its first name, and only while it is alive; a dead one's name is forgotten."""
     with Memory("cpu") as memory:
@@ -137,21 +122,26 @@ def test_kinds_of_a_step():
         assert memory.by_kind() == {"parameters": 200, "gradients": 200 + 400, "state": 400 + 400, REST: 20}
 
 
-def of_a_layer_and_adamw(rank):
-    """-> bytes that the counter has seen, and that the allocator of a GPU took for them."""
+@on_ranks(1)
+def test_a_linear_layer_and_adamw(rank):
+    """1000 x 1000 and no bias: 4 MB of weights, as much gradient, two moments; at the peak what the input takes too.
+
+    A GPU, where there is one, is counted as a CPU is; the rest of these tests run on a CPU.
+    """
     with Memory(rank.device) as memory:
         layer = torch.nn.Linear(1000, 1000, bias=False, device=rank.device)
+        assert memory.settled() == 4_000_000
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-        layer(torch.ones(500, 1000, device=rank.device)).sum().backward()
+        x = torch.ones(500, 1000, device=rank.device)  # 2 MB, and y as much
+        y = layer(x)
+        assert memory.settled() == 8_000_000
+        y.sum().backward()
+        del x, y
+        assert memory.settled() == 8_000_000
         optimizer.step()
-        return memory.settled(), getattr(memory, "reserved", None)
-
-
-@pytest.mark.parametrize("world_size", [1])
-def test_a_gpu_is_counted_as_a_cpu_is(run, world_size):
-    """On whatever there is here; the rest of these tests run on a CPU."""
-    ((live, reserved),) = run(of_a_layer_and_adamw)
-    assert live == 16_000_000 + 4 and (reserved is None or reserved > live)
+        live, reserved = memory.settled(), getattr(memory, "reserved", None)
+        assert live == 16_000_000 + 4  # the number of the step
+        assert reserved is None or reserved > live
 
 
 # In a process of its own: its peak is not yet somebody else's. Before the counted part all code has run once, so that
@@ -180,6 +170,7 @@ print(memory.peak, peak_rss() - before)
 """
 
 
+@pytest.mark.waits
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak of the process")
 def test_the_peak_is_that_of_the_process():
     """4096 x 4096, 64 MiB: weights, gradient, two moments, and the second step's gradient before it is added.
