@@ -74,7 +74,7 @@ class Workers:
                 self._send(pipe, job)
             return self._collect(on_event)
         except BaseException:  # a failed rank, a time-out, Ctrl-C: others may wait in a collective, for ever
-            self._kill()
+            self.kill()
             raise
 
     def close(self):
@@ -84,7 +84,7 @@ class Workers:
         deadline = time.monotonic() + 10
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
-        self._kill()
+        self.kill()
 
     def _start(self):
         start_forkserver()
@@ -152,7 +152,8 @@ class Workers:
         lines = [line for line, details in failures.values() if not details] or [line for line, _ in failures.values()]
         raise WorkerError(lines[0], "\n".join(details or line for line, details in failures.values()))
 
-    def _kill(self):
+    def kill(self):
+        """Ends all ranks at once. The next call starts new ones."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -167,6 +168,9 @@ def job_of(function, *args, **kwargs):
     return pickle.dumps((sys.path, pickle.dumps((function, args, kwargs))))
 
 
+RENEWED_AFTER = 100  # calls: each process group that one leaves has threads, which look for messages
+
+
 class Pools:
     """`Workers` by world size, each started when it is first asked for, and kept: the ranks of a whole test session.
 
@@ -178,6 +182,7 @@ class Pools:
 
     def __init__(self, timeout_s=300):
         self.timeout_s, self.started, self.locks = timeout_s, {}, collections.defaultdict(threading.Lock)
+        self.n_calls = collections.Counter()
         self.listener = None
 
     def run(self, world_size, function, *args, **kwargs):
@@ -187,6 +192,9 @@ class Pools:
         with self.locks[world_size]:
             if world_size not in self.started:
                 self.started[world_size] = Workers(world_size, self.timeout_s)
+            self.n_calls[world_size] += 1
+            if self.n_calls[world_size] % RENEWED_AFTER == 0:
+                self.started[world_size].kill()
             return self.started[world_size].run_job(job)
 
     def close(self, but=()):
