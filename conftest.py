@@ -34,7 +34,7 @@ def pytest_configure(config):
             raise pytest.UsageError("--gpu: torch finds no GPU here")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in whatever is started: the same on every machine
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    if config.getoption("numprocesses", None) and not (hasattr(config, "workerinput") or config.getoption("--gpu")):
         config.pluginmanager.register(RanksForXdist())
     for stage in config.getoption("--stage") or []:
         if importlib.util.find_spec(stage) is None:
