@@ -26,7 +26,7 @@ from harness.workers import start_forkserver
 ROOT = Path(__file__).resolve().parents[1]
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
-LIMIT_S = 90  # a rank that hangs in a collective takes 120
+LIMIT_S = 600  # a rank that hangs in a collective takes 120
 
 
 class Ended(NamedTuple):

@@ -59,7 +59,7 @@ MEAN_16 = "expected  every element moves by lr × mean gradient, 1 · (1 + 2) / 
 ONE_PROCESS = "expected  2 ranks train like one process that has the batches of all"
 SPREAD = "expected  AdamW's state exists once, about 1/2 on each rank"
 NORM = "expected  clip_grad_norm_ returns the norm of the averaged gradients of the whole model"
-ENDS, LIVES = "expected  every rank ends this check, within 3 seconds", "expected  every rank lives until the end of th"
+ENDS, LIVES = "expected  every rank ends this check, within 10 seconds", "expected  every rank lives until the end of th"
 NO_EXCEPTION = "expected  no exception"
 
 WRONG = {  # package -> the check that fails, and what its lines begin with
@@ -207,7 +207,7 @@ ONE_LINE = {  # those that never come to a check -> what is said
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_wrong_optimizer_is_told(grade, name, monkeypatch):
     hangs = ENDS in WRONG[name]
-    monkeypatch.setattr(grader, "LIMIT_S", 3 if hangs else 60)  # the others may be slow on a busy machine
+    monkeypatch.setattr(grader, "LIMIT_S", 10 if hangs else 300)  # the others may be slow on a busy machine
     printed = complaint(grade(f"tests.graded.{name}"))
     assert len(printed) == len(WRONG[name]), printed
     for line, expected in zip(printed, WRONG[name]):
@@ -302,7 +302,7 @@ def test_level_3_that_runs_no_test_is_no_success(monkeypatch, capfd, program):
 def graded(*arguments):
     """-> (exit code, lines) of `make grade`."""
     run = subprocess.run([sys.executable, "-m", "grade", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, timeout=120)
+                         stderr=subprocess.STDOUT, text=True, timeout=300)
     return run.returncode, run.stdout.splitlines()
 
 

@@ -101,7 +101,7 @@ def test_a_result_says_of_which_code_it_is(result, tmp_path):
     """A file of the code that has changed since is a +, one of the results is none; without git there is no answer."""
     def git(*command):
         run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
-                             capture_output=True, text=True, check=True, timeout=60)
+                             capture_output=True, text=True, check=True, timeout=300)
         return run.stdout.strip()
     assert result.conditions.commit == examine.commit()
     for name in ("code.py", "table.json"):

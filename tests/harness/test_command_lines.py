@@ -15,7 +15,7 @@ TRAIN = ROOT / STAGES[0] / "train.py"
 
 def make(*arguments):
     """make, where what it would start is only printed."""
-    return subprocess.run(["make", *arguments, "PYTHON=echo"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["make", *arguments, "PYTHON=echo"], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -116,7 +116,8 @@ def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(
     assert [rank.code for rank in ended] == [1, -9, 1]
     for rank in (0, 2):
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
-        assert line.startswith(f"train.py: error: rank {rank} lost rank 1: ")
+        # The other may be slow to say that it is there, and is named too then.
+        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
         assert "Traceback" not in ended[rank].stderr
     if moment == "save":
         assert latest(folder).name == "step-00000010" and any(folder.glob("step-00000020.*.partial"))

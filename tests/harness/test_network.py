@@ -116,7 +116,7 @@ def test_hosts_share_no_core(result, tmp_path):
     paths = "a", "b"
     with Hosts("1gbit") as made:
         for host, path in enumerate(paths):
-            assert made.start(host, sys.executable, "-c", tells, tmp_path / path).wait(timeout=30) == 0
+            assert made.start(host, sys.executable, "-c", tells, tmp_path / path).wait(timeout=300) == 0
     cores = [set((tmp_path / path).read_text().split()) for path in paths]
     assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
     assert result.conditions.cores_per_host == len(cores[0])
@@ -159,7 +159,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
         for _ in range(n_signals - 1):
             threading.Event().wait(0.02)
             os.killpg(process.pid, number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode != 0

@@ -47,7 +47,7 @@ def committed(tmp_path_factory):
     """A copy of the project with results/ as committed: `make bench` has written a reader's own into this one."""
     root = shutil.copytree(HERE, tmp_path_factory.mktemp("committed") / "copy", ignore=IGNORED)
     for path in (root / "results").glob("*.json"):
-        git = subprocess.run(["git", "show", f"HEAD:./results/{path.name}"], cwd=HERE, capture_output=True, timeout=60)
+        git = subprocess.run(["git", "show", f"HEAD:./results/{path.name}"], cwd=HERE, capture_output=True, timeout=300)
         if git.returncode == 0:  # else this is no clone
             path.write_bytes(git.stdout)
     return root
@@ -439,7 +439,7 @@ def test_a_locale_without_unicode_changes_nothing(tmp_path):
     first = run_module("harness.pages", cwd=copy)  # after it the tables are those of results/, in any case
     assert first.code == 0, first.stderr
     run = subprocess.run([sys.executable, "-m", "harness.pages"], cwd=copy, env=ascii_only, capture_output=True,
-                         text=True, timeout=120)
+                         text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert all(line.endswith("unchanged") for line in run.stdout.splitlines())
 
@@ -449,7 +449,7 @@ def test_a_terminal_that_knows_ascii_only_gets_the_tables_too():
     show = "from harness import results, tables; tables.show(results.load('bench.json'))"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run([sys.executable, "-c", show], cwd=results.ROOT, env=ascii_only, capture_output=True,
-                         text=True, timeout=120)
+                         text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "stage 4 overlap" in run.stdout and "largest" in run.stdout and "|?|" in run.stdout
 
@@ -656,13 +656,13 @@ def test_a_run_leaves_the_checkout_clean(tmp_path):
 
     def git(*command):
         return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=copy,
-                              capture_output=True, text=True, check=True, timeout=60).stdout
+                              capture_output=True, text=True, check=True, timeout=300).stdout
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "-m", "all")
     small = "--quick --model nano --sequence-length 16 --batch-size 2 --rows compute --ranks 1"
     run = subprocess.run(["make", "bench", f"ARGS={small}", f"PYTHON={sys.executable}"], cwd=copy, capture_output=True,
-                         text=True, timeout=120)
+                         text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     called = subprocess.run(["make", "--dry-run", "report", f"PYTHON={sys.executable}"], cwd=copy, capture_output=True,
                             text=True, check=True).stdout

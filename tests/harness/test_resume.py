@@ -419,7 +419,8 @@ def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(tmp_pa
     assert [rank.code for rank in ended] == [1, -9, 1]
     for rank in (0, 2):
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
-        assert line.startswith(f"train.py: error: rank {rank} lost rank 1: ")
+        # The other may be slow to say that it is there, and is named too then.
+        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
     assert any("imed out" in ended[rank].stderr for rank in (0, 2))
 
 

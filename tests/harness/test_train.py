@@ -21,7 +21,7 @@ NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 
 def torchrun(script, *args):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / script]
-    return subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def printed_by(script, *args):
