@@ -161,9 +161,11 @@ class Project:
 
     def __init__(self, root=ROOT):
         self.root = root
-        listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=root,
-                                capture_output=True, text=True, check=True).stdout.split("\0")
-        self.files = {name for name in listed if name and (root / name).exists()}
+        git = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=root,
+                             capture_output=True, text=True)
+        listed = git.stdout.split("\0") if git.returncode == 0 else [  # an archive of the project is no repository
+            path.relative_to(root).as_posix() for path in root.rglob("[!.]*") if "/." not in path.as_posix()]
+        self.files = {name for name in listed if name and (root / name).is_file()}
         self.folders = {parent.as_posix() for name in self.files for parent in Path(name).parents} - {"."}
         self.pages = [Page(root / name, root) for name in sorted(self.files) if name.endswith(".md")]
         self.of_readers = {name for page in self.pages for name in (
