@@ -29,8 +29,8 @@ PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist worksteal)
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py drawn.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test test-all check lint exercise grade train network curve timeline show seams take faults cuda saving host plan
-.PHONY: report docs-check diff clean
+.PHONY: help bench test test-all check lint exercise grade train network curve timeline show seams take faults cuda
+.PHONY: saving host plan report docs-check diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
@@ -74,7 +74,8 @@ check: lint
 lint: $(TOOLS)
 	$(if $(call has,ruff),$(PYTHON) -m ruff check .,@echo 'lint: $(PYTHON) has no ruff, left out')
 	$(if $(call has,mypy),$(PYTHON) -m mypy,@echo 'lint: $(PYTHON) has no mypy, left out')
-	$(if $(call has,importlinter),$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()',@echo 'lint: $(PYTHON) has no import-linter, left out')
+	$(if $(call has,importlinter),$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()',\
+		@echo 'lint: $(PYTHON) has no import-linter, left out')
 
 exercise:
 	$(if $(TO),,$(error write STAGE=3 TO=mine, the folder of the package that is written))
