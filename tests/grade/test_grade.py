@@ -59,7 +59,8 @@ MEAN_16 = "expected  every element moves by lr × mean gradient, 1 · (1 + 2) / 
 ONE_PROCESS = "expected  2 ranks train like one process that has the batches of all"
 SPREAD = "expected  AdamW's state exists once, about 1/2 on each rank"
 NORM = "expected  clip_grad_norm_ returns the norm of the averaged gradients of the whole model"
-ENDS, LIVES = "expected  every rank ends this check, within 10 seconds", "expected  every rank lives until the end of th"
+ENDS = "expected  every rank ends this check, within 10 seconds"
+LIVES = "expected  every rank lives until the end of th"
 NO_EXCEPTION = "expected  no exception"
 
 WRONG = {  # package -> the check that fails, and what its lines begin with
