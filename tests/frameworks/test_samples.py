@@ -15,14 +15,14 @@ from tests.ranks import ROOT, imported_already, run_ranks
 
 LIBRARIES = ["accelerate", "lightning", "peft", "safetensors", "transformers"]
 missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: pip install '.[frameworks]'")
+pytestmark = [pytest.mark.waits,
+              pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: pip install '.[frameworks]'")]
 
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 SAMPLES = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 TINY = re.search(r"^```python\n(# tiny\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 RESUMES = ["accelerate", "Hugging Face Trainer", "Lightning", "Fabric", "A loop like nanoGPT's"]
 FIGURES = {}  # sample -> those of its program with DDP, once it has run
-QUICK = ["accelerate", "A loop like nanoGPT's"]  # the others are `slow`
 IMPORTED = ["transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "accelerate", "lightning",
             "lightning.fabric.strategies", "lightning.pytorch.strategies", "peft", "torch.optim.swa_utils"]
 
@@ -75,17 +75,13 @@ def close(figures, expected, rel=1e-6):
         one == pytest.approx(other, rel=rel) for one, other in zip(figures, expected))
 
 
-def slow_unless(quick, values):
-    return [pytest.param(value, marks=[] if value in quick else pytest.mark.waits) for value in values]
-
-
 def forget_the_end(folder):
     """As if the run had been killed before its last checkpoint."""
     for path in [*folder.glob("checkpoint-8"), *folder.glob("*step=8.ckpt")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize("sample", slow_unless(QUICK, SAMPLES))
+@pytest.mark.parametrize("sample", SAMPLES)
 def test_a_sample_trains_as_with_ddp(run, with_ddp, sample):
     """On two ranks; then, where it saves, from the middle on three."""
     ddp = with_ddp(sample)
@@ -104,7 +100,6 @@ def test_a_sample_trains_as_with_ddp(run, with_ddp, sample):
         assert close(resumed[-half:], ddp[-half:], rel=1e-5) and len(resumed) in (half, 2 * half)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("stage", STAGES[:3])
 @pytest.mark.parametrize("sample", [*RESUMES, "PEFT", "EMA and SWA"])
 def test_a_sample_trains_so_with_the_other_stages(run, with_ddp, sample, stage):
@@ -114,7 +109,7 @@ def test_a_sample_trains_so_with_the_other_stages(run, with_ddp, sample, stage):
 
 
 def test_the_page_has_samples():
-    assert set(RESUMES + QUICK) < set(SAMPLES) and len(SAMPLES) == 9
+    assert set(RESUMES) < set(SAMPLES) and len(SAMPLES) == 9
     assert all("+" in sample for sample in SAMPLES.values())
 
 
