@@ -4,6 +4,7 @@
         model = GPT(config).to(device)
         memory.live      # bytes of all tensors made since, and still alive
         memory.peak      # the most that were alive at one moment since the start, or since memory.reset_peak()
+        memory.made      # bytes of all tensors made since, alive or not
         memory.mark("parameters", model.parameters())
         memory.by_kind() # {"parameters": bytes, …, REST: bytes that nothing was said of}; the sum is memory.live
 
@@ -41,7 +42,7 @@ class StorageMemory(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.made = 0
         self.lock = threading.RLock()  # gloo's threads let go of tensors at any moment, and that is counted there
         self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes that count, (start, stop) of its memory]
         self.spans = Spans()
@@ -119,6 +120,7 @@ class StorageMemory(TorchDispatchMode):
             if not n_bytes:
                 self.spans.drop(size)
             self.live += n_bytes - size[0]
+            self.made += max(0, n_bytes - size[0])
             size[:] = n_bytes, span
             self.peak = max(self.peak, self.live)
 

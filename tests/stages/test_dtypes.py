@@ -256,7 +256,7 @@ def test_unscale_on_a_rank_that_has_no_gradient(rank, stage):
 
 
 def allocations(row, clip, device="cpu", rank=0):
-    """-> bytes that the third step makes, and those of the largest buffer."""
+    """-> bytes that the third step makes, and those of the buffers."""
     dtype, grad_dtype = row
     model = Mixed(seed=0, dtype=dtype).to(device)
     optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1, fused=True)
@@ -265,12 +265,11 @@ def allocations(row, clip, device="cpu", rank=0):
             loss_of(model, *batch(step, rank, device=device)).backward()
             if clip:
                 optimizer.clip_grad_norm_(1.0)
-            before = memory.settled()  # gloo's thread may still hold the copy of the step before
-            memory.reset_peak()
+            before = memory.made  # not what is alive: gloo's threads let go of a copy at a moment of their own
             optimizer.step()
-            made = memory.peak - before
+            made = memory.made - before
             optimizer.zero_grad()
-    return made, max(buffer.flat.nbytes for buffer in optimizer.buffers)
+    return made, sum(buffer.flat.nbytes for buffer in optimizer.buffers)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -283,8 +282,8 @@ def test_a_step_allocates_nothing(row):
 
 @on_ranks(2, row=ROWS)
 def test_on_gloo_there_is_the_copy_in_which_it_reduces_and_nothing_else(rank, row):
-    made, largest = allocations(row, False, rank.device, rank.rank)
-    assert made == (largest if rank.backend == "gloo" else 0)
+    made, in_buffers = allocations(row, False, rank.device, rank.rank)
+    assert made == (in_buffers if rank.backend == "gloo" else 0)
 
 
 @pytest.mark.parametrize("row, formula", [((BF16, None), lambda d: 4 + 16 / d), ((BF16, FP32), lambda d: 6 + 12 / d),
