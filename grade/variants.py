@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 CASES = {
     "per_parameter": Case("a buffer for each parameter: call the core's shard with one at a time", settings={}),
-    "whole_matrices": Case("a rank owns whole matrices, shaped as in the model: starts, ranges, main_params",
+    "muon": Case("a rank owns whole matrices, shaped as in the model: starts, ranges, main_params",
                            (torch.optim.Muon, {"lr": 0.02}), shapes=((64, 64), (24, 16), (16, 24), (40, 16))),
     "hybrid": Case("average the shard across the groups as well, when a bucket has arrived", n_ranks=4),
     "wire16": Case("a buffer's wire_dtype is what travels; reduce_dtype says that parts are added in fp32"),

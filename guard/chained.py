@@ -7,16 +7,41 @@ Megatron-LM, which has the idea. Shown by tests/variants/test_chained.py.
 import contextlib
 
 import torch
+import torch.distributed as dist
+
+from .clip import gather_scalar
 
 
 class Chained:
     """Several optimizers of this project, of any stage or variant, as one. A scheduler belongs to each of them.
 
-    `full_state_dict`, `save` and `reshard` take them one by one.
+    Their process groups may differ: where one is smaller, as of experts, ranks outside of it have other parameters,
+    and all are counted once in the norm. The constructor is collective then.
+
+    Raises:
+        ValueError: on every rank, the smaller groups are no parts of the largest one, each rank in one of them: whose
+            parameters are the same can't be known.
     """
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
+        groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
+        self.process_group = max(groups, key=dist.get_world_size)
+        ranks = dist.get_process_group_ranks(self.process_group)
+        # hybrid has the same parameters across its groups
+        own = [ranks if hasattr(optimizer, "across") else dist.get_process_group_ranks(group)
+               for optimizer, group in zip(optimizers, groups)]
+        self.n_ranks = [len(its) for its in own]
+        is_known = all(set(its) <= set(ranks) for its in own)
+        if is_known and min(self.n_ranks) < len(ranks):
+            everyone = [None] * len(ranks)
+            dist.all_gather_object(everyone, own, self.process_group)
+            of_rank = dict(zip(ranks, everyone))
+            is_known = all(of_rank[other][number] == its for all_its in everyone
+                           for number, its in enumerate(all_its) for other in its)
+        if not is_known:
+            raise ValueError(f"the optimizers are for ranks {own}: one group must have all ranks of the others, each of "
+                             "which is in one of those: else whose parameters are alike can't be known")
 
     @property
     def param_groups(self):
@@ -43,6 +68,10 @@ class Chained:
         for optimizer in self.optimizers:
             optimizer.finish_grad_sync()
         norms = [optimizer._total_norm(norm_type) for optimizer in self.optimizers]
+        for number, n_ranks in enumerate(self.n_ranks):
+            if n_ranks < self.process_group.size():  # n_ranks have the same norm, and together they count once
+                shares = gather_scalar(norms[number] * n_ranks ** (-1 / norm_type), self.process_group)
+                norms[number] = torch.linalg.vector_norm(shares, float(norm_type))
         total_norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         for optimizer in self.optimizers:
             torch.nn.utils.clip_grads_with_norm_(optimizer._averaged_params(), max_norm, total_norm)

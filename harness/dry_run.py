@@ -177,7 +177,7 @@ def fake(d, cap_mb=None, gloo=False):
     DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
     """
     assign, optimizer_class = dist._compute_bucket_assignment_by_size, catalogue.optimizer_class
-    transport = stage4_overlap.optimizer.transport_for
+    stage_4 = stage4_overlap.optimizer.ShardedOptimizer
     limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
 
     def in_order_of_gradients(tensors, _, sparse):
@@ -189,8 +189,8 @@ def fake(d, cap_mb=None, gloo=False):
         return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package)
     with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core),
           mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
-          mock.patch.object(stage4_overlap.optimizer, "transport_for",
-                            (lambda group, *_: GlooTransport(group)) if gloo else transport),
+          mock.patch.object(stage_4, "transport_for",
+                            staticmethod((lambda group, *_: GlooTransport(group)) if gloo else stage_4.transport_for)),
           mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
                               _verify_params_across_processes=lambda *args: None)):
         to_nowhere = dist.group.WORLD._get_backend(torch.device("cpu"))

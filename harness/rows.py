@@ -317,7 +317,7 @@ def variant(name, build=None, wire=8, whole=4, shared=12, reference=ddp, dtype="
 # Shown where --rows asks for them. whole_matrices sends, and holds, its padding besides.
 VARIANTS = [
     variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
-    variant("whole_matrices"),
+    variant("muon"),
     Way("variants hybrid", "stage", hybrid, on_two_lines, replicated_pairs),
     variant("wire16", wire=6, reference=rounded_gradients),
     variant("moments16", shared=8, reference=rounded_moments),

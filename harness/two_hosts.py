@@ -41,7 +41,7 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
 # Where --rows asks for them.
-VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "whole_matrices", "hybrid", "wire16", "moments16",
+VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "muon", "hybrid", "wire16", "moments16",
                                                     "finite", "blocks", "offload", "remainder16")]
 VARIANTS += [Choice("ddp summed in bf16")]
 

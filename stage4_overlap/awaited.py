@@ -37,11 +37,6 @@ class AwaitsReaders:
                                " into the model, and build the optimizer anew")
         super().finish_grad_sync()
 
-    def sync_params(self):
-        for bucket in self.buckets:
-            bucket.await_params()
-        super().sync_params()
-
     def prefetch_params(self, model: torch.nn.Module) -> None:
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
@@ -79,7 +74,7 @@ class AwaitedBucket(SafeBucket):
         super().partition()
         self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
 
-    def await_params(self):
+    def start_param_sync(self):
         """Before they leave: whoever reads one now waits for it."""
         self.note_new_params()
         self.stepped = self.params
@@ -88,6 +83,7 @@ class AwaitedBucket(SafeBucket):
             kind.bucket = self
         for param in self.params:
             param.__class__ = self.kinds[type(param)]
+        super().start_param_sync()
 
     def finish_param_sync(self):
         if self.is_awaited:

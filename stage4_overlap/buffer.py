@@ -71,9 +71,12 @@ class Bucket:
         shard_start = self.transport.rank * shard_numel
         self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + shard_numel)
 
+    def shards_of(self, flat):
+        return flat.view(self.transport.world_size, -1)
+
     def move_in(self, flat_params):
         """Make the parameters views of `flat_params`, (numel,)."""
-        self.flat_params, self.shards = flat_params, flat_params.view(self.transport.world_size, -1)
+        self.flat_params, self.shards = flat_params, self.shards_of(flat_params)
         self.views = views_of(flat_params, self.tensors, self.starts)
         for tensor, view in zip(self.tensors, self.views):
             tensor.data = view.copy_(tensor)
@@ -176,7 +179,7 @@ class BucketBuffer:
             sent, received = [memory[: bucket.numel * dtype.itemsize].view(dtype)
                               for memory in (self.sent, self.received)]
             slots = views_of(sent, bucket.tensors, bucket.starts)
-            self.places[bucket] = slots, sent.view_as(bucket.shards), received.view_as(bucket.shards)
+            self.places[bucket] = slots, bucket.shards_of(sent), bucket.shards_of(received)
 
     def wire_dtype(self, bucket):
         return bucket.flat_params.dtype
@@ -186,7 +189,7 @@ class BucketBuffer:
         self.bucket = bucket
         slots, sent, received = self.places[bucket]
         torch._foreach_copy_(slots, bucket.grads())
-        sent /= self.transport.world_size
+        torch._foreach_div_(slots, self.transport.world_size)
         for param in bucket.params:
             param.grad = None
         bucket.ready.clear()

@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     past its module, clipping, loss scaling, groups added later, saving, errors that say what is wrong: see guard/.
     """
 
-    bucket_class, bucket_buffer_class = Bucket, BucketBuffer
+    bucket_class, bucket_buffer_class, transport_for = Bucket, BucketBuffer, staticmethod(transport_for)
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
                  reduce_dtype=None, **optimizer_kwargs):
@@ -52,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def shard(self, groups):
         """Put the parameters of `groups` into buckets; the inner optimizer steps what this rank owns of those."""
         params = [param for group in groups for param in group["params"]]
-        transport = transport_for(self.process_group, params[0].device, self.reduce_dtype)
+        transport = self.transport_for(self.process_group, params[0].device, self.reduce_dtype)
         nbytes = [param.nbytes for param in params]
         # Two buckets are held: little of the model. Below 1 MiB latency counts; above 25, DDP's size, nothing is won.
         cap_mb = self.bucket_cap_mb or min(25, max(1, sum(nbytes) / 20 / 2**20))

@@ -76,7 +76,7 @@ ROWS = [
     Row("stage3_gradbuffer", "", travels(4, 4), shared(8, 8), "the base of the next row"),
     Row("per_parameter", "modded-nanogpt, nanochat", travels(4, 4), shared(8, 8), "few, large parameters"),
     Row("stage4_overlap", "", travels(4, 4), shared(4, 12), "the base of all that follow"),
-    Row("whole_matrices", "Megatron-LM's layer-wise optimizer, RaggedShard", travels(4, 4), shared(4, 12),
+    Row("muon", "Megatron-LM's layer-wise optimizer, RaggedShard", travels(4, 4), shared(4, 12),
         "Muon, SOAP, Shampoo"),
     Row("hybrid", "num_distributed_optimizer_instances, HSDP", on_two_lines, lambda d: 4 + 12 * N_REPLICAS / d,
         "slow lines between nodes, or latency decides"),
@@ -138,7 +138,7 @@ def gathered(n_matrices, d, hidden=768, layers=12):
         with FakeTensorMode():
             shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * layers
             params = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
-            whole = importlib.import_module("variants.whole_matrices").ShardedOptimizer
+            whole = importlib.import_module("variants.muon").ShardedOptimizer
             cap_mb = n_matrices * 4 * 4 * hidden * hidden / 2**20
             buckets = whole(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=cap_mb).buckets
         return sum(bucket.numel for bucket in buckets) / sum(param.numel() for param in params)

@@ -1,10 +1,14 @@
-"""Half of two variants: the inner optimizer steps one bucket after the other, and each is unpacked only meanwhile.
+"""Half of three variants: the inner optimizer steps one bucket after the other, in the order of the forward pass.
 
-What is kept packed between steps, moments16's moments and remainder16's main parameters, is then unpacked for one
-bucket at a time, and not for all of 1/d. For optimizers that count steps for each tensor, as torch's do.
+What is kept packed between steps, moments16's moments and remainder16's main parameters, is unpacked for one bucket at
+a time, and not for all of 1/d; muon sends a bucket while it steps the next. For optimizers that count steps for each
+tensor, as torch's do: one that counts its calls is refused.
 """
 
+import functools
+
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
+from stage4_overlap.optimizer import hyperparameters
 
 
 class BucketByBucket(OverlapOptimizer):
@@ -16,14 +20,38 @@ class BucketByBucket(OverlapOptimizer):
         bucket.parameter.copy_main_to_model()
 
     def step_own(self):
-        groups = self.optimizer.param_groups
-        params = [group["params"] for group in groups]
-        for bucket in self.buckets:
-            mine = set(bucket.main_params.values())
-            for group, its in zip(groups, params):
-                group["params"] = [param for param in its if param in mine]
+        self.finish_param_sync()
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            own.update(hyperparameters(group))
+        for bucket in reversed(self.buckets):
             self.unpack(bucket)
-            super().step_own()
+            step_only(self.optimizer, set(bucket.main_params.values()))
             self.pack(bucket)
-        for group, its in zip(groups, params):
+
+
+def step_only(optimizer, chosen, step=None):
+    """Let `optimizer` step those of its parameters that are among `chosen`."""
+    params = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, its in zip(optimizer.param_groups, params):
+            group["params"] = [param for param in its if param in chosen]
+        (step or optimizer.step)()
+    finally:
+        for group, its in zip(optimizer.param_groups, params):
             group["params"] = its
+
+
+def tried_tensor_by_tensor(check):
+    """-> the guard's trial `check`, in which one that counts its calls shows it."""
+    def probe(make_optimizer, groups):
+        check(functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords), groups)
+    return staticmethod(probe)
+
+
+@functools.cache
+def stepped_one_by_one(optimizer_cls):
+    def step(self, closure=None):
+        for param in [param for group in self.param_groups for param in group["params"]]:
+            step_only(self, {param}, super(cls, self).step)
+    cls = type(optimizer_cls.__name__, (optimizer_cls,), {"step": step})
+    return cls

@@ -13,8 +13,9 @@ Costs: two conversions a step, and the second moment: with beta2 = 0.999 a step 
 import torch
 
 import stage4_overlap
+from guard.probe import check_elementwise
 
-from .by_bucket import BucketByBucket
+from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 
 class ShardedOptimizer(BucketByBucket):
@@ -36,3 +37,5 @@ class ShardedOptimizer(BucketByBucket):
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's, with moments in bf16."""
+
+    _probe = tried_tensor_by_tensor(check_elementwise)

@@ -14,9 +14,10 @@ Costs: two passes over the shard. Whoever writes into the model between steps le
 import torch
 
 import stage4_overlap
+from guard.probe import check_elementwise
 from stage4_overlap.buffer import Bucket, PartitionedParameter
 
-from .by_bucket import BucketByBucket
+from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 
 class SplitParameter(PartitionedParameter):
@@ -49,6 +50,8 @@ class ShardedOptimizer(BucketByBucket):
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's, of bf16 parameters without fp32 copies."""
+
+    _probe = tried_tensor_by_tensor(check_elementwise)
 
     def pieces(self):
         for bucket in self.buckets:

@@ -414,7 +414,7 @@ def test_the_target_of_an_exercise_is_what_its_core_reaches(grade, number, stage
 TRAINS, SENDS, HOLDS, TELLS = "it trains as ours does", "what it sends", "what it holds", "who has the nan"
 WRONG_VARIANTS = {
     "per_parameter": ('[[param] for param in group["params"]]', '[group["params"]]', [SENDS]),
-    "whole_matrices": ("main_param.view(param.shape)", "main_param", [TRAINS]),
+    "muon": ("main_param.view(param.shape)", "main_param", [TRAINS]),
     "hybrid": ("dist.all_reduce(shard, group=self.across)", "pass", [TRAINS]),
     "wire16": ("return torch.bfloat16", "return torch.float32", [TRAINS, SENDS]),
     "remainder16": ("self.remainder.copy_(bits)", "self.remainder.zero_()", [TRAINS]),

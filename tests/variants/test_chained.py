@@ -1,11 +1,25 @@
 """Two optimizers as one: a clip over both equals torch's over the whole model; so do accumulation and a state_dict."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from guard.chained import Chained
 from harness.tables import code_lines
-from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, optimizer_of, trainable
+from tests.common import (
+    STAGES,
+    Net,
+    Replicated,
+    assert_same,
+    batch,
+    error_of,
+    loss_of,
+    on_ranks,
+    optimizer_of,
+    trainable,
+)
 from tests.ranks import ROOT
 
 SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
@@ -17,7 +31,7 @@ def two_of(stage, model, optimizer_cls, kwargs):
     """-> for matrices and for the rest."""
     matrices = [param for param in trainable(model) if param.dim() == 2]
     others = [param for param in trainable(model) if param.dim() != 2]
-    of_matrices = "variants.whole_matrices" if optimizer_cls is torch.optim.Muon and stage == STAGES[3] else stage
+    of_matrices = "variants.muon" if optimizer_cls is torch.optim.Muon and stage == STAGES[3] else stage
     return Chained(optimizer_of(of_matrices)(matrices, optimizer_cls, **kwargs),
                    optimizer_of(stage)(others, torch.optim.AdamW, **ADAMW))
 
@@ -87,5 +101,47 @@ def test_each_has_its_scheduler(run, stage):
     assert run(schedulers, stage) == [[0.05, 0.005]]
 
 
-def test_it_has_forty_lines():
-    assert len(code_lines(ROOT / "guard" / "chained.py")) <= 40
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks
+def test_experts_count_once_whoever_holds_them(rank, norm_type):
+    """Each pair of ranks, or each rank, has another expert; the reference has all of them, and all data."""
+    groups = [[0], [1]] if rank.world_size == 2 else [[0, 1], [2, 3]]
+    mine = next(group for group in [dist.new_group(ranks) for ranks in groups] if dist.get_rank(group) >= 0)
+    number = next(i for i, ranks in enumerate(groups) if rank.rank in ranks)
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(1 + len(groups)))
+    shared, *experts = copy.deepcopy(plain)
+    optimizer = Chained(optimizer_of(STAGES[3])(shared.parameters(), torch.optim.SGD, lr=1.0),
+                        optimizer_of(STAGES[3])(experts[number].parameters(), torch.optim.SGD, lr=1.0,
+                                                process_group=mine))
+    for r in range(rank.world_size):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(r)) * (1 + 9 * r)
+        its = next(i for i, ranks in enumerate(groups) if r in ranks)
+        output = plain[1 + its](plain[0](x)).square().sum()
+        params = [list(plain[0].parameters()), list(plain[1 + its].parameters())]
+        for those, d in zip(params, (rank.world_size, len(groups[0]))):
+            for param, grad in zip(those, torch.autograd.grad(output, those, retain_graph=True)):
+                param.grad = grad / d if param.grad is None else param.grad + grad / d
+        if r == rank.rank:
+            experts[number](shared(x)).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), expected)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    for one, other in ((shared, plain[0]), (experts[number], plain[1 + number])):
+        assert_same(one, other, exact=False)
+
+
+@pytest.mark.parametrize("world_size", [3])
+@on_ranks
+def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
+    first, second = [(0, 2), (0, 1), (1, 2)][rank.rank]
+    both = [optimizer_of(STAGES[3])([torch.nn.Parameter(torch.ones(3))], process_group=groups[i])
+            for i in sorted((first, second))]
+    assert "alike can't be known" in error_of(lambda: Chained(*both), ValueError)
+
+
+def test_it_has_sixty_lines():
+    assert len(code_lines(ROOT / "guard" / "chained.py")) <= 60

@@ -32,7 +32,7 @@ from variants.__main__ import ROWS, counted, loss_table, table, times_beside, wi
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py"))
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
-AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "whole_matrices", "finite", "blocks", "offload")),
+AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "finite", "blocks", "offload")),
                  "tests.variants.on_pairs_of_stage_3", "tests.variants.on_pairs"]
 
 
@@ -88,7 +88,7 @@ def own_optimizer(rank, of, variant, cap_mb, optimizer_cls, shapes, kwargs):
 def test_muon_steps_whole_matrices(run, of, cap_mb, world_size):
     """At d = 2 to the bit. Beyond, the order of a sum: Newton–Schulz works in bf16, and shows its last bit."""
     shapes = [(24, 16), (16, 24), (8, 8), (40, 16), (16, 3)]
-    (worst, *_) = run(own_optimizer, of, "variants.whole_matrices", cap_mb, torch.optim.Muon, shapes, {"lr": 0.02})
+    (worst, *_) = run(own_optimizer, of, "variants.muon", cap_mb, torch.optim.Muon, shapes, {"lr": 0.02})
     assert worst <= (0 if world_size <= 2 else 2e-3)
 
 

@@ -1,0 +1,117 @@
+"""Each matrix lies whole on one rank, so that Muon, which needs whole matrices, runs sharded and overlapped.
+
+Situation: Muon, SOAP or Shampoo, which stage 4 refuses since a piece of a matrix is stepped otherwise than the whole.
+Called elsewhere: the layer-wise distributed optimizer of Megatron-LM (Muon), Owned placement in torchtitan, RaggedShard
+in veScale, dion's Muon over FSDP2; modded-nanogpt gives each rank matrices of one shape. DeepSpeed steps Muon beneath
+ZeRO-1 and -2.
+Wire: 2 · 4Ψ · (d-1)/d bytes: each rank's part of a bucket has its true length, and nothing is padded to the longest.
+Memory: stage 4's 4 + 12/d bytes a parameter with AdamW, 4 + 8/d with Muon, which has one moment.
+Costs: where gradients are exchanged, as on gloo, an owner receives a copy of its part from each other rank.
+Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products. The dearest matrix goes first, to the rank
+with the least work so far. A bucket's parameters go back as soon as they are stepped, while the next bucket's are.
+"""
+
+import torch.distributed as dist
+
+import stage4_overlap
+from guard.probe import check_one_by_one
+from stage4_overlap.buffer import Bucket, BucketBuffer, Range, padded_numel
+from stage4_overlap.transport import Exchange, Transport, transport_for
+
+from .by_bucket import BucketByBucket, tried_tensor_by_tensor
+
+
+def owners(groups, world_size):
+    """-> parameter -> the rank that steps it, so that all have about as much to compute."""
+    works = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
+    total, owner_of = [0] * world_size, {}
+    for param in sorted(works, key=works.get, reverse=True):
+        owner_of[param] = total.index(min(total))
+        total[owner_of[param]] += works[param]
+    return owner_of
+
+
+class UnevenTransport(Transport):
+    """Of parts that are not equally long: NCCL makes of it a reduce, or a broadcast, for each rank, all at once."""
+
+    def reduce_scatter(self, sent, received):
+        return [dist.reduce_scatter(sent[self.rank], list(sent), group=self.process_group, async_op=True)]
+
+    def all_gather(self, shards):
+        return [dist.all_gather(list(shards), shards[self.rank], group=self.process_group, async_op=True)]
+
+
+class UnevenExchange(Exchange, UnevenTransport):
+    """Where NCCL sums in fp32: gradients are exchanged, parameters gathered as above."""
+
+
+UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # gloo's takes parts as they are
+
+
+class WholeBucket(Bucket):
+    def place(self, alignment):
+        """What a rank owns lies together, rank after rank: `lengths` elements of each."""
+        self.lengths, offsets, rank = [0] * self.transport.world_size, [], self.transport.rank
+        owners = [self.transport.owner_of[param] for param in self.params]
+        for tensor, owner in zip(self.tensors, owners):
+            offsets.append(self.lengths[owner])
+            self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
+        self.numel = sum(self.lengths)
+        self.starts = [sum(self.lengths[:owner]) + offset for owner, offset in zip(owners, offsets)]
+        self.ranges = [Range(index, 0, self.tensors[index].numel(), offset)
+                       for index, (owner, offset) in enumerate(zip(owners, offsets)) if owner == rank]
+
+    def shards_of(self, flat):
+        return flat.split(self.lengths)
+
+    def partition(self):
+        super().partition()
+        for param, main_param in self.main_params.items():
+            self.main_params[param] = whole = main_param.view(param.shape)
+            whole.grad = main_param.grad.view(param.shape)
+
+
+class WholeBuffer(BucketBuffer):
+    def __init__(self, buckets, transport):
+        """An exchange receives this rank's part of a bucket from each rank, however much of the bucket that is."""
+        super().__init__(buckets, transport)
+        if transport.needs_receive_buffer:
+            numels = [transport.world_size * bucket.lengths[transport.rank] for bucket in buckets]
+            self.received = self.sent.new_zeros(max(numels) * buckets[0].flat_params.itemsize)
+            for bucket, numel in zip(buckets, numels):
+                received = self.received.view(self.wire_dtype(bucket))[:numel]
+                self.places[bucket] = *self.places[bucket][:2], received.view(transport.world_size, -1)
+
+
+class ShardedOptimizer(BucketByBucket):
+    bucket_class, bucket_buffer_class = WholeBucket, WholeBuffer
+
+    def transport_for(self, process_group, *args):
+        transport = transport_for(process_group, *args)
+        transport = UNEVEN.get(type(transport), type(transport))(process_group)
+        transport.owner_of = owners(self.param_groups, transport.world_size)
+        return transport
+
+    def pack(self, bucket):
+        """What is stepped goes back at once."""
+        bucket.gradient.is_empty = True
+        bucket.start_param_sync()
+
+    def sync_params(self):
+        if self.buckets[0].param_sync is None:  # changed without a step: by a schedule-free optimizer's eval()
+            super().sync_params()
+        elif not self.prefetching:
+            self.finish_param_sync()
+
+
+class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
+    """Stage 4's, of any optimizer that steps tensors one by one."""
+
+    _probe = tried_tensor_by_tensor(check_one_by_one)
+
+    def _refuse(self, named):
+        for name, param in named:
+            if hasattr(param, "placements"):
+                raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part, and this steps whole "
+                                 "matrices: give it to stage 4 with AdamW say, both in guard.chained.Chained")
+        return super()._refuse(named)
