@@ -40,12 +40,16 @@ class Chained:
             is_known = all(of_rank[other][number] == its for all_its in everyone
                            for number, its in enumerate(all_its) for other in its)
         if not is_known:
-            raise ValueError(f"the optimizers are for ranks {own}: one group must have all ranks of the others, each of "
-                             "which is in one of those: else whose parameters are alike can't be known")
+            raise ValueError(f"the optimizers are for ranks {own}: one group must have all ranks of the others, each "
+                             "of which has a place in those: else whose parameters are alike can't be known")
 
     @property
     def param_groups(self):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
 
     def step(self):
         for optimizer in self.optimizers:

@@ -200,6 +200,8 @@ def mark_state(memory, optimizer):
 
     What they step beside the model's parameters, which are marked before, is state too: main parameters.
     """
+    for one in getattr(optimizer, "optimizers", ()):  # a pair
+        mark_state(memory, one)
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
     values = torch.utils._pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
     mark_grads(memory, stepped)

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
+from harness import muon
 from harness.exchange import in_place_of_gloos
 from harness.formulas import (
     BYTES,
@@ -314,10 +315,12 @@ def variant(name, build=None, wire=8, whole=4, shared=12, reference=ddp, dtype="
                reference=reference, dtype=dtype)
 
 
-# Shown where --rows asks for them. whole_matrices sends, and holds, its padding besides.
+# Shown where --rows asks for them.
 VARIANTS = [
     variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
-    variant("muon"),
+    *(Way(name, "stage" if name == "variants muon" else "peer", build,
+          travels(2), held, starts_apart="ddp" not in name, reference=muon.ddp_and_muon)
+      for name, (build, held) in muon.ROWS.items()),
     Way("variants hybrid", "stage", hybrid, on_two_lines, replicated_pairs),
     variant("wire16", wire=6, reference=rounded_gradients),
     variant("moments16", shared=8, reference=rounded_moments),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness import command_line, every_row, examine, meeting, timeline
+from harness import command_line, every_row, examine, meeting, muon, timeline
 from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
@@ -41,9 +41,8 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
 # Where --rows asks for them.
-VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "muon", "hybrid", "wire16", "moments16",
-                                                    "finite", "blocks", "offload", "remainder16")]
-VARIANTS += [Choice("ddp summed in bf16")]
+VARIANTS = [*map(Choice, ("variants per_parameter", *muon.ROWS, *(f"variants {name}" for name in (
+    "hybrid", "wire16", "moments16", "finite", "blocks", "offload", "remainder16")), "ddp summed in bf16"))]
 
 
 def parse(description):

@@ -1,0 +1,138 @@
+"""Rows that train with Muon: matrices by torch.optim.Muon, the rest by AdamW, in four ways to share the work.
+
+`make bench ARGS="--rows muon"` and `make network ARGS="--rows muon"` measure them. What Muon adds to a step is
+computing, Newton–Schulz of each matrix: replicated it takes all of it on every rank, sharded 1/d.
+"""
+
+import collections
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import stage2_allgather
+import stage4_overlap
+import variants.muon
+from guard.chained import Chained
+from harness.training import Training
+
+MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
+
+
+def split(model):
+    """-> matrices that Muon is for; embeddings, and what isn't a matrix."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    params = list(model.parameters())  # the head is an embedding too
+    is_matrix = [param.dim() == 2 and id(param) not in embeddings for param in params]
+    return ([param for param, yes in zip(params, is_matrix) if yes],
+            [param for param, yes in zip(params, is_matrix) if not yes])
+
+
+def sharded(of_matrices, of_rest, prefetches=False):
+    def build(model, adamw):
+        matrices, rest = split(model)
+        pair = Chained(of_matrices(matrices, torch.optim.Muon, **MUON), of_rest(rest, torch.optim.AdamW, **adamw))
+        for optimizer in pair.optimizers if prefetches else ():
+            optimizer.prefetch_params(model)
+        return PairTraining(model, model, pair)
+    return build
+
+
+def holds(of_matrices, of_rest):
+    """Bytes a parameter: (whole, shared) of each kind, by how much of the model either is; and bucket buffers."""
+    def bytes_per_param(numel, d, pair):
+        n_rest = sum(param.numel() for group in pair.optimizers[1].param_groups for param in group["params"])
+        buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in pair.optimizers)
+        return sum(n * (whole + shared / d) for n, (whole, shared) in (
+            (numel - n_rest, of_matrices), (n_rest, of_rest))) / numel + buffers / numel
+    return bytes_per_param
+
+
+class PairTraining(Training):
+    def finish(self):
+        for optimizer in self.optimizer.optimizers:
+            getattr(optimizer, "finish_param_sync", lambda: None)()
+        super().finish()
+
+
+class Both:
+    """Two of torch's optimizers, as one."""
+
+    def __init__(self, *optimizers):
+        self.optimizers, self.param_groups, self.state = optimizers, (), {}
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def ddp_and_muon(model, adamw):
+    """Every rank orthogonalises every matrix."""
+    matrices, rest = split(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return PairTraining(model, wrapped, Both(torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **adamw)))
+
+
+class StackedByShape:
+    """As nanochat's DistMuon: matrices of one shape are a stack, of which each rank steps 1/d, in whole matrices.
+
+    The stack is padded to a multiple of d matrices. In `step`: a reduce-scatter of each stack of gradients, Muon on
+    this rank's matrices, an all-gather of each stack of parameters, a copy out of it. Written from its description.
+    """
+
+    param_groups, state = (), {}
+
+    def __init__(self, matrices):
+        self.d, self.rank, self.stacks = dist.get_world_size(), dist.get_rank(), []
+        by_shape = collections.defaultdict(list)
+        for matrix in matrices:
+            dist.broadcast(matrix.detach(), 0)
+            by_shape[matrix.shape].append(matrix)
+        for shape, params in by_shape.items():
+            n = -(-len(params) // self.d)  # matrices of a rank
+            own = [torch.nn.Parameter(param.detach().clone()) for param in params[self.rank * n :][:n]]
+            self.stacks.append((params, own, (n, *shape)))
+        self.optimizer = torch.optim.Muon([param for _, own, _ in self.stacks for param in own], **MUON)
+
+    @torch.no_grad()
+    def step(self):
+        for params, own, (n, *shape) in self.stacks:
+            grads, mine = params[0].new_zeros(self.d * n, *shape), params[0].new_empty(n, *shape)
+            torch._foreach_copy_(list(grads[: len(params)]), [param.grad / self.d for param in params])
+            dist.reduce_scatter_tensor(mine, grads)
+            for param, grad in zip(own, mine):
+                param.grad = grad
+        self.optimizer.step()
+        for params, own, (n, *shape) in self.stacks:
+            gathered, mine = params[0].new_empty(self.d * n, *shape), params[0].new_zeros(n, *shape)
+            torch._foreach_copy_(list(mine[: len(own)]), own)
+            dist.all_gather_into_tensor(gathered, mine)
+            torch._foreach_copy_(params, list(gathered[: len(params)]))
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+        for params, _, _ in self.stacks:
+            for param in params:
+                param.grad = None
+
+
+def stacked(model, adamw):
+    matrices, rest = split(model)
+    of_rest = stage2_allgather.DistributedOptimizer(rest, **adamw)
+    return PairTraining(model, model, Both(StackedByShape(matrices), of_rest))
+
+
+in_stage_2 = sharded(stage2_allgather.DistributedOptimizer, stage2_allgather.DistributedOptimizer)
+whole = sharded(variants.muon.DistributedOptimizer, stage4_overlap.DistributedOptimizer, prefetches=True)
+
+# name -> how it is built, what it holds of matrices and of the rest: (whole, shared) bytes a parameter
+ROWS = {
+    "ddp + muon": (ddp_and_muon, holds((12, 0), (16, 0))),
+    "stage 2 muon": (in_stage_2, holds((8, 4), (8, 8))),
+    "muon stacked by shape": (stacked, holds((8, 12), (8, 8))),
+    "variants muon": (whole, holds((4, 8), (4, 12))),
+}
