@@ -1,6 +1,7 @@
-"""For whoever clips gradients: the norm is that of the whole model, though each rank has a part of the gradients.
+"""The norm of gradients is that of the whole model, though each rank has a part of them.
 
-Shown by tests/stages/test_contract.py, `test_clipping_equals_torch_on_the_whole_model`.
+Shown by tests/stages/test_contract.py, `test_clipping_equals_torch_on_the_whole_model`, and of DTensors by
+tests/stages/test_dtensor.py.
 """
 
 import functools
@@ -8,37 +9,27 @@ import functools
 import torch
 import torch.distributed as dist
 
-from .groups import all_params
+from .groups import all_params, spread_over
 
 
-class Clipped:
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
-
-        Returns the norm before clipping, a scalar tensor.
-        """
-        self.finish_grad_sync()
-        total_norm = self._total_norm(norm_type)
-        torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, total_norm)
-        return total_norm
-
-    def _averaged_params(self):
-        """-> those whose averaged gradients this rank has."""
-        return all_params(self.optimizer)
-
-    def _total_norm(self, norm_type):
-        grads = [param.grad for param in all_params(self.optimizer) if param.grad is not None]
-        return self._norm_over_ranks(grads, norm_type, [self.process_group])
-
-    def _norm_over_ranks(self, grads, norm_type, process_groups):
-        """-> the norm of what all ranks of `process_groups` pass: that of their norms."""
-        params = all_params(self)
-        dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(params[0].device, dtype)
-        for group in process_groups:
+def total_norm(optimizer, norm_type):
+    """-> the norm of the averaged gradients, a scalar tensor: each element counts once. Collective."""
+    params = all_params(optimizer)
+    dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
+    grads = {spread_over(param): [] for param in params}  # by process groups; the same on every rank
+    for param, main in optimizer.state.main_param.items():
+        if main.grad is not None:
+            grads[spread_over(param)].append(main.grad)
+    norms = []
+    for groups, part in grads.items():
+        norm = torch.nn.utils.get_total_norm(part, norm_type).to(params[0].device, dtype)
+        for group in (optimizer.process_group, *groups):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
-        return norm
+        norms.append(norm)
+    norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    for group in dict.fromkeys(group for groups in grads for group in groups):
+        norm = gather_scalar(norm, group).max()  # shards of unlike sizes round otherwise: copies would drift apart
+    return norm
 
 
 def gather_scalar(scalar, group):

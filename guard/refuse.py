@@ -1,4 +1,4 @@
-"""For whoever passes parameters that can't work: refused on every rank, before anything is changed, by name.
+"""Parameters that can't work: refused on every rank, before anything is changed, by name.
 
 Duplicates, other devices, ranks with unlike models, groups edited behind the optimizer's back. Shown by
 tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
@@ -11,7 +11,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from .groups import named_params
+from .groups import named_params, param_ids
 from .settings import settings_of
 
 PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
@@ -79,10 +79,6 @@ def backends_of(process_group):
     """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
-
-
-def param_ids(groups):
-    return [[id(param) for param in group["params"]] for group in groups]
 
 
 def refuse_edited(groups, known):

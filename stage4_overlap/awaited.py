@@ -1,19 +1,15 @@
-"""For whoever reads a parameter past its module right after step(): an evaluation, a save, a second forward, a hook.
+"""Who reads a parameter past its module right after step(): an evaluation, a save, a second forward, a hook.
 
 While its bucket is under way a parameter has a class of its own. torch hands every function that is called with such a
-tensor to that class first, and that waits for the bucket. The module hook of the core waits before a module is called,
-so that torch.compile finds parameters as they always are. Where an all-gather fails, one reader is told. Shown by
+tensor to that class first, and that waits for the bucket. The module hook waits before a module is called, so that
+torch.compile finds parameters as they always are. Where an all-gather fails, one reader is told. Shown by
 tests/stages/test_overlap.py, `test_whoever_reads_past_the_hooks_sees_finished_parameters`, and
 tests/stages/test_users.py, `test_after_a_failure_the_model_can_be_read_and_trained_anew`.
 """
 
-import weakref
-
 import torch
 
 from guard.hooks import untraced
-
-from .buckets import SafeBucket
 
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
 READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
@@ -21,97 +17,6 @@ READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, witho
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
 }
-
-
-class AwaitsReaders:
-    @torch.no_grad()
-    def shard(self, groups):
-        super().shard(groups)
-        together = weakref.WeakSet(self.buckets)
-        for bucket in self.buckets:
-            bucket.together = together
-
-    def finish_grad_sync(self) -> None:
-        if any(bucket.is_incomplete for bucket in self.buckets):
-            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
-                               " into the model, and build the optimizer anew")
-        super().finish_grad_sync()
-
-    def sync_params(self):
-        for bucket in self.buckets:
-            bucket.await_params()
-        super().sync_params()
-
-    def prefetch_params(self, model: torch.nn.Module) -> None:
-        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
-
-        Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
-        other streams read parameters, call `finish_param_sync()` right after `step`.
-
-        Returns the handles of the hooks that it has made, for whoever must take them off again, before
-        torch.jit.script() say: without them it is only the reading of a parameter that waits.
-
-        Raises:
-            TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.
-        """
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
-        self.prefetching = True
-        return [handle for module in model.modules() for handle in hook_module(module)]
-
-    def zero_grad(self, set_to_none=True):
-        with torch._C.DisableTorchFunctionSubclass():  # it looks at each param.grad, not at elements
-            super().zero_grad(set_to_none)
-
-
-class AwaitedBucket(SafeBucket):
-    """Attributes:
-        kinds: class of parameters -> their class while they are under way.
-        together: all buckets of the optimizer.
-        is_awaited: whether the parameters have their other class.
-        is_incomplete: an all-gather has failed, of this bucket or of one before.
-    """
-
-    is_awaited = is_incomplete = False
-
-    def partition(self):
-        super().partition()
-        self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
-
-    def await_params(self):
-        """Before they leave: whoever reads one now waits for it."""
-        self.note_new_params()
-        self.stepped = self.params
-        self.is_awaited = True
-        for kind in self.kinds.values():
-            kind.bucket = self
-        for param in self.params:
-            param.__class__ = self.kinds[type(param)]
-
-    def finish_param_sync(self):
-        if self.is_awaited:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter would wait for itself
-                    super().finish_param_sync()
-            except Exception:  # a time-out: who reads later, to load a checkpoint say, needn't be told again
-                for bucket in list(self.together):
-                    bucket.give_up()
-                raise
-            self.release()
-
-    def release(self):
-        for param in self.params:
-            if isinstance(param, Awaited):
-                param.__class__ = type(param).kind
-        for kind in self.kinds.values():
-            kind.bucket = None
-        self.is_awaited = False
-
-    def give_up(self):
-        if self.is_awaited:
-            self.last_param_sync, self.param_sync, self.is_incomplete = self.param_sync, None, True
-            self.release()
 
 
 class Awaited:
@@ -160,11 +65,17 @@ def wait_for(kinds):
             kind.bucket.finish_param_sync()
 
 
+def read_too_early(name):
+    return RuntimeError(f"a gradient has come for parameter {name}, which is still under way: it was read before the "
+                        "last step, or past torch's functions, by a TorchScript model say: call "
+                        "optimizer.finish_param_sync() after step()")
+
+
 def hook_module(module):
     """-> the handle of a new hook, or none: one that another optimizer made, or this one before, serves."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
     for hook in hooks:
-        hook.__init__(module)  # a layer may have been replaced since
+        hook.look_at(module)  # a layer may have been replaced since
     return [] if hooks else [module.register_forward_pre_hook(ModuleHook(module), prepend=True)]
 
 
@@ -177,6 +88,9 @@ class ModuleHook:
     """
 
     def __init__(self, module):
+        self.look_at(module)
+
+    def look_at(self, module):
         self.params = list(module.parameters())
         self.own = [module._parameters, *containers_in(module)]
         self.is_attention = isinstance(module, torch.nn.MultiheadAttention)
