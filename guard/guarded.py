@@ -17,7 +17,7 @@ import contextlib
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,10 @@ class Guarded(SeenThroughWrappers, torch.optim.Optimizer):
     _probe: Callable[..., Any]
     _owned_ranges: Callable[..., Any]
     _take_model_changes: Callable[[], None]
+
+    if TYPE_CHECKING:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """The core's."""
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _known_params: Any = None  # param_ids() of what has been sharded; None while torch's constructor runs

@@ -1,4 +1,4 @@
-"""For whoever has a scheduler that sets an lr on each rank by itself, as ReduceLROnPlateau does with a rank's loss.
+"""A scheduler that sets an lr on each rank by itself, as ReduceLROnPlateau does with a rank's loss.
 
 Ranks that step with other settings mix two trainings without a word. So the groups are compared wherever ranks talk
 anyway: in the constructor, in `add_param_group`, before a full state or a save, and in stage 4 before each step, where

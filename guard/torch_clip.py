@@ -1,4 +1,4 @@
-"""For whoever clips by torch.nn.utils, as Trainer, accelerate, Lightning and many a loop do: an error, and the remedy.
+"""Clipping by torch.nn.utils, as Trainer, accelerate, Lightning and many a loop do: an error, and the remedy.
 
 On one rank torch finds in `param.grad` this rank's own gradient, before it is averaged, or none: it would clip by
 another norm on each rank, or nothing at all. Afterwards nothing can notice that, so the two functions of torch refuse

@@ -1,4 +1,4 @@
-"""For whoever has a torch that is newer than this code: one warning says that nobody has tried it.
+"""A torch that is newer than this code: one warning says that nobody has tried it.
 
 Shown by tests/stages/test_tried.py.
 """

@@ -6,6 +6,7 @@ tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_
 tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .refuse import refuse_dtensors, refuse_mixed_dtypes
 
 
 class OfWholeParams(Guarded):
+    average: Callable[..., Any]  # of the core
     _probe = staticmethod(check_one_by_one)
     has_grads = _grads_elsewhere = False
     _grads_synced = False  # whether param.grad holds the average already

@@ -1,4 +1,4 @@
-"""For whoever hands the optimizer to Lightning, Fabric, or others that wrap it in an object that looks the same.
+"""Lightning, Fabric, and others that wrap the optimizer in an object that looks the same.
 
 Their wrappers are instances of a class that is made at run time, of the wrapper's class and of ours: methods of ours
 would run with the wrapper as `self`. What they assign would stay in the wrapper, and `self.optimizer` is there the
