@@ -8,7 +8,7 @@ either of the two is the core. It has:
     _take_model_changes()       main parameters follow what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
-    _param_grad_holds           what torch's clipping would find there, for guard/torch_clip.py; also a buffer's
+    _param_grad_holds           what torch's clipping would find there, for guard/scaling.py; also a buffer's
 
 Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
 """
@@ -16,25 +16,21 @@ Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/s
 import contextlib
 import functools
 import numbers
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from .amp import found_inf
-from .clip import total_norm
-from .groups import all_params, copy_hyperparameters, hyperparameters, param_ids
+from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, param_ids
 from .hooks import without_global_hooks
-from .refuse import agree, checked_groups, refuse_edited
-from .settings import difference_between_ranks
+from .refuse import agree, checked_groups, refuse_edited, warn_of_an_untried_torch
+from .scaling import found_inf, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
-from .torch_clip import watch_torchs_clipping
-from .tried import warn_of_an_untried_torch
-from .wrapped import SeenThroughWrappers
 
 
-class Guarded(SeenThroughWrappers, torch.optim.Optimizer):
+class Guarded(torch.optim.Optimizer):
     optimizer: torch.optim.Optimizer  # of the core: steps what this rank owns
     shard: Callable[..., Any]
     step_own: Callable[..., Any]
@@ -49,6 +45,7 @@ class Guarded(SeenThroughWrappers, torch.optim.Optimizer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             """The core's."""
 
+    _itself: Any  # function () -> the optimizer, weakly
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _known_params: Any = None  # param_ids() of what has been sharded; None while torch's constructor runs
     _states: Any = None  # a ByParameter, from then on
@@ -217,6 +214,28 @@ class Guarded(SeenThroughWrappers, torch.optim.Optimizer):
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
+    # Lightning and Fabric wrap the optimizer in an object of a class made of theirs and of ours. Methods of ours would
+    # run with the wrapper as `self`, what they assign would stay there, and `self.optimizer` is the one that is
+    # wrapped, not the inner one. So what such a class has of ours is the optimizer's: tests/stages/test_wrappers.py.
+
+    def __new__(cls, *args, **kwargs):
+        for kind in cls.__mro__:
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, OfTheOptimizer):  # it is built like any optimizer: the other base is no wrapper
+                    delattr(kind, name)
+        optimizer = super().__new__(cls)
+        optimizer._itself = weakref.ref(optimizer)  # wrappers hand attributes on, or copy them
+        return optimizer
+
+    def __init_subclass__(cls, **kwargs):
+        """Where ours stands behind another base, `cls` may be a wrapper's."""
+        super().__init_subclass__(**kwargs)
+        for ours in cls.__bases__[1:]:
+            if issubclass(ours, Guarded):
+                for name in dir(ours):
+                    if not name.startswith("__") and getattr(cls, name) is getattr(ours, name):
+                        setattr(cls, name, OfTheOptimizer(ours, name))
+
 
 def mean_loss(optimizer, closure):
     with torch.enable_grad():
@@ -228,3 +247,16 @@ def mean_loss(optimizer, closure):
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
     dist.all_reduce(loss, group=optimizer.process_group)
     return loss / dist.get_world_size(optimizer.process_group)
+
+
+class OfTheOptimizer:
+    """An attribute of a wrapper: that of the optimizer itself."""
+
+    def __init__(self, ours, name):
+        self.ours, self.name = ours, name
+
+    def __get__(self, wrapper, _=None):
+        return getattr(self.ours if wrapper is None else wrapper._itself(), self.name)
+
+    def __set__(self, wrapper, value):
+        setattr(wrapper._itself(), self.name, value)

@@ -4,16 +4,18 @@ Duplicates, other devices, ranks with unlike models, groups edited behind the op
 tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
+import functools
 import hashlib
+import os
 import warnings
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
-from .groups import named_params, param_ids
-from .settings import settings_of
+from .groups import named_params, param_ids, settings_of
 
+NEWEST = "2.14.1"  # all tests passed on it
 PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
 
 # torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
@@ -198,3 +200,12 @@ def agree(error, lines, process_group, device):
     rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
     ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
     raise ValueError(f"the ranks disagree on parameters or arguments: rank 0 has {ours}, rank {rank} {theirs}")
+
+
+@functools.cache
+def warn_of_an_untried_torch(version=str(torch.__version__)):
+    """Once in a process, and under torchrun on rank 0 only. Releases that mend this one count as tried."""
+    minor, tried = (tuple(map(int, release.split(".")[:2])) for release in (version, NEWEST))
+    if minor > tried and os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"torch {version} is newer than {NEWEST}, the newest that DistributedOptimizer was tried with",
+                      stacklevel=2)

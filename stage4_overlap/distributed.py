@@ -15,20 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, name_of
+from guard.groups import all_params, difference_between_ranks, name_of
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
 from guard.refuse import not_contiguous
-from guard.settings import difference_between_ranks
 
-from .agreement import MISSING, agree, error_of, what_is_wrong
-from .awaited import Awaited, hook_module, read_too_early
-from .buckets import guarded_bucket
+from .awaited import Awaited, guarded_bucket, hook_module, read_too_early
 from .drops import forget_arrived, keep_under_way, next_tag
 from .dtensor import local_parts
 from .optimizer import ShardedOptimizer
-from .rounds import BackwardPass, Rounds
+from .rounds import MISSING, BackwardPass, Rounds, agree, error_of, what_is_wrong
 
 
 class DistributedOptimizer(Guarded, ShardedOptimizer):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer
-from stage4_overlap.buckets import AwaitedBucket
+from stage4_overlap.awaited import AwaitedBucket
 from tests.common import assert_same, of_cpus, on_its_device, on_ranks
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guard import guarded
-from guard.tried import NEWEST, warn_of_an_untried_torch
+from guard.refuse import NEWEST, warn_of_an_untried_torch
 from tests.common import one_rank_of, optimizer_of
 from tests.ranks import ROOT
 

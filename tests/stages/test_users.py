@@ -27,7 +27,6 @@ from tests.common import (
     loss_of,
     on_ranks,
     optimizer_of,
-    parameter_of,
     sgd_of,
     trainable,
 )
