@@ -137,13 +137,19 @@ class Guarded(torch.optim.Optimizer):
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
+                        error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
 
         Returns the norm before clipping, a scalar tensor.
+
+        Raises:
+            RuntimeError: that norm is nan or inf, and `error_if_nonfinite`; on every rank, before gradients change.
         """
         self.finish_grad_sync()
         norm = self._total_norm(norm_type)
+        if error_if_nonfinite and not norm.isfinite():  # the same on every rank
+            raise RuntimeError(f"the norm of all gradients is {norm.item()}: zero_grad() gives this step up")
         torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, norm)
         return norm
 
