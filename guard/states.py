@@ -92,8 +92,9 @@ class ByParameter(MutableMapping):
 def state_of_rank(optimizer):
     """-> what `state_dict` returns: the inner optimizer's, with names that say which part of which parameter it is.
 
-    `main_params`: where they are no part of the parameters themselves. `bounds`: what two must have in common to be one
-    for the other. Of DTensors the rank in the other dimensions of the mesh, too, where another part looks alike.
+    `main_params`: where they are no part of the parameters themselves. `bounds`, of flat pieces: what two must have in
+    common to be one for the other. Of DTensors the rank in the other dimensions of the mesh, too, where another part
+    looks alike.
     """
     params, inner = all_params(optimizer), optimizer.optimizer
     refuse_strangers(inner)
@@ -108,7 +109,8 @@ def state_of_rank(optimizer):
     part["state"] = {names.get(key, key): state for key, state in part["state"].items()}
     for group in part["param_groups"]:
         group["params"] = [names[index] for index in group["params"]]
-    bounds = {index: (start, stop, *map(dist.get_rank, spread_over(params[index]))) for index, start, stop, _ in pieces}
+    bounds = {index: (start, stop, *map(dist.get_rank, spread_over(params[index])))
+              for index, start, stop, main in pieces if main is not params[index]}
     main_params = {index: main for index, _, _, main in pieces if main.dtype != params[index].dtype}
     return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "main_params": main_params,
             "bounds": bounds}
@@ -139,7 +141,7 @@ def state_for_rank(optimizer, state_dict):
                          f"{here['rank'], here['world_size']}: a file of one rank has one part of {made_by[1]}, save "
                          "checkpoint.full_state_dict(optimizer) for the whole")
     mains, saved = here["main_params"], state_dict.get("main_params", {})
-    if (here["bounds"], mains.keys()) != (state_dict.get("bounds"), saved.keys()):
+    if (here["bounds"], mains.keys()) != (state_dict.get("bounds", {}), saved.keys()):
         raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                          "tensor-parallel rank say: use full_state_dict()")
     for index, main in mains.items():
