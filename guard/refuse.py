@@ -162,6 +162,12 @@ def refuse_dtensors(named):
             raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
 
 
+def refuse_other_layouts(named):
+    for name, tensor in named:
+        if not tensor.is_contiguous():
+            raise not_contiguous(name, tensor)
+
+
 def refuse_mixed_dtypes(named):
     first_name, first = named[0]
     for name, param in named:

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from guard.guarded import Guarded
 from guard.probe import check_elementwise
-from guard.refuse import not_contiguous, refuse_dtensors
+from guard.refuse import refuse_dtensors, refuse_other_layouts
 
 from .buffer import Holds
 from .grads import GuardedBuffer
@@ -48,9 +48,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _refuse(self, named):
         """What the buffer can't hold, gradients and parameters in turn, or main parameters can't take. -> `named`"""
         refuse_dtensors(named)
+        refuse_other_layouts(named)
         for name, param in named:
-            if not param.is_contiguous():
-                raise not_contiguous(name, param)
             if self.grad_dtype not in (None, param.dtype, torch.float32 if param.dtype.itemsize <= 2 else None):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
         return named

@@ -84,10 +84,11 @@ def read_too_early(name):
 
 def hook_module(module):
     """-> the handle of a new hook, or none: one that another optimizer made, or this one before, serves."""
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
-    for hook in hooks:
-        hook.look_at(module)  # a layer may have been replaced since
-    return [] if hooks else [module.register_forward_pre_hook(ModuleHook(module), prepend=True)]
+    for key, hook in module._forward_pre_hooks.items():
+        if isinstance(hook, ModuleHook):
+            module._forward_pre_hooks[key] = ModuleHook(module)  # a layer may have been replaced since
+            return []
+    return [module.register_forward_pre_hook(ModuleHook(module), prepend=True)]
 
 
 class ModuleHook:
@@ -99,9 +100,6 @@ class ModuleHook:
     """
 
     def __init__(self, module):
-        self.look_at(module)
-
-    def look_at(self, module):
         self.params = list(module.parameters())
         self.own = [module._parameters, *containers_in(module)]
         self.is_attention = isinstance(module, torch.nn.MultiheadAttention)

@@ -19,7 +19,7 @@ from guard.groups import all_params, difference_between_ranks, name_of
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
-from guard.refuse import not_contiguous
+from guard.refuse import refuse_other_layouts
 
 from .awaited import Awaited, guarded_bucket, hook_module, read_too_early
 from .drops import forget_arrived, keep_under_way, next_tag
@@ -81,9 +81,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if self.has_grads:
             raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         here = local_parts(named, self.process_group)
-        for name, tensor in here:
-            if not tensor.is_contiguous():
-                raise not_contiguous(name, tensor)
+        refuse_other_layouts(here)
         return here
 
     @torch.no_grad()
