@@ -79,8 +79,8 @@ class ByParameter(MutableMapping):
 
     def refuse_whole(self, groups):
         """Of a reset by zeros_like(param), say, as ReLoRA's: it would fail in the middle of the step, or not at all."""
-        for param in self.looked_at:
-            main = self._key(param)
+        for param in self.looked_at & self.main_param.keys():  # a key may be a name
+            main = self.main_param[param]
             for key, value in self.inner.state.get(main, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape != main.shape:
                     raise RuntimeError(f"{key} of parameter {name_of(param, groups)} has the shape of the whole in "

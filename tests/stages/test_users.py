@@ -81,8 +81,10 @@ def test_a_state_that_is_reset_as_in_torch(rank, stage):
     """ReLoRA's reset: zeros of the parameter's shape. Of pieces that is an error, after which a delete helps."""
     model, reference = Net(seed=0), Replicated(rank, lr=0.01)
     optimizer = optimizer_of(stage)(trainable(model), lr=0.01)
+    optimizer.state["steps of mine"] = 0  # a name for a key, as torch has it
     train(model, optimizer, rank, 0)
     reference.step(0)
+    optimizer.state.pop("steps of mine")
     for param in trainable(model):
         state = optimizer.state.get(param)
         assert (state is None) == (param not in optimizer.state)
