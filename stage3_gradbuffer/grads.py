@@ -31,7 +31,6 @@ class GuardedBuffer(GradBuffer):
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
-        torch.autograd.graph.increment_version(params)  # autograd saw nothing of the broadcast
         self.note_new_params()
 
     def attach(self, param, grad):
