@@ -29,7 +29,7 @@ PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist worksteal)
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py drawn.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test test-all check lint exercise grade train network curve timeline show seams take faults cuda
+.PHONY: help bench test test-all check lint exercise grade train network curve timeline show take faults cuda
 .PHONY: saving host plan report docs-check diff clean
 
 help:
@@ -44,7 +44,6 @@ help:
 	@echo 'make curve                  time over computing alone, from 100 Mbit/s to 2.5 Gbit/s  (half an hour)'
 	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
 	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
-	@echo 'make seams STAGE=4          which class adds to which method, in the order in which they run'
 	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
 	@echo 'make show STAGE=3           a step, line by line, on 4 ranks  (0 to 4, mine; ARGS="--params 3,13 --ranks 2")'
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
@@ -99,9 +98,6 @@ curve: $(ENV)
 timeline: $(ENV)
 	$(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all))
 	exec $(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
-
-seams: $(ENV)
-	exec $(PYTHON) -m harness.seams $(STAGE)
 
 take: $(ENV)
 	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))

@@ -1,4 +1,4 @@
-"""For whoever trains a model with two optimizers, Muon for matrices and AdamW for the rest: one step, one clip.
+"""A model with two optimizers, Muon for matrices and AdamW for the rest: one step, one clip.
 
 Clipped one by one, each would get a norm of its own, and their ratio would change. Called ChainedOptimizer in
 Megatron-LM, which has the idea. Shown by tests/variants/test_chained.py.

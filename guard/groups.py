@@ -1,7 +1,18 @@
-"""For whoever brings parameter groups, with names or without: what is asked of them everywhere in guard/.
+"""What is asked everywhere of parameter groups, and of their parameters; and whether the ranks have the same in them.
 
-Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
+Ranks that step with other settings mix two trainings without a word, as with a scheduler that sets an lr by a rank's
+own loss (ReduceLROnPlateau). So the groups are compared wherever ranks talk anyway: in the constructor, in
+`add_param_group`, before a full state or a save, and in stage 4 before each step, where a checksum travels with a
+message. What the inner optimizer has written into its groups is compared in the step that follows. Shown by
+tests/stages/test_users.py, `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
+
+import math
+import numbers
+import zlib
+
+import torch
+import torch.distributed as dist
 
 
 def all_params(optimizer):
@@ -21,6 +32,10 @@ def name_of(param, groups):
     return next(name for name, named in named_params(groups) if named is param)
 
 
+def param_ids(groups):
+    return [[id(param) for param in group["params"]] for group in groups]
+
+
 def hyperparameters(group):
     """What a parameter group holds beside its parameters: lr, betas and so on."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -30,3 +45,48 @@ def copy_hyperparameters(sources, targets):
     """Into the groups of another optimizer, as many, whatever is in the groups `sources`."""
     for source, target in zip(sources, targets):
         target.update(hyperparameters(source))
+
+
+def spread_over(param):
+    """The process groups over which the elements of a DTensor are spread; of any other tensor, none."""
+    placements = enumerate(getattr(param, "placements", ()))
+    return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
+
+
+def settings_of(groups):
+    """-> what it is, as "lr of group 0", and its place if there are several -> number or text.
+
+    What is plain in the parameter groups. Tensors on a GPU would have to be waited for.
+    """
+    found = {}
+    for g, group in enumerate(groups):
+        for key, value in hyperparameters(group).items():
+            for place, part in enumerate(value if isinstance(value, (tuple, list)) else [value]):
+                if isinstance(part, torch.Tensor) and part.numel() == 1 and part.device.type == "cpu":
+                    part = part.item()
+                if isinstance(part, (numbers.Real, str)):
+                    found[f"{key} of group {g}", place] = part if isinstance(part, str) else float(part)
+    return found
+
+
+def checksum_of(groups):
+    """-> 31 bits; of floats what CPUs agree on, whose cosines may differ in the last bit."""
+    values = [value if isinstance(value, str) else f"{value:.9g}" for value in settings_of(groups).values()]
+    return zlib.crc32(" ".join(values).encode()) >> 1
+
+
+def difference_between_ranks(groups, process_group):
+    """Collective. -> a message for every rank if the settings of the ranks differ by more than rounding, or None."""
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, settings_of(groups), group=process_group)
+    for rank, theirs in enumerate(everyone):
+        for setting in everyone[0] | theirs:
+            one, other = everyone[0].get(setting), theirs.get(setting)
+            if one != other and not are_close(one, other):
+                return (f"{setting[0]} is {one} on rank 0 and {other} on rank {rank}: set the same on every rank (feed "
+                        "ReduceLROnPlateau with the average of all losses), or take an optimizer that writes the same")
+
+
+def are_close(one, other):
+    are_floats = isinstance(one, float) and isinstance(other, float)
+    return are_floats and (math.isclose(one, other, rel_tol=1e-6) or one != one and other != other)

@@ -1,4 +1,4 @@
-"""For whoever builds a second optimizer over the same parameters, drops one and keeps the model, or hooks all.
+"""A second optimizer over the same parameters, one that is dropped while the model stays, hooks of all optimizers.
 
 Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A hook of all
 optimizers is called once a step. A process group that nobody holds ends its threads in destroy_process_group(), which

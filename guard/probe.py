@@ -1,4 +1,4 @@
-"""For whoever brings an optimizer that is not element-wise, as Lamb and Muon aren't: a shard would step differently.
+"""An optimizer that is not element-wise, as Lamb and Muon aren't: a shard would step differently.
 
 Or one that steps tensors together, as Prodigy does: those of a rank would step differently. Found out by a trial on
 tensors of its own, before anything is changed. Shown by tests/stages/test_probe.py.
@@ -173,10 +173,7 @@ class Trial(NamedTuple):
 
     def optimizer_of(self, params):
         group = {**copy.deepcopy(self.options), "params": params}
-        optimizer = self.make_optimizer([group])
-        if hasattr(optimizer, "train"):
-            optimizer.train()  # schedule-free ones want that
-        return optimizer
+        return self.make_optimizer([group])
 
 
 class Outcome(NamedTuple):

@@ -1,19 +1,21 @@
-"""For whoever passes parameters that can't work: refused on every rank, before anything is changed, by name.
+"""Parameters that can't work: refused on every rank, before anything is changed, by name.
 
 Duplicates, other devices, ranks with unlike models, groups edited behind the optimizer's back. Shown by
 tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
+import functools
 import hashlib
+import os
 import warnings
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
-from .groups import named_params
-from .settings import settings_of
+from .groups import named_params, param_ids, settings_of
 
+NEWEST = "2.14.1"  # all tests passed on it
 PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
 
 # torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
@@ -79,10 +81,6 @@ def backends_of(process_group):
     """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
-
-
-def param_ids(groups):
-    return [[id(param) for param in group["params"]] for group in groups]
 
 
 def refuse_edited(groups, known):
@@ -164,6 +162,12 @@ def refuse_dtensors(named):
             raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
 
 
+def refuse_other_layouts(named):
+    for name, tensor in named:
+        if not tensor.is_contiguous():
+            raise not_contiguous(name, tensor)
+
+
 def refuse_mixed_dtypes(named):
     first_name, first = named[0]
     for name, param in named:
@@ -202,3 +206,12 @@ def agree(error, lines, process_group, device):
     rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
     ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
     raise ValueError(f"the ranks disagree on parameters or arguments: rank 0 has {ours}, rank {rank} {theirs}")
+
+
+@functools.cache
+def warn_of_an_untried_torch(version=str(torch.__version__)):
+    """Once in a process, and under torchrun on rank 0 only. Releases that mend this one count as tried."""
+    minor, tried = (tuple(map(int, release.split(".")[:2])) for release in (version, NEWEST))
+    if minor > tried and os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"torch {version} is newer than {NEWEST}, the newest that DistributedOptimizer was tried with",
+                      stacklevel=2)

@@ -1,4 +1,4 @@
-"""For whoever loads a state: what an optimizer keeps is known before anything is believed of a file or a dict.
+"""What an optimizer keeps is known before anything is believed of a file or a dict.
 
 A fused kernel reads as many elements of a moment as its parameter has, whatever there are: one that is too small is
 memory of others. So the optimizer is stepped once beside, on a parameter of that shape, without memory where it can be,

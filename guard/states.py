@@ -1,10 +1,18 @@
-"""For whoever reads or resets optimizer.state by the parameters of the model, as ReLoRA and pruning do.
+"""The state of what this rank steps: read and reset by parameter, as ReLoRA and pruning do, and saved as a part of d.
 
 A rank has the state of what it steps: of some parameters nothing, in stages 3 and 4 of others flat pieces. Shown by
-tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
+tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stages/test_contract.py,
+`test_resumes_from_its_state_dict`, and tests/checkpoint/test_checkpoint.py.
 """
 
+from collections import defaultdict
 from collections.abc import MutableMapping
+
+import torch
+import torch.distributed as dist
+
+from .groups import all_params, name_of, spread_over
+from .schema import checked_state_dict
 
 
 class ByParameter(MutableMapping):
@@ -12,15 +20,18 @@ class ByParameter(MutableMapping):
 
     Of a parameter that other ranks step there is nothing, and what is written there is forgotten: all ranks write.
 
-    Args:
-        states: parameter of the inner optimizer -> name -> a tensor of the piece's shape, or a scalar.
+    Attributes:
+        inner: the optimizer whose state it is.
+        main_param: parameter of the model -> what this rank steps of it, the tensor that `inner` knows.
         elsewhere: parameters of the model of which this rank steps nothing.
-        main_param: parameter of the model -> this rank's piece of it, where that is another tensor.
-        looked_at: a set, for the parameters whose state is asked for.
+        looked_at: parameters whose state somebody has asked for since the last step.
     """
 
-    def __init__(self, states, elsewhere, main_param, looked_at):
-        self.states, self.elsewhere, self.main_param, self.looked_at = states, elsewhere, main_param, looked_at
+    def __init__(self, inner, params, pieces):
+        self.inner = inner
+        self.main_param = {param: main for param, _, _, main in pieces}
+        self.elsewhere = set(params).difference(self.main_param)
+        self.looked_at = set()
 
     def _key(self, param):
         return self.main_param.get(param, param)
@@ -29,26 +40,26 @@ class ByParameter(MutableMapping):
         if param in self.elsewhere:
             return {}
         self.looked_at.add(param)
-        return self.states[self._key(param)]
+        return self.inner.state[self._key(param)]
 
     def __setitem__(self, param, state):
         if param not in self.elsewhere:
             self.looked_at.add(param)
-            self.states[self._key(param)] = state
+            self.inner.state[self._key(param)] = state
 
     def __delitem__(self, param):
         if param not in self.elsewhere:
-            del self.states[self._key(param)]
+            del self.inner.state[self._key(param)]
 
     def __contains__(self, param):
-        return self._key(param) in self.states
+        return self._key(param) in self.inner.state
 
     def __iter__(self):
         param_of = {main: param for param, main in self.main_param.items()}
-        return (param_of.get(key, key) for key in self.states)
+        return (param_of.get(key, key) for key in self.inner.state)
 
     def __len__(self):
-        return len(self.states)
+        return len(self.inner.state)
 
     # What MutableMapping makes of the methods above would not notice what isn't there: torch's `states` makes it.
 
@@ -56,9 +67,91 @@ class ByParameter(MutableMapping):
         return self[param] if param in self else default
 
     def pop(self, param, *default):
-        return self.states.pop(self._key(param), *default)
+        return self.inner.state.pop(self._key(param), *default)
 
     def setdefault(self, param, default=None):
         if param not in self and param not in self.elsewhere:
             self[param] = default
         return self[param]
+
+    def replace(self, state):
+        self.inner.state = defaultdict(dict, {self._key(key): value for key, value in state.items()})
+
+    def refuse_whole(self, groups):
+        """Of a reset by zeros_like(param), say, as ReLoRA's: it would fail in the middle of the step, or not at all."""
+        for param in self.looked_at & self.main_param.keys():  # a key may be a name
+            main = self.main_param[param]
+            for key, value in self.inner.state.get(main, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape != main.shape:
+                    raise RuntimeError(f"{key} of parameter {name_of(param, groups)} has the shape of the whole in "
+                                       "optimizer.state, where flat pieces of this rank are: use .zero_(), or delete "
+                                       "optimizer.state[param]")
+        self.looked_at.clear()
+
+
+def state_of_rank(optimizer):
+    """-> what `state_dict` returns: the inner optimizer's, with names that say which part of which parameter it is.
+
+    `main_params`: where they are no part of the parameters themselves. `bounds`, of flat pieces: what two must have in
+    common to be one for the other. Of DTensors the rank in the other dimensions of the mesh, too, where another part
+    looks alike.
+    """
+    params, inner = all_params(optimizer), optimizer.optimizer
+    refuse_strangers(inner)
+    index_of = {id(param): index for index, param in enumerate(params)}
+    pieces = [(index_of[id(param)], *piece) for param, *piece in optimizer.pieces()]
+    name_of_part = {  # the words by which torch's own tools refuse it
+        id(main): f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
+                  f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole"
+        for index, start, stop, main in pieces}
+    names = {place: name_of_part[id(main)] for place, main in enumerate(all_params(inner))}
+    part = inner.state_dict()
+    part["state"] = {names.get(key, key): state for key, state in part["state"].items()}
+    for group in part["param_groups"]:
+        group["params"] = [names[index] for index in group["params"]]
+    bounds = {index: (start, stop, *map(dist.get_rank, spread_over(params[index])))
+              for index, start, stop, main in pieces if main is not params[index]}
+    main_params = {index: main for index, _, _, main in pieces if main.dtype != params[index].dtype}
+    return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "main_params": main_params,
+            "bounds": bounds}
+
+
+def refuse_strangers(inner):
+    stepped = {id(param) for param in all_params(inner)}
+    for param, state in list(inner.state.items()):
+        is_tensor = isinstance(param, torch.Tensor)  # what has a name for a key torch saves as it is
+        if is_tensor and not state:
+            del inner.state[param]  # made by torch for somebody who looked; maybe another rank steps it
+        elif is_tensor and id(param) not in stepped:
+            shape = tuple(param.shape)
+            raise ValueError(f"optimizer.state has a tensor of shape {shape}, which isn't stepped here: remove it")
+
+
+def state_for_rank(optimizer, state_dict):
+    """-> pairs of a main parameter and what was saved of it; and a state_dict for the inner optimizer.
+
+    Raises ValueError: it is of another rank, with other shards, or of another optimizer.
+    """
+    here, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict.get("world_size"))
+    if made_by == (None, None):
+        raise ValueError("this state_dict is of no rank of a DistributedOptimizer: a plain optimizer's, or "
+                         "full_state_dict()'s, is for checkpoint.load_full_state_dict(optimizer, state_dict)")
+    if made_by != (here["rank"], here["world_size"]):
+        raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is "
+                         f"{here['rank'], here['world_size']}: a file of one rank has one part of {made_by[1]}, save "
+                         "checkpoint.full_state_dict(optimizer) for the whole")
+    mains, saved = here["main_params"], state_dict.get("main_params", {})
+    if (here["bounds"], mains.keys()) != (state_dict.get("bounds", {}), saved.keys()):
+        raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
+                         "tensor-parallel rank say: use full_state_dict()")
+    for index, main in mains.items():
+        if (saved[index].shape, saved[index].dtype) != (main.shape, main.dtype):
+            raise ValueError(f"main_params of this state_dict doesn't fit parameter {index}: {saved[index].shape}")
+    of_inner = checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict)
+    return [(main, saved[index]) for index, main in mains.items()], of_inner
+
+
+def follow(main_param, now):
+    """Somebody has written `now` into the model. An element that main_param rounds to keeps its fp32 value."""
+    now = now.to(main_param.device)  # which variants/offload.py has on the host
+    main_param.copy_(torch.where(now != main_param.to(now.dtype), now, main_param))

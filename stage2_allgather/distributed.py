@@ -1,6 +1,6 @@
 """The class to rely on: the core of optimizer.py, and around it what users meet: guard/."""
 
-from guard.of_whole_params import OfWholeParams
+from guard.whole_params import OfWholeParams
 
 from .optimizer import ShardedOptimizer
 

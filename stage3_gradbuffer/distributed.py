@@ -6,19 +6,16 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.amp import Scaled
-from guard.clip import Clipped
-from guard.modes import Modes
-from guard.pieces import StateOfPieces
+from guard.guarded import Guarded
 from guard.probe import check_elementwise
-from guard.refuse import not_contiguous, refuse_dtensors
-from guard.wrap import Wrapper
+from guard.refuse import refuse_dtensors, refuse_other_layouts
 
-from .grads import AnyGrads
+from .buffer import Holds
+from .grads import GuardedBuffer
 from .optimizer import ShardedOptimizer
 
 
-class DistributedOptimizer(AnyGrads, Clipped, Scaled, Modes, StateOfPieces, Wrapper, ShardedOptimizer):
+class DistributedOptimizer(Guarded, ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -38,6 +35,7 @@ class DistributedOptimizer(AnyGrads, Clipped, Scaled, Modes, StateOfPieces, Wrap
             of some parameters can't be kept in `grad_dtype`.
     """
 
+    buffer_class = GuardedBuffer
     _probe = staticmethod(check_elementwise)
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
@@ -50,9 +48,65 @@ class DistributedOptimizer(AnyGrads, Clipped, Scaled, Modes, StateOfPieces, Wrap
     def _refuse(self, named):
         """What the buffer can't hold, gradients and parameters in turn, or main parameters can't take. -> `named`"""
         refuse_dtensors(named)
+        refuse_other_layouts(named)
         for name, param in named:
-            if not param.is_contiguous():
-                raise not_contiguous(name, param)
             if self.grad_dtype not in (None, param.dtype, torch.float32 if param.dtype.itemsize <= 2 else None):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
         return named
+
+    @torch.no_grad()
+    def shard(self, groups):
+        self._shard(super().shard, groups)
+
+    @property
+    def has_grads(self):
+        """Whether this rank is between backward() and step()."""
+        return any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers)
+
+    @property
+    def _grads_elsewhere(self):
+        return any(buffer.in_main_grad for buffer in self.buffers)
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
+
+        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
+        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero. Whether a frozen
+        one is stepped each owner decides by the gradients that it had itself: freeze a layer on all ranks or on none,
+        and before backward(). GradScaler.unscale_() must come before this.
+        """
+        if self.rank < 0:
+            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
+        for buffer in self.buffers:
+            buffer.refuse_new_data(self.param_groups)
+            buffer.refuse_new_grads(self.param_groups)
+        self.sync_grads()
+
+    def _take_model_changes(self):
+        for buffer in self.buffers:
+            buffer.take_model_changes()
+
+    def sync_params(self):
+        super().sync_params()
+        self.zero_grad()  # parameters were in the buffer
+
+    def zero_grad(self, set_to_none=True):
+        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says.
+
+        `model.zero_grad()` is no substitute after `clip_grad_norm_`, or with `grad_dtype`: it knows nothing of the
+        shard, nor of `param.main_grad`.
+        """
+        super().zero_grad(set_to_none)
+
+    def _owned_ranges(self):
+        for buffer in self.buffers:
+            for r, main in zip(buffer.ranges, buffer.main_params):
+                yield buffer.params[r.index], r.start, r.stop, main
+
+    def move_to(self, process_group):
+        """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
+        for buffer in self.buffers:
+            buffer.let_go()
+        self.buffers.clear()
+        self._move_to(process_group)

@@ -1,4 +1,4 @@
-"""For whoever writes gradients or parameters past the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
+"""Who writes gradients or parameters past the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
 
 Gradients that were assigned count, parameters that were loaded are what is stepped next, and what comes too late to be
 averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_holds_at_step_counts`,
@@ -9,67 +9,10 @@ import torch
 
 from guard.groups import name_of
 from guard.hooks import hook_gradient
-from guard.pieces import follow
 from guard.refuse import data_replaced
+from guard.states import follow
 
 from .buffer import GradBuffer, Holds
-
-
-class AnyGrads:
-    @property
-    def buffer_class(self):
-        return GuardedBuffer
-
-    @torch.no_grad()
-    def finish_grad_sync(self) -> None:
-        """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
-
-        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
-        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero. Whether a frozen
-        one is stepped each owner decides by the gradients that it had itself: freeze a layer on all ranks or on none,
-        and before backward(). GradScaler.unscale_() must come before this.
-        """
-        if self.rank < 0:
-            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        for buffer in self.buffers:
-            buffer.refuse_new_data(self.param_groups)
-            buffer.refuse_new_grads(self.param_groups)
-        super().sync_grads()
-
-    def sync_params(self):
-        super().sync_params()
-        self.zero_grad()  # parameters were in the buffer
-
-    def _take_model_changes(self):
-        for buffer in self.buffers:
-            buffer.take_model_changes()
-
-    def zero_grad(self, set_to_none=True):
-        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says.
-
-        `model.zero_grad()` is no substitute after `clip_grad_norm_`, or with `grad_dtype`: it knows nothing of the
-        shard, nor of `param.main_grad`.
-        """
-        super().zero_grad(set_to_none)
-
-    @property
-    def _grads_elsewhere(self):
-        return any(buffer.in_main_grad for buffer in self.buffers)
-
-    @property
-    def has_grads(self):
-        """Whether this rank is between backward() and step()."""
-        return any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers)
-
-    def _owned_ranges(self):
-        for buffer in self.buffers:
-            for r, main in zip(buffer.ranges, buffer.main_params):
-                yield buffer.params[r.index], r.start, r.stop, main
-
-    def _let_go(self):
-        for buffer in self.buffers:
-            buffer.let_go()
-        self.buffers.clear()
 
 
 class GuardedBuffer(GradBuffer):
@@ -88,7 +31,6 @@ class GuardedBuffer(GradBuffer):
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
-        torch.autograd.graph.increment_version(params)  # autograd saw nothing of the broadcast
         self.note_new_params()
 
     def attach(self, param, grad):

@@ -1,19 +1,26 @@
-"""For whoever reads a parameter past its module right after step(): an evaluation, a save, a second forward, a hook.
+"""What a bucket has to know besides, where others write into the model between steps, read it, save it, or fail.
+
+What load_state_dict() has written is what is stepped next. A gradient may be sparse, missing, or a DTensor's partial
+sum. Each parameter has a storage of its own: safetensors, accelerate and pickle take views of one storage for one
+tensor. Shown by tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`,
+tests/stages/test_hostile.py, and tests/stages/test_dtensor.py.
 
 While its bucket is under way a parameter has a class of its own. torch hands every function that is called with such a
-tensor to that class first, and that waits for the bucket. The module hook of the core waits before a module is called,
-so that torch.compile finds parameters as they always are. Where an all-gather fails, one reader is told. Shown by
-tests/stages/test_overlap.py, `test_whoever_reads_past_the_hooks_sees_finished_parameters`, and
-tests/stages/test_users.py, `test_after_a_failure_the_model_can_be_read_and_trained_anew`.
+tensor to that class first, and that waits for the bucket: for an evaluation, a save, a second forward, a hook. The
+module hook waits before a module is called, so that torch.compile finds parameters as they always are. Where an
+all-gather fails, one reader is told. Shown by tests/stages/test_overlap.py,
+`test_whoever_reads_past_the_hooks_sees_finished_parameters`, and tests/stages/test_users.py,
+`test_after_a_failure_the_model_can_be_read_and_trained_anew`.
 """
 
-import weakref
+import functools
 
 import torch
 
 from guard.hooks import untraced
+from guard.states import follow
 
-from .buckets import SafeBucket
+from .dtensor import local
 
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
 READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
@@ -21,93 +28,6 @@ READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, witho
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
 }
-
-
-class AwaitsReaders:
-    @torch.no_grad()
-    def shard(self, groups):
-        super().shard(groups)
-        together = weakref.WeakSet(self.buckets)
-        for bucket in self.buckets:
-            bucket.together = together
-
-    def finish_grad_sync(self) -> None:
-        if any(bucket.is_incomplete for bucket in self.buckets):
-            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
-                               " into the model, and build the optimizer anew")
-        super().finish_grad_sync()
-
-    def prefetch_params(self, model: torch.nn.Module) -> None:
-        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
-
-        Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
-        other streams read parameters, call `finish_param_sync()` right after `step`.
-
-        Returns the handles of the hooks that it has made, for whoever must take them off again, before
-        torch.jit.script() say: without them it is only the reading of a parameter that waits.
-
-        Raises:
-            TypeError: a module is of TorchScript, which calls no hooks and reads parameters past torch's functions.
-        """
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise TypeError(f"module {name or 'model'} is of TorchScript, which can't wait: don't prefetch")
-        self.prefetching = True
-        return [handle for module in model.modules() for handle in hook_module(module)]
-
-    def zero_grad(self, set_to_none=True):
-        with torch._C.DisableTorchFunctionSubclass():  # it looks at each param.grad, not at elements
-            super().zero_grad(set_to_none)
-
-
-class AwaitedBucket(SafeBucket):
-    """Attributes:
-        kinds: class of parameters -> their class while they are under way.
-        together: all buckets of the optimizer.
-        is_awaited: whether the parameters have their other class.
-        is_incomplete: an all-gather has failed, of this bucket or of one before.
-    """
-
-    is_awaited = is_incomplete = False
-
-    def partition(self):
-        super().partition()
-        self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
-
-    def start_param_sync(self):
-        """Before they leave: whoever reads one now waits for it."""
-        self.note_new_params()
-        self.stepped = self.params
-        self.is_awaited = True
-        for kind in self.kinds.values():
-            kind.bucket = self
-        for param in self.params:
-            param.__class__ = self.kinds[type(param)]
-        super().start_param_sync()
-
-    def finish_param_sync(self):
-        if self.is_awaited:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter would wait for itself
-                    super().finish_param_sync()
-            except Exception:  # a time-out: who reads later, to load a checkpoint say, needn't be told again
-                for bucket in list(self.together):
-                    bucket.give_up()
-                raise
-            self.release()
-
-    def release(self):
-        for param in self.params:
-            if isinstance(param, Awaited):
-                param.__class__ = type(param).kind
-        for kind in self.kinds.values():
-            kind.bucket = None
-        self.is_awaited = False
-
-    def give_up(self):
-        if self.is_awaited:
-            self.last_param_sync, self.param_sync, self.is_incomplete = self.param_sync, None, True
-            self.release()
 
 
 class Awaited:
@@ -156,12 +76,19 @@ def wait_for(kinds):
             kind.bucket.finish_param_sync()
 
 
+def read_too_early(name):
+    return RuntimeError(f"a gradient has come for parameter {name}, which is still under way: it was read before the "
+                        "last step, or past torch's functions, by a TorchScript model say: call "
+                        "optimizer.finish_param_sync() after step()")
+
+
 def hook_module(module):
     """-> the handle of a new hook, or none: one that another optimizer made, or this one before, serves."""
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)]
-    for hook in hooks:
-        hook.__init__(module)  # a layer may have been replaced since
-    return [] if hooks else [module.register_forward_pre_hook(ModuleHook(module), prepend=True)]
+    for key, hook in module._forward_pre_hooks.items():
+        if isinstance(hook, ModuleHook):
+            module._forward_pre_hooks[key] = ModuleHook(module)  # a layer may have been replaced since
+            return []
+    return [module.register_forward_pre_hook(ModuleHook(module), prepend=True)]
 
 
 class ModuleHook:
@@ -195,3 +122,120 @@ def containers_in(module):
         if type(child).forward is torch.nn.Module.forward:
             yield child._parameters
             yield from containers_in(child)
+
+
+@functools.cache
+def guarded_bucket(core):
+    """-> `core`, the class of a core's buckets or a variant's, with all that is below."""
+    class GuardedBucket(AwaitedBucket, core):
+        pass
+
+    return GuardedBucket
+
+
+class AwaitedBucket:
+    """Attributes:
+        main_grads: parameter -> the gradient of its main parameter.
+        written, versions: what has a counter of writes, each parameter and what this rank has of it, where that is
+            another tensor; and autograd's counts, to see later writes.
+        kinds: class of parameters -> their class while they are under way.
+        unused: parameters that the step leaves alone.
+        together: all buckets of the optimizer.
+        is_awaited: whether the parameters have their other class.
+        is_incomplete: an all-gather has failed, of this bucket or of one before.
+    """
+
+    is_awaited = is_incomplete = False
+    unused = frozenset()
+
+    def tensor_of(self, param):
+        return local(param)
+
+    def move_in(self, flat_params):
+        """Parameters in shared memory, one is enough, take all of their dtype there, and stay views of one storage."""
+        if any(tensor.device.type == "cpu" and tensor.is_shared() for tensor in self.tensors):
+            flat_params.share_memory_()  # and so every view of it: `partition` is called when all have moved in
+        super().move_in(flat_params)
+
+    def partition(self):
+        flat = self.flat_params
+        has_memory = type(flat) is torch.Tensor and not flat.is_meta  # a FakeTensor has none
+        if has_memory and not (flat.device.type == "cpu" and flat.is_shared()):
+            for tensor, view in zip(self.tensors, self.views):
+                tensor.data = torch.from_dlpack(view)  # of the same memory, which it keeps alive
+        super().partition()
+        self.main_grads = {param: main.grad for param, main in self.main_params.items()}
+        self.zero = flat.new_zeros(())
+        self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
+        self.written = list(dict.fromkeys([*self.params, *self.tensors]))
+        self.note_new_params()
+
+    def grads(self):
+        grads = super().grads()
+        for index, grad in enumerate(grads):
+            if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                grads[index] = self.dense(grad, self.params[index], self.tensors[index])
+        return grads
+
+    def dense(self, grad, param, tensor):
+        """A missing gradient is zero, without any memory."""
+        if grad is None:
+            return self.zero.expand_as(tensor)
+        if hasattr(param, "placements"):
+            grad = local(grad.redistribute(placements=param.placements))
+        return grad.to_dense()
+
+    def note_new_params(self, unchanged=()):
+        """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""
+        old = {*unchanged, *map(local, unchanged)} if unchanged else ()
+        torch.autograd.graph.increment_version([one for one in self.written if one not in old] if old else self.written)
+        self.versions = [one._version for one in self.written]
+
+    def take_model_changes(self):
+        """Where somebody has written into the parameters, main_shard follows."""
+        if self.versions != [one._version for one in self.written]:
+            follow(self.parameter.main_shard, self.parameter.shard)
+
+    def moved_params(self):
+        """Those whose `data` somebody has replaced: they are no views of `flat_params` any more."""
+        return [param for param, tensor, view in zip(self.params, self.tensors, self.views)
+                if tensor.data_ptr() != view.data_ptr()]
+
+    def start_param_sync(self):
+        """Before they leave: whoever reads one now waits for it."""
+        self.note_new_params(self.unused)
+        self.is_awaited = True
+        for kind in self.kinds.values():
+            kind.bucket = self
+        for param in self.params:
+            param.__class__ = self.kinds[type(param)]
+        super().start_param_sync()
+
+    def finish_param_sync(self):
+        if self.is_awaited:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter would wait for itself
+                    super().finish_param_sync()
+            except Exception:  # a time-out: who reads later, to load a checkpoint say, needn't be told again
+                for bucket in list(self.together):
+                    bucket.give_up()
+                raise
+            self.release()
+
+    def release(self):
+        for param in self.params:
+            if isinstance(param, Awaited):
+                param.__class__ = type(param).kind
+        for kind in self.kinds.values():
+            kind.bucket = None
+        self.is_awaited = False
+
+    def give_up(self):
+        if self.is_awaited:
+            self.last_param_sync, self.param_sync, self.is_incomplete = self.param_sync, None, True
+            self.release()
+
+    def refuse_incomplete(self):
+        if self.is_incomplete:
+            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
+                               " into the model, and build the optimizer anew")

@@ -1,30 +1,34 @@
-"""The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and a file here each."""
+"""The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and a file here each.
 
-import functools
+In a *round* every bucket leaves once. A backward pass is a round, and what it leaves out leaves as zero when the pass
+ends. Inside no_sync() gradients stay where autograd puts them, and leave in a later round. Before a step the ranks
+agree on which parameters were used and on how many rounds there are. Shown by tests/stages/test_rounds.py,
+tests/stages/test_overlap.py, and tests/stages/test_models.py.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.amp import Scaled
-from guard.clip import Clipped
-from guard.modes import Modes
-from guard.pieces import StateOfPieces
+from guard.groups import all_params, difference_between_ranks, name_of
+from guard.guarded import Guarded
+from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
-from guard.refuse import not_contiguous
-from guard.wrap import Wrapper
+from guard.refuse import refuse_other_layouts
 
-from .agreement import Agreement
-from .awaited import AwaitedBucket, AwaitsReaders
-from .drops import Drops
-from .dtensor import LocalBucket, TensorParallel, local_parts
+from .awaited import Awaited, guarded_bucket, hook_module, read_too_early
+from .drops import forget_arrived, keep_under_way, next_tag
+from .dtensor import local_parts
 from .optimizer import ShardedOptimizer
-from .rounds import Rounds
+from .rounds import MISSING, BackwardPass, Rounds, agree, error_of, what_is_wrong
 
 
-class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Drops, Clipped, Scaled, Modes,
-                           StateOfPieces, Wrapper, ShardedOptimizer):
+class DistributedOptimizer(Guarded, ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
     The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
@@ -51,6 +55,7 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
     """
 
     _probe = staticmethod(check_elementwise)
+    _param_grad_holds = "nothing"  # or what waits for its round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
@@ -59,13 +64,13 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
         of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
+        self._rounds = Rounds()
+        self._hooks: dict = {}  # id of a parameter -> the handle of our hook, and the dict of all its hooks
+        self.bucket_class = guarded_bucket(self.bucket_class)
+        forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **of_core)
         super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
-
-    def bucket_class(self, params, transport):
-        is_spread = any(hasattr(param, "device_mesh") for param in params)
-        return guarded_bucket(super().bucket_class, is_spread)(params, transport)
 
     def _refuse(self, named):
         """Buckets view parameters as flat. -> what of each is on this rank"""
@@ -76,14 +81,202 @@ class DistributedOptimizer(AwaitsReaders, TensorParallel, Agreement, Rounds, Dro
         if self.has_grads:
             raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         here = local_parts(named, self.process_group)
-        for name, tensor in here:
-            if not tensor.is_contiguous():
-                raise not_contiguous(name, tensor)
+        refuse_other_layouts(here)
         return here
 
+    @torch.no_grad()
+    def shard(self, groups):
+        self._shard(super().shard, groups)
+        together = weakref.WeakSet(self.buckets)
+        for bucket in self.buckets:
+            bucket.together = together
+        self.idle[0].transport.tag = next_tag(self.process_group)  # of both buffers
 
-@functools.cache
-def guarded_bucket(core, is_spread):
-    """-> `core`, the class of a core's buckets or a variant's, with what guards add; `is_spread`: of DTensors."""
-    guards = (LocalBucket, AwaitedBucket) if is_spread else (AwaitedBucket,)
-    return type("GuardedBucket", (*guards, core), {})
+    def watch(self, param):
+        handle = hook_gradient(param, self.on_grad_ready, takes=True)
+        self._hooks[id(param)] = handle, param._post_accumulate_grad_hooks
+
+    # ------------------------------------------------------------------------------------------- in the backward pass
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: whole, in `param.grad`, until a backward pass outside or `step`.
+
+        Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
+        """
+        outside, self._rounds.is_accumulating = self._rounds.is_accumulating, True
+        try:
+            yield
+        finally:
+            self._rounds.is_accumulating = outside
+
+    def on_grad_ready(self, param):
+        now = self._rounds
+        now.is_synced = False
+        if isinstance(param, Awaited):
+            raise read_too_early(name_of(param, self.param_groups))
+        if not now.is_accumulating and now.backward_pass() is None:  # this is the first gradient of a pass
+            self._begin_round()
+        if now.is_accumulating or not now.is_open:  # every bucket has left, and it is used again, by a checkpoint say
+            now.waiting.add(id(param))
+            return
+        bucket, (handle, all_hooks) = self.bucket_of[param], self._hooks[id(param)]
+        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
+            # hooks of the user's come later: they see this gradient now, and it leaves with the next one
+            bucket.ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
+            self.send_full_buckets()
+            if now.is_open:
+                bucket.ready.add(param)
+        elif len(bucket.ready) + 1 < len(bucket.params):  # it fills no bucket, so that the core needn't look
+            bucket.ready.add(param)
+        else:
+            super().on_grad_ready(param)
+
+    def _begin_round(self):
+        if self._rounds.is_open:  # of a pass that has failed
+            self._finish_round()
+        self._rounds.begin(BackwardPass(self._end_backward))
+        for bucket in self.buckets:  # nobody waits for those that are frozen
+            bucket.ready.update([param for param in bucket.params if not param.requires_grad])
+
+    def _end_backward(self):
+        """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
+        self._rounds.backward_pass = lambda: None
+        if self._rounds.is_open:
+            self._finish_round()
+
+    def _finish_round(self):
+        for bucket in self.queue:
+            bucket.ready.update(bucket.params)
+        self.send_full_buckets()
+
+    def send_grads(self, bucket):
+        used = [id(param) for param in bucket.params if param.grad is not None]
+        super().send_grads(bucket)
+        self._rounds.has_left(used, is_last=not self.queue)
+
+    # ---------------------------------------------------------------------------------------------------- in the step
+
+    @property
+    def has_grads(self):
+        """Whether this rank is between backward() and step()."""
+        return self._rounds.has_grads()
+
+    @property
+    def _grads_elsewhere(self):
+        return self._rounds.went_backward
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        """Average the gradients: each rank receives its shards. Idempotent; `step` calls it too. Collective.
+
+        Raises:
+            RuntimeError: a parameter received no gradient, or one was assigned when that of the backward pass had left,
+                or its `data` was replaced; on every rank, except after `clip_grad_norm_`, when the ranks have agreed
+                already: then on the rank where that is so. Or the parameter groups of the ranks differ, in lr say.
+        """
+        for bucket in self.buckets:
+            bucket.refuse_incomplete()
+        wrong = self._agree()
+        difference = self._rounds.settings_differ and difference_between_ranks(self.param_groups, self.process_group)
+        if difference:
+            self.zero_grad()
+            raise RuntimeError(difference)
+        worst = max(wrong)
+        if worst and not (worst == MISSING and self.find_unused_parameters):
+            self.zero_grad()
+            raise error_of(worst, wrong, self.param_groups)
+        self.sync_grads()
+
+    def _agree(self):
+        """Let every gradient leave, and finish as many rounds on each rank. -> see `what_is_wrong`"""
+        now, params = self._rounds, all_params(self)
+        wrong = what_is_wrong(now, params, self.buckets)
+        if now.is_synced:  # the other ranks have gone on: there is nobody to agree with
+            return wrong
+        if self.rank < 0:
+            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
+        if now.is_open or not now.n:
+            self._finish_round()
+        used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self.process_group)
+        while now.n < n_rounds:  # of what no_sync() has kept here, or of what another rank has
+            self._finish_round()
+        self._leave_out({param for param, use in zip(params, used) if not use})
+        now.is_synced = True
+        return wrong
+
+    def _leave_out(self, unused):
+        """Those that no rank has used are not stepped: their main parameters have no gradient."""
+        for param in self._rounds.unused | unused:
+            bucket = self.bucket_of[param]
+            if param in bucket.main_params:
+                bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
+        for bucket in self.buckets:
+            bucket.unused = unused
+        self._rounds.unused = unused
+
+    def _take_model_changes(self):
+        for bucket in self.buckets:
+            bucket.finish_param_sync()
+            bucket.take_model_changes()
+
+    def sync_params(self):
+        try:
+            super().sync_params()
+        finally:
+            self._start_accumulation()
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        """Forget the gradients, those that have left too, of which `model.zero_grad()` doesn't know.
+
+        They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective after a backward
+        pass, which every rank must have had then: what has begun must end, on all of them. A pass that failed before
+        its first gradient is none: where that happens on some ranks only, the others wait for them.
+        """
+        if self._rounds.waiting or self._rounds.went_backward:
+            self._agree()
+        self._start_accumulation()
+        with torch._C.DisableTorchFunctionSubclass():  # it looks at each param.grad, not at elements
+            super().zero_grad(set_to_none)
+
+    def _start_accumulation(self):
+        self._leave_out(set())
+        self._rounds.start()
+
+    # ----------------------------------------------------------------------------------------- parameters, and the end
+
+    def prefetch_params(self, model: torch.nn.Module) -> list:
+        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
+
+        Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
+        other streams read parameters, call `finish_param_sync()` right after `step`.
+
+        Returns the handles of the hooks that it has made, for whoever must take them off again.
+        """
+        self.prefetching = True
+        return [handle for module in model.modules() for handle in hook_module(module)]
+
+    def _owned_ranges(self):
+        for bucket in self.buckets:
+            for r in bucket.ranges:
+                param = bucket.params[r.index]
+                yield param, r.start, r.stop, bucket.main_params[param]
+
+    @property
+    def bucket_buffer_bytes(self):
+        """Bytes of the buffers that gradients travel in."""
+        buffers = [*self.idle, *self.travelling]
+        return sum(memory.nbytes for buffer in buffers for memory in {buffer.sent, buffer.received})
+
+    def move_to(self, process_group):
+        """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
+        for handle, _ in self._hooks.values():
+            handle.remove()
+        for owned in (self._hooks, self.bucket_of, self.buckets, self.queue, self.idle):
+            owned.clear()
+        self._move_to(process_group)
+
+    def __del__(self):
+        if "buckets" in self.__dict__:
+            keep_under_way(self.travelling, self.buckets)

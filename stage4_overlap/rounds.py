@@ -1,23 +1,26 @@
-"""For whoever accumulates, freezes layers, or goes backward in parts: in a backward pass.
+"""Whether gradients have left, in which backward pass, and what the ranks agree on before a step, in one all-reduce.
 
-In a *round* every bucket leaves once. A backward pass is a round, and what it leaves out leaves as zero when the pass
-ends. Inside no_sync() gradients stay where autograd puts them, and leave in a later round. Shown by
-tests/stages/test_rounds.py.
+Which parameters were used, where a batch doesn't use all of them (experts, heads, skipped layers), on how many rounds
+there are, and on whether something is wrong with a gradient. Shown by tests/stages/test_rounds.py, and
+tests/stages/test_overlap.py, `test_unused_parameters_like_ddp`.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
-from guard.groups import name_of
+from guard.groups import checksum_of, named_params
+from guard.refuse import data_replaced
 
-from .awaited import Awaited
+# What can be wrong with a gradient; 0: nothing. The ranks agree on the largest.
+MISSING = 1
+LATE = 2  # it was assigned when that of the backward pass had left
+MOVED = 3  # its parameter has other memory than this optimizer steps
 
 
-class Round:
-    """What has happened since the last step. One object, for whoever wraps the optimizer sees it, too.
+class Rounds:
+    """Since the last step. One object, for whoever wraps the optimizer sees it, too.
 
     Attributes:
         n, is_open: how many rounds have ended, and whether a backward pass has begun one that hasn't.
@@ -32,89 +35,31 @@ class Round:
         is_accumulating: inside no_sync.
     """
 
-    is_accumulating = False
-
     def __init__(self):
+        self.is_accumulating, self.unused = False, set()
+        self.start()
+
+    def start(self):
+        """Count anew, after a step."""
         self.n, self.is_open, self.went_backward = 0, False, False
-        self.used, self.waiting, self.unused = set(), set(), set()
+        self.used, self.waiting = set(), set()
         self.settings_differ = self.is_synced = False
         self.backward_pass = lambda: None
 
-
-class Rounds:
-    _param_grad_holds = "nothing"  # or what waits for its round
-
-    def _prepare(self, *args, **kwargs):
-        self._round = Round()
-        return super()._prepare(*args, **kwargs)
-
-    @property
     def has_grads(self):
-        """Whether this rank is between backward() and step()."""
-        return bool(self._round.waiting or self._round.n or self._round.is_open)
+        return bool(self.waiting or self.n or self.is_open)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: whole, in `param.grad`, until a backward pass outside or `step`.
+    def begin(self, backward_pass):
+        self.backward_pass = weakref.ref(backward_pass)
+        self.is_open = self.went_backward = True
 
-        Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
-        """
-        outside, self._round.is_accumulating = self._round.is_accumulating, True
-        try:
-            yield
-        finally:
-            self._round.is_accumulating = outside
-
-    def on_grad_ready(self, param):
-        now = self._round
-        now.is_synced = False
-        if isinstance(param, Awaited):
-            raise RuntimeError(f"a gradient has come for parameter {name_of(param, self.param_groups)}, which is still "
-                               "under way: it was read before the last step, or past torch's functions, by a "
-                               "TorchScript model say: call optimizer.finish_param_sync() after step()")
-        if now.is_accumulating:
-            now.waiting.add(id(param))
-            return
-        if now.backward_pass() is None:  # this is the first gradient of a pass
-            self._begin_round()
-        if not now.is_open:  # every bucket has left: what is used again, by a checkpoint, waits for the next round
-            now.waiting.add(id(param))
-            return
-        handle, all_hooks = self._hooks[id(param)]
-        if len(all_hooks) == 1 or next(reversed(all_hooks)) == handle.id:
-            super().on_grad_ready(param)
-        else:  # hooks of the user's come later: they see this gradient now, and it leaves with the next one
-            self.bucket_of[param].ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
-            self.send_full_buckets()
-            if now.is_open:
-                self.bucket_of[param].ready.add(param)
-
-    def _begin_round(self):
-        self._end_backward()  # of the pass before, if that has failed
-        self._round.backward_pass = weakref.ref(BackwardPass(self._end_backward))
-        self._round.is_open = self._round.went_backward = True
-        for bucket in self.buckets:  # nobody waits for those that are frozen
-            bucket.ready.update([param for param in bucket.params if not param.requires_grad])
-
-    def _end_backward(self):
-        """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
-        self._round.backward_pass = lambda: None
-        if self._round.is_open:
-            self._finish_round()
-
-    def _finish_round(self):
-        for bucket in self.queue:
-            bucket.ready.update(bucket.params)
-        self.send_full_buckets()
-
-    def send_grads(self, bucket):
-        used = [id(param) for param in bucket.params if param.grad is not None]
-        super().send_grads(bucket)
-        self._round.used.update(used)
-        self._round.waiting.difference_update(used)
-        if not self.queue:  # that was the last one
-            self._round.is_open = False
-            self._round.n += 1
+    def has_left(self, used, is_last):
+        """A bucket has; `used`: ids of those of its parameters that had a gradient."""
+        self.used.update(used)
+        self.waiting.difference_update(used)
+        if is_last:
+            self.is_open = False
+            self.n += 1
 
 
 class BackwardPass:
@@ -139,3 +84,44 @@ class BackwardPass:
             self.at_end()
         else:
             self.handle = node.register_hook(self._queue)
+
+
+def what_is_wrong(now, params, buckets):
+    """-> for each of `params`: LATE, MOVED or 0, on this rank; once the ranks have agreed: MISSING too, on any."""
+    by_autograd = now.waiting.union(*[map(id, bucket.ready) for bucket in buckets])
+    assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # by a user
+    late = assigned if now.is_synced else assigned & now.used
+    moved = {id(param) for bucket in buckets for param in bucket.moved_params()}
+    if not late and not moved:
+        return [0] * len(params)
+    return [MOVED if id(param) in moved else LATE if id(param) in late else 0 for param in params]
+
+
+def agree(now, params, wrong, groups, process_group):
+    """Collective. -> for each of `params` whether any rank has used it, and what is wrong; and the number of rounds.
+
+    A gradient that is kept, by no_sync() say, leaves in a round of its own.
+    """
+    kept = [param.grad is not None for param in params]
+    used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
+    wrong = [what or (MISSING if not is_used and param.requires_grad else 0)
+             for param, is_used, what in zip(params, used, wrong)]
+    checksum = checksum_of(groups)  # they agree if the largest is the smallest
+    report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
+    report = torch.tensor(report, dtype=torch.int32).to(params[0].device)
+    dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
+    *of_params, now.went_backward, n_rounds, largest, minus_smallest = report.tolist()
+    now.settings_differ = largest != -minus_smallest
+    return of_params[: len(params)], of_params[len(params) :], n_rounds
+
+
+def error_of(worst, wrong, groups):
+    names = [name for (name, _), what in zip(named_params(groups), wrong) if what == worst]
+    if worst == MOVED:
+        return data_replaced(names[0])
+    if worst == LATE:
+        return RuntimeError(f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too "
+                            "late, go backward in no_sync(), and take DDP off the model")
+    return RuntimeError(f"no gradient on some rank for parameter {', '.join(names[:9])}"
+                        f"{' and others' * (len(names) > 9)}: call backward() before step(), use it in the loss, "
+                        "freeze it with requires_grad_(False), or pass find_unused_parameters=True")

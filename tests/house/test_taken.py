@@ -14,7 +14,7 @@ from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of
 
-OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "no_sync", "train", "eval"}
+OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "no_sync"}
 OF_CHECKPOINT = {"pieces", "make_optimizer", "pass_on_hyperparameters", "refuse_different_settings", "has_grads"}
 MORE = {
     "stage1_naive_broadcast": {"average_gradients"},

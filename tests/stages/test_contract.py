@@ -317,6 +317,24 @@ def test_clipping_equals_torch_on_the_whole_model(rank, stage):
                 clip(rank, stage, norm_type, max_norm)
 
 
+@on_ranks
+def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked(rank, stage):
+    """Of the last rank's gradient, on every rank. The step can be given up, and the next one is as without it."""
+    pair = Pair(rank, stage)
+    for value in (torch.nan, torch.inf):
+        factor = value if rank.rank == rank.world_size - 1 else 1.0
+        (loss_of(pair.model, *batch(0, rank.rank, device=rank.device)) * factor).backward()
+        with pytest.raises(RuntimeError, match="the norm of all gradients is (nan|inf): zero_grad"):
+            pair.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert not pair.optimizer.clip_grad_norm_(1.0).isfinite()
+        pair.optimizer.zero_grad()
+    backward(pair.model, rank, 1)
+    assert pair.optimizer.clip_grad_norm_(1e6, error_if_nonfinite=True).isfinite()
+    pair.optimizer.step()
+    pair.replicated.step(1)
+    pair.assert_same()
+
+
 # ------------------------------------------------------------------------------------------------------------- state
 
 

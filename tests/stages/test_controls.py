@@ -7,6 +7,7 @@ import torch
 
 import stage1_naive_broadcast
 import stage2_allgather
+from guard.guarded import mean_loss
 from tests.stages import test_contract, test_drawn
 
 
@@ -15,7 +16,7 @@ class Noop(stage1_naive_broadcast.DistributedOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        return self._closure_loss(closure) if closure else None
+        return mean_loss(self, closure) if closure else None
 
 
 class Unsharded(stage1_naive_broadcast.DistributedOptimizer):
@@ -26,7 +27,7 @@ class Unsharded(stage1_naive_broadcast.DistributedOptimizer):
         super().shard(groups)
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own["params"] = list(group["params"])
-        self._elsewhere = frozenset()  # or the guard would show nothing of them
+        self.state.elsewhere = frozenset()  # or the guard would show nothing of them
 
 
 class SkipsOne(stage2_allgather.DistributedOptimizer):

@@ -268,20 +268,6 @@ class CountsCalls(Plain):
                 param.copy_(slow.lerp_(param, 0.5))
 
 
-class WantsTrainMode(Plain):
-    """schedulefree: step() wants train() before."""
-
-    training = False
-
-    def train(self):
-        self.training = True
-
-    def step(self, closure=None):
-        if not self.training:
-            raise Exception("Optimizer was not in train mode when step is called")
-        super().step()
-
-
 class SeenAnything(Plain):
     """torch's fused SGD: an attribute says whether it has stepped yet. A rank may own nothing."""
 
@@ -313,11 +299,21 @@ def test_an_optimizer_that_matches_plain_training_is_taken(run, stage, optimizer
     run(equals_plain, stage, optimizer_cls)
 
 
-def test_an_optimizer_with_modes_is_tried_in_its_train_mode(stage):
-    build(stage, WantsTrainMode)
-
-
 # ------------------------------------------------------------------------------------------------------ errors in there
+
+
+class WantsTrainMode(Plain):
+    """schedulefree: step() wants train() before."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def step(self, closure=None):
+        if not self.training:
+            raise Exception("Optimizer was not in train mode when step is called")
+        super().step()
 
 
 class Fails(Plain):
@@ -328,6 +324,7 @@ class Fails(Plain):
 @pytest.mark.parametrize("optimizer_cls, error", [
     (Fails, r"Fails fails in a trial on tensors of .*: KeyError: 'momentum_buffer'"),
     (torch.optim.LBFGS, "LBFGS fails in a trial .*missing 1 required positional argument: 'closure'"),
+    (WantsTrainMode, "WantsTrainMode fails in a trial .*: Exception: Optimizer was not in train mode"),
     (torch.optim.SparseAdam, "SparseAdam fails in a trial .*SparseAdam does not support dense gradients"),
 ])
 def test_an_error_inside_the_trial_is_shown(stage, optimizer_cls, error):

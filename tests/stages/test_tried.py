@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from guard import wrap
-from guard.tried import NEWEST, warn_of_an_untried_torch
+from guard import guarded
+from guard.refuse import NEWEST, warn_of_an_untried_torch
 from tests.common import one_rank_of, optimizer_of
 from tests.ranks import ROOT
 
@@ -44,7 +44,7 @@ def test_the_newest_that_was_tried_is_the_one_of_ci_and_of_pyproject():
 
 
 def test_whoever_builds_an_optimizer_is_warned(stage, monkeypatch):
-    monkeypatch.setattr(wrap, "warn_of_an_untried_torch", functools.partial(warn_of_an_untried_torch, "2.15.0"))
+    monkeypatch.setattr(guarded, "warn_of_an_untried_torch", functools.partial(warn_of_an_untried_torch, "2.15.0"))
     monkeypatch.delenv("RANK", raising=False)
     warn_of_an_untried_torch.cache_clear()
     with one_rank_of(2), pytest.warns(UserWarning, match="2.15.0 is newer") as told:

@@ -1,33 +1,59 @@
-"""For whoever has gradients that are missing on some ranks, sparse or laid out otherwise, clips them, or has DDP.
+"""Stages 1 and 2, where a rank steps whole parameters: all that is around those two cores.
 
-Of stages 1 and 2. A parameter that a rank doesn't use counts as zero there; one that no rank uses keeps None, and isn't
-stepped. Shown by tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters` and
-`test_beneath_ddp`, and tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
+Gradients may be missing on some ranks, sparse, or laid out otherwise, and beneath DDP they are averaged already. A
+parameter that a rank doesn't use counts as zero there; one that no rank uses keeps None, and isn't stepped. Shown by
+tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters` and `test_beneath_ddp`, and
+tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import ParamsT
 
 from .groups import all_params
+from .guarded import Guarded
 from .hooks import hook_gradient
+from .probe import check_one_by_one
+from .refuse import refuse_dtensors, refuse_mixed_dtypes
 
 
-class AnyGrads:
+class OfWholeParams(Guarded):
+    average: Callable[..., Any]  # of the core
+    _probe = staticmethod(check_one_by_one)
+    has_grads = _grads_elsewhere = False
     _grads_synced = False  # whether param.grad holds the average already
+
+    def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+                 process_group: dist.ProcessGroup | None = None, average_gradients: bool = True,
+                 **optimizer_kwargs: Any) -> None:
+        self.average_gradients = average_gradients
+        groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
+                               average_gradients=average_gradients)
+        super().__init__(groups, optimizer_cls, process_group=process_group, **optimizer_kwargs)
+
+    def _refuse(self, named):
+        """One flat tensor holds all gradients. -> `named`"""
+        refuse_dtensors(named)
+        refuse_mixed_dtypes(named)
+        return named
 
     @torch.no_grad()
     def shard(self, groups):
-        super().shard(groups)
+        self._shard(super().shard, groups)
         self._grads_synced = False  # what the new ones have in param.grad is local
         for group in groups:
             for param in group["params"]:
                 hook_gradient(param, self._on_grad_ready)
 
+    def _on_grad_ready(self, param):
+        self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
+
     @property
     def _param_grad_holds(self):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
-
-    def _on_grad_ready(self, param):
-        self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
@@ -47,11 +73,18 @@ class AnyGrads:
                 param.grad = grad
         self._grads_synced = True
 
+    def _total_norm(self, norm_type):
+        """Each rank has all of them."""
+        return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
+
+    def _averaged_params(self):
+        return all_params(self)
+
+    def _take_model_changes(self):
+        """What is stepped are the model's own parameters."""
+
     def sync_params(self):
         super().sync_params()
-        self._grads_synced = False
-
-    def _skip_step(self):
         self._grads_synced = False
 
     def zero_grad(self, set_to_none=True):
@@ -63,12 +96,8 @@ class AnyGrads:
         super().zero_grad(set_to_none)
         self._grads_synced = False
 
-    def _averaged_params(self):
-        return all_params(self)
-
-    def _total_norm(self, norm_type):
-        """Each rank has all of them."""
-        return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
+    def _owned_ranges(self):
+        return [(param, 0, param.numel(), param) for param in all_params(self.optimizer)]
 
 
 def dense_grad(param):

@@ -1,0 +1,268 @@
+"""What every stage's DistributedOptimizer does around its core, in this order.
+
+The class of a stage, in its `distributed.py`, has what differs. What it writes anew replaces what is here: super() in
+either of the two is the core. It has:
+
+    _refuse(named), _probe(make_optimizer, groups)   raise what the stage can't train
+    _owned_ranges()             what `pieces` returns
+    _take_model_changes()       main parameters follow what others wrote into the model
+    has_grads                   whether this rank is between backward() and step()
+    _grads_elsewhere            whether there were gradients that are not in param.grad
+    _param_grad_holds           what torch's clipping would find there, for guard/scaling.py; also a buffer's
+
+Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
+"""
+
+import contextlib
+import functools
+import numbers
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, param_ids
+from .hooks import without_global_hooks
+from .refuse import agree, checked_groups, refuse_edited, warn_of_an_untried_torch
+from .scaling import found_inf, total_norm, watch_torchs_clipping
+from .states import ByParameter, state_for_rank, state_of_rank
+
+
+class Guarded(torch.optim.Optimizer):
+    optimizer: torch.optim.Optimizer  # of the core: steps what this rank owns
+    shard: Callable[..., Any]
+    step_own: Callable[..., Any]
+    sync_params: Callable[..., Any]
+    finish_grad_sync: Callable[[], None]
+    _refuse: Callable[..., Any]
+    _probe: Callable[..., Any]
+    _owned_ranges: Callable[..., Any]
+    _take_model_changes: Callable[[], None]
+
+    if TYPE_CHECKING:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """The core's."""
+
+    _itself: Any  # function () -> the optimizer, weakly
+    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+    _known_params: Any = None  # param_ids() of what has been sharded; None while torch's constructor runs
+    _states: Any = None  # a ByParameter, from then on
+
+    def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
+        """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
+        warn_of_an_untried_torch()
+        watch_torchs_clipping()
+        self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
+        self.process_group = process_group
+        groups = self._checked(params, settings={"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs})
+        self._join(process_group)
+        return groups
+
+    def _join(self, process_group):
+        self.process_group = process_group
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)  # -1: in none
+
+    def _checked(self, params, existing=(), settings=None):
+        groups = checked_groups(params, self.process_group, existing, refuse=self._refuse, settings=settings)
+        self._probe(self.make_optimizer, groups)
+        return groups
+
+    @torch.no_grad()
+    def add_param_group(self, param_group):
+        """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
+        if self._known_params is None:
+            return super().add_param_group(param_group)
+        (param_group,) = self._checked([param_group], self.param_groups)
+        super().add_param_group(param_group)
+        self.shard(self.param_groups[-1:])
+
+    def _shard(self, by_core, groups):
+        """By the core's `shard`; and note what is this rank's now."""
+        n_before = len(self.optimizer.param_groups)
+        if any(group["params"] for group in groups):
+            by_core(groups)
+        else:  # added empty, by a split into what decays and what doesn't say
+            for group in groups:
+                self.optimizer.add_param_group({**hyperparameters(group), "params": []})
+        for group in self.optimizer.param_groups[n_before:]:
+            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's, which torch < 2.13 lacks
+        # autograd saw nothing of the broadcast: a graph that has read the old values is refused
+        torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
+        self._note_shards()
+
+    def _move_to(self, process_group):
+        """When the shards are given up: take those of this rank's place in `process_group`, without state."""
+        self.optimizer.param_groups.clear()
+        self.optimizer.state.clear()
+        self._join(process_group)
+        if self.rank >= 0:
+            self.shard(self.param_groups)
+        else:
+            self._note_shards()
+
+    def _note_shards(self):
+        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
+        self._known_params = param_ids(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure=None, *, grad_scaler=None):
+        """Average the gradients, step what this rank owns, bring every rank's parameters to all. Collective.
+
+        Returns the loss of `closure`, averaged over the ranks; what is no number or tensor, as it is; or None.
+        torch.amp.GradScaler.step passes itself in, as `grad_scaler`: an inf or nan on any rank makes every rank skip
+        the step, and lower its scale.
+
+        Raises:
+            RuntimeError: the parameters in `param_groups` are not those that were added; or what `finish_grad_sync`
+                raises.
+        """
+        refuse_edited(self.param_groups, self._known_params)
+        loss = None if closure is None else mean_loss(self, closure)
+        self.finish_grad_sync()
+        if grad_scaler is not None and found_inf(self, grad_scaler):
+            self.zero_grad()  # model.zero_grad() knows nothing of an inf that is elsewhere
+            return loss
+        self._states.refuse_whole(self.param_groups)
+        self._take_model_changes()
+        with without_global_hooks():  # the phases of the core's step
+            self.step_own()
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some count steps there
+        self.sync_params()
+        return loss
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients without communication. In stages 1 to 3 nothing travels before `step` anyway."""
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
+                        error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
+
+        Returns the norm before clipping, a scalar tensor.
+
+        Raises:
+            RuntimeError: that norm is nan or inf, and `error_if_nonfinite`; on every rank, before gradients change.
+        """
+        self.finish_grad_sync()
+        norm = self._total_norm(norm_type)
+        if error_if_nonfinite and not norm.isfinite():  # the same on every rank
+            raise RuntimeError(f"the norm of all gradients is {norm.item()}: zero_grad() gives this step up")
+        torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, norm)
+        return norm
+
+    def _total_norm(self, norm_type):
+        return total_norm(self, norm_type)
+
+    def _averaged_params(self):
+        """-> those whose averaged gradients this rank has."""
+        return all_params(self.optimizer)
+
+    def pieces(self):
+        """-> [(param, start, stop, main), …]: this rank steps flat elements start to stop of `param`, as `main`."""
+        with torch.no_grad():
+            self._take_model_changes()
+        return list(self._owned_ranges())
+
+    @property
+    def state(self):
+        """By parameter what this rank steps of it: in stages 3 and 4 flat pieces; nothing of one on other ranks.
+
+        A dict that is assigned is copied.
+        """
+        return self._states
+
+    @state.setter
+    def state(self, state):
+        if self._states is not None:  # torch's constructor sets it, too
+            self._states.replace(state)
+
+    def state_dict(self):
+        """This rank's part of the state, without communication: to be loaded on the same rank of as many.
+
+        Parameters have names that say which part of which one this is. `checkpoint.full_state_dict` has the whole.
+
+        Raises:
+            ValueError: somebody has put into `state` what is of no tensor that this rank steps.
+        """
+        self.pass_on_hyperparameters()
+        return state_of_rank(self)
+
+    def load_state_dict(self, state_dict):
+        """Take over what `state_dict` returned on this rank. Collective.
+
+        Raises:
+            ValueError: on any rank it was made by another rank, on another number of ranks, or with other shards, or
+                its state is none of this optimizer; nothing is changed.
+        """
+        parts, error = [], None
+        try:
+            parts, state_dict = state_for_rank(self, state_dict)
+        except ValueError as refusal:
+            error = refusal
+        agree(error, [], self.process_group, all_params(self)[0].device)
+        for main, saved in parts:
+            main.copy_(saved)
+        self.optimizer.load_state_dict(state_dict)
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
+
+    def pass_on_hyperparameters(self):
+        copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
+
+    def refuse_different_settings(self):
+        """RuntimeError on every rank if the parameter groups of the ranks differ. Collective, before a save say."""
+        difference = difference_between_ranks(self.param_groups, self.process_group)
+        if difference:
+            raise RuntimeError(difference)
+
+    def __getstate__(self):
+        raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
+
+    # Lightning and Fabric wrap the optimizer in an object of a class made of theirs and of ours. Methods of ours would
+    # run with the wrapper as `self`, what they assign would stay there, and `self.optimizer` is the one that is
+    # wrapped, not the inner one. So what such a class has of ours is the optimizer's: tests/stages/test_wrappers.py.
+
+    def __new__(cls, *args, **kwargs):
+        for kind in cls.__mro__:
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, OfTheOptimizer):  # it is built like any optimizer: the other base is no wrapper
+                    delattr(kind, name)
+        optimizer = super().__new__(cls)
+        optimizer._itself = weakref.ref(optimizer)  # wrappers hand attributes on, or copy them
+        return optimizer
+
+    def __init_subclass__(cls, **kwargs):
+        """Where ours stands behind another base, `cls` may be a wrapper's."""
+        super().__init_subclass__(**kwargs)
+        for ours in cls.__bases__[1:]:
+            if issubclass(ours, Guarded):
+                for name in dir(ours):
+                    if not name.startswith("__") and getattr(cls, name) is getattr(ours, name):
+                        setattr(cls, name, OfTheOptimizer(ours, name))
+
+
+def mean_loss(optimizer, closure):
+    with torch.enable_grad():
+        loss = closure()
+    if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
+        return loss  # None, or a dict of losses say, as it is
+    if hasattr(loss, "full_tensor"):  # a DTensor, maybe of partial sums
+        loss = loss.full_tensor()
+    loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
+    dist.all_reduce(loss, group=optimizer.process_group)
+    return loss / dist.get_world_size(optimizer.process_group)
+
+
+class OfTheOptimizer:
+    """An attribute of a wrapper: that of the optimizer itself."""
+
+    def __init__(self, ours, name):
+        self.ours, self.name = ours, name
+
+    def __get__(self, wrapper, _=None):
+        return getattr(self.ours if wrapper is None else wrapper._itself(), self.name)
+
+    def __set__(self, wrapper, value):
+        setattr(wrapper._itself(), self.name, value)

@@ -1,0 +1,100 @@
+"""Averaged gradients are scaled: clipped, or unscaled for torch.amp.GradScaler.
+
+Each rank has a part of them. The norm is that of the whole model, an inf on any rank makes all of them skip the step,
+and what looks into `param.grad` itself is refused, for it finds no gradient there, or this rank's own: torch.nn.utils'
+clipping, as Trainer, accelerate, Lightning and many a loop do, and GradScaler.unscale_(). Shown by
+tests/stages/test_contract.py, `test_clipping_equals_torch_on_the_whole_model`, tests/stages/test_users.py,
+`test_torchs_clipping_is_refused`, tests/stages/test_dtypes.py, `test_unscale_that_sees_no_gradient_is_refused`, and of
+DTensors by tests/stages/test_dtensor.py.
+"""
+
+import functools
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
+
+from .groups import all_params, spread_over
+
+# GradScaler must be told of an inf that another rank has found; that it passes itself to `step` is the only way so far.
+warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
+
+
+def total_norm(optimizer, norm_type):
+    """-> the norm of the averaged gradients, a scalar tensor: each element counts once. Collective."""
+    params = all_params(optimizer)
+    dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
+    grads = {spread_over(param): [] for param in params}  # by process groups; the same on every rank
+    for param, main in optimizer.state.main_param.items():
+        if main.grad is not None:
+            grads[spread_over(param)].append(main.grad)
+    norms = []
+    for groups, part in grads.items():
+        norm = torch.nn.utils.get_total_norm(part, norm_type).to(params[0].device, dtype)
+        for group in (optimizer.process_group, *groups):
+            norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
+        norms.append(norm)
+    norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    for group in dict.fromkeys(group for groups in grads for group in groups):
+        norm = gather_scalar(norm, group).max()  # shards of unlike sizes round otherwise: copies would drift apart
+    return norm
+
+
+def gather_scalar(scalar, group):
+    """-> that of each rank, (d,). Not reduced on the way: a collective's MAX may lose a nan."""
+    everyone = scalar.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(everyone, scalar.view(1), group=group)
+    return everyone
+
+
+def found_inf(optimizer, grad_scaler):
+    """Unscale the gradients that this rank steps. Collective. -> whether any rank found an inf or nan in its own."""
+    state, scale = grad_scaler._per_optimizer_states[id(optimizer)], grad_scaler._get_scale_async()
+    unscaled = state["stage"] is OptState.UNSCALED
+    if unscaled and optimizer._grads_elsewhere:
+        raise RuntimeError("GradScaler.unscale_() looks into param.grad, and gradients were elsewhere: call "
+                           "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()")
+    grads = [param.grad for param in all_params(optimizer.optimizer) if param.grad is not None]
+    found = torch.zeros_like(scale)
+    for before in state["found_inf_per_device"].values():  # by unscale_(): gradients may have been mended since
+        found += before.to(found.device)
+    if grads:
+        factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+    others = [group for param in all_params(optimizer) for group in spread_over(param)]
+    for group in dict.fromkeys([optimizer.process_group, *others]):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    state["found_inf_per_device"] = {found.device: found}  # where GradScaler.update() looks
+    return found.item() > 0
+
+
+def refusing(clip):
+    """-> `clip`, a function of torch.nn.utils, which refuses gradients that it can't see whole.
+
+    The owner of a hook of ours says what `param.grad` holds: "averages"; "own", of this rank; or "nothing".
+    """
+    @functools.wraps(clip)
+    def clip_or_refuse(parameters, *args, **kwargs):
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for param in parameters:
+            holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
+                     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
+            finds_none = "nothing" in holds and param.grad is None and param.requires_grad
+            finds_own = holds & {"own", "nothing"} and param.grad is not None and clip.__name__ == "clip_grad_norm_"
+            if finds_none or finds_own:
+                what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
+                raise RuntimeError(f"torch.nn.utils.{clip.__name__}() finds {what} in param.grad: call "
+                                   "clip_grad_norm_(max_norm) of the DistributedOptimizer")
+        return clip(parameters, *args, **kwargs)
+
+    clip_or_refuse.is_watched = True
+    return clip_or_refuse
+
+
+def watch_torchs_clipping():
+    """When the first optimizer is built: from then on the functions of torch ask whose gradients they are given."""
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        clip = getattr(torch.nn.utils, name)
+        if not hasattr(clip, "is_watched"):
+            setattr(torch.nn.utils, name, refusing(clip))
