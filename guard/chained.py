@@ -9,7 +9,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from .clip import gather_scalar
+from .scaling import gather_scalar
 
 
 class Chained:
