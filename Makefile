@@ -143,7 +143,7 @@ diff:
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[test]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[test,report]'
 	touch $@
 
 .venv/.tools: .venv/.installed

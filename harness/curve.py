@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import command_line, pictures, processes, tables
+from harness import command_line, processes, tables
 from harness import results as saved
 from harness.results import Result
 from harness.two_hosts import CURVE, bits_per_second
@@ -69,7 +69,7 @@ def main():
             process.wait()
         if code:
             sys.exit(code)
-    tables.print_sheets([pictures.sheet(measured(args.json))])
+    tables.print_sheets([tables.curve_sheet(measured(args.json))])
 
 
 if __name__ == "__main__":

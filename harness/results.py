@@ -456,14 +456,14 @@ class PlanConditions:
     latency_in_node: float
     latency_between: float
     backend: str
-    trees: bool
 
 
 @kept
 class PlanRow(OfChoice):
     """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step.
 
-    `in_rings_ms`, `in_trees_ms`: what a micro-batch takes where reduce-scatters and all-gathers go so."""
+    `ms`: of a micro-batch, by number of ranks. `once_ms`, `each_ms`: of one of eight, with one exchange a step, or with
+    one each."""
     base: str
     bucket_mb: float | None
     formula: str
@@ -473,8 +473,9 @@ class PlanRow(OfChoice):
     fits_from: int  # number of ranks from which on it fits; 0: with none
     bytes_per_param: dict[int, float]
     bytes_per_param_theory: dict[int, float]
-    in_rings_ms: float
-    in_trees_ms: float
+    ms: dict[int, float]
+    once_ms: float
+    each_ms: float
     step: RecordedStep
 
 
@@ -483,32 +484,23 @@ class PlanSize(OfChoice):
     """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
     base: str
     bucket_mb: float | None
-    in_rings_ms: float
-    in_trees_ms: float
+    ms: float
     peak: float
     is_bucket: bool
 
 
 @kept
 class ModelledRun(OfChoice):
-    """Of a step, or of a micro-batch where a step has several. `where`: file and rate of the run."""
+    """Of a step. `where`: the rate of the line between the two hosts."""
     where: str
     base: str
     bucket_mb: float | None
     measured_ms: float
     modelled_ms: float
-    micro_batches: int | None = None
-    exchange_each: bool = False
 
     @property
     def error(self):
         return self.modelled_ms / self.measured_ms - 1
-
-    @property
-    def label(self):
-        if self.micro_batches is None:
-            return self.name
-        return f"{self.name}, {self.micro_batches} x {'each' if self.exchange_each else 'once'}"
 
 
 @kept
@@ -528,19 +520,11 @@ class PublishedRun:
 
 
 @kept
-class CurveLine:
-    """Modelled for two hosts: (bits a second, time of a step over that of computing alone)."""
-    base: str
-    points: list[tuple[float, float]]
-
-
-@kept
 class Check:
     """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
     two_hosts: list[ModelledRun]
     hardware: list[tuple[float, float]]
     published: list[PublishedRun]
-    curve: list[CurveLine] = field(default_factory=list)
 
 
 @kept
@@ -548,7 +532,6 @@ class PlanResult:
     conditions: PlanConditions
     rows: list[PlanRow]
     sizes: list[PlanSize]
-    advice: list[str] = field(default_factory=list)
     check: Check | None = None
 
 
@@ -739,7 +722,7 @@ def check_whole(result, name):
         raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
 
 
-PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',
+PLANS = {"plan.json": ' ARGS="--check --json results/plan.json"',
          "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"'}
 
 

@@ -319,6 +319,62 @@ def line_sheet(result):
             "the step ends."] if result.timed("compute + bytes") else []), *failures(result.rows)])
 
 
+# ---------------------------------------------------------------------------------------------------------------- curve
+# What overlap is worth at every line: time of a step over that of computing alone, by the rate of the line.
+
+
+ALONE, TUNED = "compute only", "ddp, tuned"
+# Name in table and picture -> row, from the slowest to the fastest.
+CURVES = {"stage 2, all-gather": "stage 2 all-gather", "rung 0, no overlap": "rung 0 replicated",
+          "stage 3, grad buffer": "stage 3 grad buffer", "FSDP2": "fsdp2", "DDP, default buckets": "ddp",
+          "DDP, tuned buckets": TUNED, "stage 4, overlap": catalogue.OVERLAP, "floor": "floor"}
+
+
+def row_of(result, base):
+    return catalogue.tuned(result, "ddp") if base == TUNED else result.timed(base)
+
+
+def over_computing(result, base):
+    """-> the median of the ratios of a step's time to that of computing alone, round by round; None: not measured."""
+    alone = result.timed(ALONE)
+    if base == "floor":
+        stage4 = result.find(catalogue.OVERLAP)
+        return max(1.0, stage4.wire_bytes_theory * 8e3 / result.conditions.bits_per_second / alone.median_ms)
+    row = row_of(result, base)
+    return row.over(alone) if row else None
+
+
+def curve_sheet(results):
+    """A column a rate, the slowest first."""
+    results = sorted(results, key=lambda result: result.conditions.bits_per_second)
+
+    def cells(base):
+        return [NONE if (ratio := over_computing(result, base)) is None else f"{ratio:.2f}" for result in results]
+
+    def drain(result):
+        return line_cells(result, catalogue.OVERLAP).drain
+
+    def over(result, base):
+        stage4, row = result.timed(catalogue.OVERLAP), row_of(result, base)
+        return f"{stage4.over(row):.2f}" if stage4 and row else NONE
+    rows = [[name, *cells(base)] for name, base in CURVES.items()]
+    rows += [["stage 4 over tuned DDP", *(over(result, TUNED) for result in results)],
+             ["stage 4 over the floor", *(line_cells(result, catalogue.OVERLAP).over_floor for result in results)],
+             ["DDP's best buckets", *(tuned.size if (tuned := row_of(result, TUNED)) else NONE for result in results)],
+             ["compute only, ms", *(f"{result.timed(ALONE).median_ms:.0f}" for result in results)],
+             ["stage 4's drain, ms", *map(drain, results)]]
+    return Sheet(
+        "The curve: a step over computing alone",
+        [("", ""), *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured") for result in results)], rows,
+        ["Medians of the ratios round by round. Floor: the larger of computing alone and the line's time, by the "
+         "formula. Tuned: with the size of buckets that was best at this rate.", *map(condition, results)])
+
+
+def condition(result):
+    c = result.conditions
+    return f"{rate_words(c.rate)}: {c.machine}, {c.rounds} rounds of {c.steps} steps, {c.date}, commit {c.commit}."
+
+
 # -------------------------------------------------------------------------------------------------- accumulation_tables
 # Several micro-batches a step, and communication's share of it.
 
@@ -574,8 +630,8 @@ def _cells(result, name, beta2):
 def plan_sheets(result):
     """What a rank holds, the same by number of ranks, time, and what the check found."""
     check = plan_check_sheets(result.check) if result.check else []
-    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), plan_sizes_sheet(result),
-            *check]
+    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), plan_ranks_sheet(result),
+            plan_sizes_sheet(result), *check]
 
 
 def plan_memory_sheet(result):
@@ -601,49 +657,53 @@ def plan_time_sheet(result):
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return Sheet(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}",
-        [("", ""), ("ms a step\nin rings", "modelled"), ("in trees", "modelled"), ("exposed\nms", "modelled"),
-         ("tokens/s\na device", "modelled"), ("GB at\nthe peak", "counted")],
-        [[row.name, *(f"{ms * c.accumulate:,.0f}" for ms in (row.in_rings_ms, row.in_trees_ms)),
-          f"{1e3 * row.step.exposed_seconds:,.0f}", f"{tokens / row.step.seconds:,.0f}", f"{row.peak / 1e9:.1f}"]
+        [("", ""), ("ms\na step", "modelled"), ("exposed\nms", "modelled"), ("tokens/s\na device", "modelled"),
+         ("1 of 8:\nonce", "modelled"), ("\neach", "modelled"), ("GB at\nthe peak", "counted")],
+        [[row.name, f"{1e3 * row.step.seconds:,.0f}", f"{1e3 * row.step.exposed_seconds:,.0f}",
+          f"{tokens / row.step.seconds:,.0f}", f"{row.once_ms:,.0f}", f"{row.each_ms:,.0f}", f"{row.peak / 1e9:.1f}"]
          for row in result.rows],
         [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
          f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
          f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
          f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages.",
-         "in trees: reduce-scatters and all-gathers pass nodes in hops that grow with log d, by NCCL's PAT "
-         "(arXiv:2506.20252) at its best, with the bytes of a ring. NCCL takes it by itself with one GPU a node only. "
-         f"Buckets, exposed and tokens: in {'trees' if c.trees else 'rings'}."])
+         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages. 1 of 8: ms of one "
+         "of eight micro-batches, with one exchange a step, as in no_sync(), or with one each."])
+
+
+def plan_ranks_sheet(result):
+    ranks = [d for d in result.rows[0].ms if d > 1]
+    return Sheet(
+        "ms a micro-batch, by number of ranks",
+        [("", ""), *((f"d = {d}", "modelled") for d in ranks)],
+        [[row.name, *(f"{row.ms[d]:,.0f}" for d in ranks)] for row in result.rows],
+        [f"Buckets are those that are best on {result.conditions.world}."])
 
 
 def plan_sizes_sheet(result):
     return Sheet(
         f"Sizes of buckets: a micro-batch of {result.conditions.model} on {result.conditions.world} ranks",
-        [("", ""), ("bucket", ""), ("ms in\nrings", "modelled"), ("ms in\ntrees", "modelled"),
-         ("GB at\nthe peak", "counted")],
-        [[size.base, f"{size.size}{'' if size.is_bucket else ' *'}", f"{size.in_rings_ms:,.0f}",
-          f"{size.in_trees_ms:,.0f}", f"{size.peak / 1e9:.1f}"] for size in result.sizes],
+        [("", ""), ("bucket", ""), ("ms\n", "modelled"), ("GB at\nthe peak", "counted")],
+        [[size.base, f"{size.size}{'' if size.is_bucket else ' *'}", f"{size.ms:,.0f}", f"{size.peak / 1e9:.1f}"]
+         for size in result.sizes],
         ["* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole."])
 
 
 def plan_check_sheets(check):
-    found = {}  # (run, row without its size) -> ModelledRuns
+    found = {}  # (rate, row without its size) -> ModelledRuns
     for run in check.two_hosts:
-        base = run.base + ", accumulating" * (run.micro_batches is not None)
-        found.setdefault((run.where, base), []).append(run)
-    beyond = [f"{run.label} in {run.where}, {run.error:+.1%}" for runs in found.values() for run in runs
-              if abs(run.error) > 0.1]
+        found.setdefault((run.where, run.base), []).append(run)
+    near = sum(abs(run.error) <= 0.1 for run in check.two_hosts)
     (flops, _), (users_flops, users_line) = check.hardware
     return [
-        Sheet("Two hosts: modelled beside measured steps, or micro-batches",
+        Sheet("Two hosts: modelled beside measured steps",
               [("", ""), ("", ""), ("rows", ""), ("from\nerror", "modelled"), ("to\nerror", "modelled")],
               [[where, row, f"{len(runs)}", *(f"{most(run.error for run in runs):+.1%}" for most in (min, max))]
                for (where, row), runs in found.items()],
               ["The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 "
                "of 1514 bytes on the line are data, sending takes no time of the one core that computes, and a table "
                "without compute only computed as fast as the one with it.",
-               f"Further off than 10 %: {'; '.join(beyond) or 'none'}. Where computing is the limit, the model leaves "
-               "out what sending and Python take of the core that computes: compute + bytes shows a part of it."]),
+               f"Within 10 %: {near} of {len(check.two_hosts)}. Where computing is the limit, the model leaves out "
+               "what sending and Python take of the core that computes: compute + bytes shows a part of it."]),
         Sheet("LLaMA-13B on 8 x A100 a node: tokens/s a GPU",
               [("", ""), ("", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
                ("error", "modelled")],

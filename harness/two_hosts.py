@@ -327,12 +327,11 @@ def add_to_file(args, result):
 
     What was asked for and has failed isn't taken over from the run before.
     """
-    from harness import pictures as step_picture
+    from harness import pictures
     kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
     result = saved.merged(result, earlier(args), kept)
     write("--json", args.json, saved.to_json(result), fail)
-    picture = step_picture.two_hosts_picture(result.at_all_rates())
-    if picture:
+    if pictures.can_draw() and (picture := pictures.two_hosts_picture(result.at_all_rates())):
         write("--json", args.json.with_suffix(".svg"), picture, fail)
 
 
@@ -343,8 +342,7 @@ def main():
         # merged
         measure_here(args)
         os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
-    from harness import every_row
-    from harness import pictures as step_picture
+    from harness import every_row, pictures
     from harness import rows as catalogue
     from harness import tables as terminal
     from harness.gpt import MODELS
@@ -371,15 +369,16 @@ def main():
         sys.exit(f"network: {error}")
     if result is None:
         sys.exit("network: a host failed; see above")
-    shown, title = step_picture.on_two_hosts(result)
-    steps = f"{title}\n{step_picture.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
+    shown, title = pictures.on_two_hosts(result)
+    steps = f"{title}\n{pictures.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
     try:
         if args.json:
             add_to_file(args, result)
     finally:  # see bench.py
         terminal.show(result)
     if args.json:
-        print(f"{steps}written to {args.json} and {args.json.with_suffix('.svg')}")
+        picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
+        print(f"{steps}written to {args.json}{picture}")
     sys.exit(every_row.is_wrong(result))
 
 
