@@ -111,7 +111,7 @@ show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
-	$(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
+	$(PYTHON) -m pytest -p tests.harness.faults -m faults --faults-json measured/faults.json $(ARGS)
 	exec $(PYTHON) -m tests.checkpoint.mutations --json measured/faults_mutations.json
 
 cuda: $(ENV)

@@ -290,15 +290,7 @@ class FaultRow:
     fault: str
     times: int
     seen: str
-    end: str = "equal"
-
-
-@kept
-class Scenarios:
-    rows: list[FaultRow]
-    stage: int
-    ranks: int
-    torch: str
+    end: str
     date: str
 
 
@@ -313,19 +305,10 @@ class Stop:
 
 @kept
 class FaultResult:
-    """The loop of random kills; with what else was done to runs, and the run that moved on."""
-    kills: int
-    while_saving: int
-    steps: int
-    tensors: int
     stage: int
-    ranks: int
-    save_every: int
-    seed: int
     torch: str
-    date: str
-    scenarios: Scenarios | None = None
-    journey: list[Stop] = field(default_factory=list)
+    rows: list[FaultRow]
+    journey: list[Stop]
 
 
 @kept
