@@ -2,9 +2,9 @@
 
     python -m harness.curve [--rates 300mbit,1gbit] [--rounds 3] [--json measured/network.json]
 
-Each rate is a run of make network with the rows of the curve; DDP's buckets are tuned first, by a short sweep. A rate
-whose rows are in the file already is left out: what was interrupted goes on. `make report` draws the picture when the
-file is published. Exit code: 0; that of the first rate that fails; 2 for bad input.
+Each rate is a run of harness.two_hosts with the rows of the curve; DDP's buckets are tuned first, by a short sweep. A
+rate whose rows are in the file already is left out: what was interrupted goes on. `make report` draws the picture
+when the file is published. Exit code: 0; that of the first rate that fails; 2 for bad input.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def measured(path):
     try:
         results = saved.from_json(Result, path.read_text(encoding="utf-8")).at_all_rates()
     except (OSError, ValueError) as error:
-        fail(f"--json {path}: it holds something else than results of make network, name another file: {error}")
+        fail(f"--json {path}: it holds something else than results of WHAT=network, name another file: {error}")
     return [result for result in results if all(result.timed(*choice) for choice in CURVE)]
 
 

@@ -1,8 +1,8 @@
 """Do the pages still say what is there? Every *.md of the project: links, names, commands, and how long the page is.
 
-    make docs-check [ARGS="--pages README"]
+    python -m harness.docs_check [--pages README]
 
-Reads pages with markdown-it, which rich brings. `make docs-check` also runs their commands, each in a small mode.
+Reads pages with markdown-it, which rich brings. This program also runs their commands, each in a small mode.
 """
 
 import argparse
@@ -399,6 +399,7 @@ def quick(text):
         return None
     if program == "make":
         target = next((word for word in rest if re.fullmatch(r"[a-z-]+", word)), "help")
+        target = next((word.removeprefix("WHAT=") for word in rest if word.startswith("WHAT=")), target)
         given = "".join(word.removeprefix("ARGS=") for word in rest if word.startswith("ARGS="))
         kept = [word for word in rest if not word.startswith(("ARGS=", "PYTHON="))]
         arguments = [f"ARGS={given} {SMALL[target]}".strip()] if target in SMALL else []

@@ -35,7 +35,7 @@ from harness.workers import WorkerError, on_rank_0
 
 
 def measure_rows(workers, settings, choices, progress=lambda text: None):
-    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and make network add the rest.
+    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and two_hosts add the rest.
 
     `progress(text)` is called before each of `n_runs(settings, choices)` runs. A row that fails, that differs from ddp
     by more than the tolerance, or whose weights never moved, has an `error` that says so, and no times.

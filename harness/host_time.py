@@ -1,6 +1,6 @@
 """The host's time: what launching, hooks and wrappers cost, where there is next to nothing to compute or to send.
 
-    python -m harness.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make host
+    python -m harness.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make bench WHAT=host
 
 A model of many 16 x 16 matrices, one after the other, and one process that plays rank 0 of d: messages go nowhere.
 Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.

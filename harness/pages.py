@@ -117,7 +117,7 @@ def _accumulation_sheets():
                 found.append((shares._replace(title=f"{shares.title}, {rate_words(result.conditions.rate)}"),
                               result.accumulation.conditions))
     return _one_below_the_other(found) or [
-        'Not measured: make network RATE=300mbit ARGS="--accumulation".']
+        'Not measured: make bench WHAT=network RATE=300mbit ARGS="--accumulation".']
 
 
 def _faults_sheets():
@@ -160,7 +160,7 @@ def _buckets():
     found = [(buckets_sheet(result.sweep), result) for result in saved.by_rate()
              if catalogue.is_whole(result.sweep)]
     if not found:
-        return ["Not measured: `make network RATE=300mbit ARGS=--sweep`."]
+        return ["Not measured: `make bench WHAT=network RATE=300mbit ARGS=--sweep`."]
     texts = _one_below_the_other([
         (sheet._replace(title=f"{sheet.title}, {rate_words(result.conditions.rate)}"), result.sweep.conditions)
         for sheet, result in found])

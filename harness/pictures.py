@@ -167,7 +167,7 @@ def svg(rows, title):
 
 
 def on_two_hosts(result):
-    """The result of make network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
+    """The result of two hosts -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
     c = result.conditions
     ddp = catalogue.tuned(result, catalogue.REFERENCE)  # a peer counts at its best setting
     shown = [ddp if ddp and base == catalogue.REFERENCE else result.find(base) for base in catalogue.LADDER]
@@ -176,7 +176,7 @@ def on_two_hosts(result):
 
 
 def two_hosts_picture(results):
-    """Of results of make network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
+    """Of results of two hosts at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
     rows, title = on_two_hosts(drawn) if (drawn := saved.to_draw(results)) else ([], "")
     return svg(rows, title) if rows else ""
 
@@ -231,7 +231,7 @@ def curves(rows):
 
 
 def sweep_picture(results):
-    """Results of make network at several rates -> SVG of their sweeps, "" where there is none."""
+    """Results of two hosts at several rates -> SVG of their sweeps, "" where there is none."""
     swept = sorted((result for result in results if is_whole(result.sweep)),
                    key=lambda result: result.conditions.bits_per_second)
     if not swept:

@@ -127,7 +127,7 @@ class Row(OfChoice):
     message_bytes: dict[str, int] = field(default_factory=dict)
     wire_bytes: int | None = None
     wire_bytes_theory: int | None = None
-    line_bytes: int | None = None  # as the interface counted them, in make network
+    line_bytes: int | None = None  # as the interface counted them, in make bench WHAT=network
     memory_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     activation_bytes: int | None = None
@@ -254,7 +254,7 @@ class HostRow:
 
 @kept
 class Result:
-    """Of bench.py or make network. `other_rates`: of the same rows on other lines, in the file of one."""
+    """Of bench.py or make bench WHAT=network. `other_rates`: of the same rows on other lines, in the file of one."""
     conditions: Conditions
     rows: list[Row]
     model_state: list[StateRow] = field(default_factory=list)
@@ -330,7 +330,7 @@ class MutationResult:
 
 
 # ---------------------------------------------------------------------------------------------------------- gpu_results
-# What is kept of make cuda.
+# What is kept of make bench WHAT=cuda.
 
 
 @kept
@@ -519,7 +519,7 @@ class PlanResult:
 
 
 # ------------------------------------------------------------------------------------------------------- saving_results
-# What is kept of make saving.
+# What is kept of make bench WHAT=saving.
 
 
 @kept
@@ -618,7 +618,7 @@ def from_json(kind, text):
 
 
 # ---------------------------------------------------------------------------------------------------------------- rates
-# Results of make network at several rates in one file: what is kept of those before, and of recorded steps.
+# Results of make bench WHAT=network at several rates in one file: what is kept of those before, and of recorded steps.
 
 
 def merged(result, before, kept=("accumulation", "sweep")):
@@ -665,7 +665,8 @@ def load(name, kind=Result, arguments=""):
 
 def read(path, kind, arguments=""):
     """As `load`, of any file."""
-    command = f"make {path.stem.split('_')[0]}{arguments}"
+    what = path.stem.split("_")[0]
+    command = f"make {'bench WHAT=' * (what in ('network', 'cuda', 'saving'))}{what}{arguments}"
     try:
         return from_json(kind, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -675,7 +676,7 @@ def read(path, kind, arguments=""):
 
 
 def at_all_rates():
-    """The results of make network at all rates, the slowest line first."""
+    """The results of make bench WHAT=network at all rates, the slowest line first."""
     return sorted(load("network.json").at_all_rates(), key=lambda result: result.conditions.bits_per_second)
 
 

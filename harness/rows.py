@@ -391,13 +391,13 @@ ROWS = [
 REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
 # The reference and the four stages by themselves: what one picture shows.
 LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"]
-# What each half of stage 4's overlap buys: rows of make network.
+# What each half of stage 4's overlap buys: measured on two hosts.
 APART = [
     row_of_stage_4("stage 4 neither", functools.partial(leaves_late, False)),
     row_of_stage_4("stage 4 only gradients", functools.partial(stage, STAGE_4)),
     row_of_stage_4("stage 4 only parameters", functools.partial(leaves_late, True)),
 ]
-# What of stage 4 is tuning, and no idea, left out. A row of make network, too.
+# What of stage 4 is tuning, and no idea, left out. Measured on two hosts, too.
 UNTUNED = [
     Way("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), travels(2), sharded_gradients,
         inside=whole_messages),
@@ -473,7 +473,7 @@ def beside(choices, tuned):
 
 
 def tuned(result, base):
-    """A result of make network -> the row `base` with the buckets that the sweep found best; None: not measured.
+    """A result of two hosts -> the row `base` with the buckets that the sweep found best; None: not measured.
 
     Where the default was the best of those tried, the row itself.
     """

@@ -498,7 +498,7 @@ def _state(row, d):
 
 
 def host_sheet(rows):
-    """Of one number of tensors and one d, as make host measures them."""
+    """Of one number of tensors and one d, as make bench WHAT=host measures them."""
     plain, first = rows[0].best_ms, rows[0]
     phases = ("forward", "backward", "step", "zero_grad", "whole")
     body = [[row.name, *(f"{row.best_ms[phase]:.2f}" for phase in phases),
@@ -562,7 +562,7 @@ def mutation_sheet(result):
 
 
 # ------------------------------------------------------------------------------------------------------------ gpu_table
-# The table of make cuda.
+# The table of make bench WHAT=cuda.
 
 
 def gpu_sheet(result):
@@ -712,7 +712,7 @@ def plan_check_sheets(check):
 
 
 # --------------------------------------------------------------------------------------------------------- saving_table
-# The tables of make saving.
+# The tables of make bench WHAT=saving.
 
 
 def saving_sheet(result):

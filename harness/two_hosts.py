@@ -25,7 +25,7 @@ from harness.rows import Choice, is_asked
 from harness.workers import WorkerError
 
 # ----------------------------------------------------------------------------------------------------- two_host_options
-# The command line of make network: read outside and on each host. It loads no torch: bad input is answered at once.
+# The command line: read outside and on each host. It loads no torch: bad input is answered at once.
 
 
 fail = functools.partial(command_line.fail, "network")
@@ -37,7 +37,7 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
                       "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
-# --rows curve: what make curve times at each rate.
+# --rows curve: what make bench WHAT=curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
 # Where --rows asks for them.
@@ -192,7 +192,7 @@ def missing():
     if tools:
         return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
-        return "network namespaces need root: sudo make network, or run it in a container as root"
+        return "network namespaces need root: sudo make bench WHAT=network, or run it in a container as root"
     return None
 
 
@@ -201,7 +201,7 @@ def missing():
 
 
 SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
-CURVE_ROUNDS, CURVE_STEPS = 1, 3  # of the sweep that make curve makes at each rate
+CURVE_ROUNDS, CURVE_STEPS = 1, 3  # of the sweep that make bench WHAT=curve makes at each rate
 
 
 class Together:
@@ -316,9 +316,9 @@ def earlier(args):
     try:
         results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
     except (OSError, ValueError) as error:
-        fail(f"--json {args.json}: it holds something else than results of make network, name another file: {error}")
+        fail(f"--json {args.json}: it holds something else than results of WHAT=network, name another file: {error}")
     if not all(result.conditions.rate for result in results):
-        fail(f"--json {args.json}: it holds something else than results of make network, name another file")
+        fail(f"--json {args.json}: it holds something else than results of WHAT=network, name another file")
     return results
 
 

@@ -1,4 +1,4 @@
-"""make network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
+"""WHAT=network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
 import dataclasses
 import json

@@ -420,7 +420,7 @@ def test_the_rows_of_a_tuned_size_stand_behind_the_default():
 def test_accumulation_that_was_not_measured_is_said_to_be_so(monkeypatch):
     measured = [dataclasses.replace(result, accumulation=None) for result in results.by_rate()]
     monkeypatch.setattr(results, "by_rate", lambda: measured)
-    assert "Not measured: make network" in pages.rewritten("<!-- report: accumulation -->\n<!-- end -->\n")
+    assert "Not measured: make bench WHAT=network" in pages.rewritten("<!-- report: accumulation -->\n<!-- end -->\n")
 
 
 # ----------------------------------------------------------------------------------------------------- files of results
@@ -564,10 +564,10 @@ def test_what_is_published_is_in_the_place_of_ours_and_other_rates_stay(copy_wit
 
 def test_rows_of_variants_are_published_in_files_of_their_own(copy_with_yours):
     """As Make calls them: measured/bench_variants.json and network_variants.json, with other rates behind."""
-    for target, arguments, file in (("bench", "--rows variants", "bench_variants"), ("bench", "--rows stage", "bench"),
-                                    ("network", "--rows variants", "network_variants")):
-        said = subprocess.run(["make", "--dry-run", target, f"ARGS={arguments}", f"PYTHON={sys.executable}"], cwd=HERE,
-                              capture_output=True, text=True, check=True).stdout
+    for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
+                                  ("network", "--rows variants", "network_variants")):
+        command = ["make", "--dry-run", "bench", f"WHAT={what}", f"ARGS={arguments}", f"PYTHON={sys.executable}"]
+        said = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
         assert f"--json measured/{file}.json {arguments}" in said
     measured, before = copy_with_yours / "measured", {name: read(name) for name in ("bench.json", "network.json")}
     (copy_with_yours / "results" / "network_variants.json").unlink(missing_ok=True)
