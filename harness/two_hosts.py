@@ -1,4 +1,9 @@
-"""Two hosts on one machine, joined by a link of limited rate: the rows of the bench, with something to hide."""
+"""Two hosts on one machine, joined by a link of limited rate: the rows of the bench, with something to hide.
+
+--curve measures the rows of the curve at one rate after the other, DDP's buckets tuned first by a short sweep. A rate
+whose rows are in the file already is left out: what was interrupted goes on. `make report` draws the picture when the
+file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad input.
+"""
 
 import argparse
 import dataclasses
@@ -37,9 +42,11 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
                       "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
-# --rows curve: what make bench WHAT=curve times at each rate.
+# --rows curve: what --curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
+# Steps of a round: on a slow line each is long, and the line alone decides how long.
+CURVE_STEPS = {"100mbit": 3, "200mbit": 3, "300mbit": 4, "600mbit": 5, "1gbit": 6, "2.5gbit": 6}
 # Where --rows asks for them.
 VARIANTS = [Choice(f"variants {name}") for name in ("per_parameter", "whole_matrices", "hybrid", "wire16", "moments16",
                                                     "finite", "blocks", "offload", "remainder16")]
@@ -50,6 +57,8 @@ def parse(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     add = parser.add_argument
+    add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
+        help="the curve, at these rates (default %(const)s), with --json measured/network.json")
     add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
@@ -65,7 +74,8 @@ def parse(description):
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
-    bits_per_second(args.rate)
+    for rate in args.curve.split(",") if args.curve else [args.rate]:
+        bits_per_second(rate)
     args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
     names = [one.name for one in [*ROWS, *VARIANTS]]
     if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
@@ -201,7 +211,7 @@ def missing():
 
 
 SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
-CURVE_ROUNDS, CURVE_STEPS = 1, 3  # of the sweep that make bench WHAT=curve makes at each rate
+SHORT_ROUNDS, SHORT_STEPS = 1, 3  # of the sweep that --curve makes at each rate
 
 
 class Together:
@@ -236,7 +246,7 @@ def measure_here(args):
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
     together, sweep, tuned, is_curve = Together(rank), None, args.tuned or [], args.rows == "curve"
     if args.sweep:
-        most_rounds, most_steps = (CURVE_ROUNDS, CURVE_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
+        most_rounds, most_steps = (SHORT_ROUNDS, SHORT_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
         short = settings._replace(rounds=min(args.rounds, most_rounds), steps=min(args.steps, most_steps))
         sizes = catalogue.of_ddp() if is_curve else catalogue.choices(args.rows)
         found = every_row.measure_rows(together, short, sizes, progress)
@@ -291,7 +301,7 @@ def measure_on_two_hosts(args):
         tuned = ";".join(f"{choice.base}={choice.bucket_mb:g}" for choice in args.tuned)
         options = [*(f"--{name}" for name in flags), f"--tuned={tuned}",
                    *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
-                     if name not in ("json", "accumulation", "sweep", "tuned"))]
+                     if name not in ("json", "accumulation", "sweep", "tuned", "curve"))]
         processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.two_hosts",
                                  *options, f"--json={path}") for host in (0, 1)]
         while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
@@ -316,9 +326,10 @@ def earlier(args):
     try:
         results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
     except (OSError, ValueError) as error:
-        fail(f"--json {args.json}: it holds something else than results of WHAT=network, name another file: {error}")
+        fail(f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file: "
+             f"{error}")
     if not all(result.conditions.rate for result in results):
-        fail(f"--json {args.json}: it holds something else than results of WHAT=network, name another file")
+        fail(f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file")
     return results
 
 
@@ -335,8 +346,38 @@ def add_to_file(args, result):
         write("--json", args.json.with_suffix(".svg"), picture, fail)
 
 
+def measure_curve(args):
+    """At each rate a run of this program, in turn; then the table of all of them."""
+    from harness import tables
+
+    def measured():
+        return {result.conditions.rate: result for result in earlier(args)
+                if all(result.timed(*choice) for choice in CURVE)}
+    args.json = args.json or Path("measured/network.json")
+    signals.exit_on_signals()
+    for rate in args.curve.split(","):
+        if rate in measured():
+            c = measured()[rate].conditions
+            print(f"{rate}: in {args.json} already, of {c.machine}, commit {c.commit}")
+            continue
+        command = [sys.executable, "-m", "harness.two_hosts", "--rate", rate, "--rows", "curve", "--sweep",
+                   "--model", args.model, "--sequence-length", str(args.sequence_length),
+                   "--rounds", str(args.rounds), "--steps", str(CURVE_STEPS.get(rate, 4)), "--json", str(args.json)]
+        process = subprocess.Popen(command)
+        try:
+            code = process.wait()
+        finally:  # Ctrl-C, SIGTERM: the hosts are put away
+            process.terminate()
+            process.wait()
+        if code:
+            sys.exit(code)
+    tables.print_sheets([tables.curve_sheet(list(measured().values()))])
+
+
 def main():
     args = parse(__doc__)
+    if args.curve:
+        return measure_curve(args)
     # Here: bad input is answered before torch is loaded.
     if INSIDE in os.environ:
         # merged

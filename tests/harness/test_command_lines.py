@@ -39,7 +39,7 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
     (["timeline"], "-m harness.timeline --rows stage 4"), (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
-        ("curve", "curve"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
+        ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
 ], ids=str)
 def test_a_right_variable_of_make_is_taken(arguments, command):
     ended = make(*arguments)
