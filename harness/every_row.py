@@ -30,8 +30,7 @@ from harness.results import Result, Row, SharedRow
 from harness.training import Training
 from harness.workers import WorkerError, on_rank_0
 
-# ------------------------------------------------------------------------------------------------------------ every_row
-# Measures rows: each is checked and counted, then all are timed in turn. Runs in the process that started the ranks.
+# -------------------------------------------------------------------------------------------------------- Measures rows
 
 
 def measure_rows(workers, settings, choices, progress=lambda text: None):
@@ -116,8 +115,7 @@ def over_ranks(rows):
         bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))
 
 
-# -------------------------------------------------------------------------------------------------------- shared_layers
-# Tensor-parallel rows: the same model with each layer shared by `tp` ranks, beside DDP. Runs in who starts the ranks.
+# ------------------------------------------------------------------------------------------------- Tensor-parallel rows
 
 
 PACKAGES = {"rung 0": "harness.reference", "stage 4": catalogue.STAGE_4}

@@ -44,12 +44,12 @@ BUILD = {
     "ddp": ddp(torch.optim.AdamW),
     "ddp + torch ZeRO": ddp(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
     "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
-    "stage 1 naive broadcast": catalogue.stage("stage1_naive_broadcast"),
-    "stage 2 all-gather": catalogue.stage("stage2_allgather"),
-    "stage 3 core": catalogue.stage("stage3_gradbuffer", core=True),
-    "stage 3 grad buffer": catalogue.stage("stage3_gradbuffer"),
-    "stage 4 core": catalogue.stage_with_prefetch("stage4_overlap", core=True, bucket_cap_mb=0.02),
-    "stage 4 overlap": catalogue.stage_with_prefetch("stage4_overlap", bucket_cap_mb=0.02),
+    "stage 1 naive broadcast": catalogue.stage(catalogue.STAGE_1),
+    "stage 2 all-gather": catalogue.stage(catalogue.STAGE_2),
+    "stage 3 core": catalogue.stage(catalogue.STAGE_3, core=True),
+    "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
+    "stage 4 core": catalogue.stage_with_prefetch(catalogue.STAGE_4, core=True, bucket_cap_mb=0.02),
+    "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4, bucket_cap_mb=0.02),
 }
 
 

@@ -6,219 +6,131 @@ import functools
 import re
 import textwrap
 
-from harness import command_line, pictures
+from harness import command_line, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
-from harness.tables import (
-    NONE,
-    Notes,
-    Sheet,
-    accumulation_sheet,
-    buckets_sheet,
-    bytes_per_param_cells,
-    caps_sheet,
-    conditions_line,
-    curve_sheet,
-    fault_sheets,
-    gathered_sheet,
-    gpu_sheet,
-    has_shares,
-    host_sheet,
-    label_of,
-    ladder_block,
-    line_sheet,
-    loss_sheet,
-    memory_sheets,
-    mutation_sheet,
-    plan_check_sheets,
-    plan_sheets,
-    rate_words,
-    saving_sheet,
-    share_sheet,
-    sheet_text,
-    state_sheet,
-    time_sheet,
-    width,
-)
 
-# --------------------------------------------------------------------------------------------------------------- blocks
-# What stands between the marks of the pages, by name: tables, sentences, pictures.
+# ------------------------------------- What stands between the marks of the pages, by name: tables, sentences, pictures
 
 
-def _conditions(result):
-    return textwrap.fill(conditions_line(result.conditions), 100)
+def texts(*sheets, columns=100):
+    return [tables.sheet_text(sheet, columns) for sheet in sheets]
 
 
-def _bench_sheets():
-    result = saved.load_bench()
-    return [*_time_and_memory(result), _conditions(result)]
+def conditions(c):
+    return textwrap.fill(tables.conditions_line(c), 100)
 
 
-def _time_and_memory(result):
-    columns = width(result.conditions)
-    return [sheet_text(sheet, columns) for sheet in (time_sheet(result), *memory_sheets(result))]
+def time_and_memory(result):
+    return texts(tables.time_sheet(result), *tables.memory_sheets(result), columns=tables.width(result.conditions))
 
 
-def _state_sheets():
-    return [sheet_text(state_sheet(saved.load_bench().model_state))]
+def bench(result):
+    return [*time_and_memory(result), conditions(result.conditions)]
 
 
-def _gathered_sheets():
-    return [sheet_text(gathered_sheet(saved.load_bench().gathered))]
-
-
-def _host_sheets():
-    return [sheet_text(host_sheet(rows)) for rows in saved.load_bench().host]
-
-
-def _slow_line():
-    return _lines(saved.by_rate()[:1])
-
-
-def _network_sheets():
-    return _lines(saved.by_rate()[1:])
-
-
-def _lines(results):
-    return _one_below_the_other([(line_sheet(result), result.conditions) for result in results])
-
-
-def _16bit_sheets():
+def in_16_bits():
     result = saved.load("bench_bfloat16.json", arguments=' ARGS="--dtype bfloat16"')
-    time, memory, *_ = (time_sheet(result), *memory_sheets(result))
-    return [sheet_text(time), sheet_text(memory), _conditions(result)]
+    return [*texts(tables.time_sheet(result), tables.memory_sheets(result)[0]), conditions(result.conditions)]
 
 
-def _curve_sheets():
-    return [sheet_text(curve_sheet(saved.at_all_rates()))]
+def cuda():
+    result = saved.load("cuda.json", GpuResult)
+    return [*texts(tables.gpu_sheet(result), *(tables.host_sheet(rows) for rows in result.host if rows[0].d == 8)),
+            *bench(saved.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"'))]
 
 
-def _one_below_the_other(found):
+def one_below_the_other(found):
     """`found`: (sheet, conditions) each -> texts; a note that several have is below the first."""
-    texts, seen = [], set()
-    for sheet, conditions in found:
+    lines, seen = [], set()
+    for sheet, of_sheet in found:
         notes = [note for note in sheet.notes if note not in seen]
         seen.update(notes)
-        texts += [sheet_text(sheet._replace(notes=notes)).rstrip(), textwrap.fill(conditions_line(conditions), 100)]
-    return texts
+        lines += [tables.sheet_text(sheet._replace(notes=notes)).rstrip(), conditions(of_sheet)]
+    return lines
 
 
-def _accumulation_sheets():
+def lines(results):
+    return one_below_the_other([(tables.line_sheet(result), result.conditions) for result in results])
+
+
+def at_a_rate(sheet, result):
+    return sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}")
+
+
+def accumulation():
     found = []
     for result in saved.by_rate():
-        if result.accumulation:
-            sheet = accumulation_sheet(result.accumulation.rows)
-            found.append((sheet._replace(title=f"{sheet.title}, {rate_words(result.conditions.rate)}"),
-                          result.accumulation.conditions))
-            if has_shares(result.accumulation):
-                shares = share_sheet(result.accumulation)
-                found.append((shares._replace(title=f"{shares.title}, {rate_words(result.conditions.rate)}"),
-                              result.accumulation.conditions))
-    return _one_below_the_other(found) or [
+        measured = result.accumulation
+        made = [tables.accumulation_sheet(measured.rows)] if measured else []
+        made += [tables.share_sheet(measured)] if tables.has_shares(measured) else []
+        found += [(at_a_rate(sheet, result), measured.conditions) for sheet in made]
+    return one_below_the_other(found) or [
         'Not measured: make bench WHAT=network RATE=300mbit ARGS="--accumulation".']
 
 
-def _faults_sheets():
-    return [sheet_text(sheet) for sheet in fault_sheets(saved.load("faults.json", FaultResult))]
-
-
-def _mutations_sheets():
-    return [sheet_text(mutation_sheet(saved.load("faults_mutations.json", MutationResult)))]
-
-
-def _cuda_sheets():
-    bench = saved.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
-    result = saved.load("cuda.json", GpuResult)
-    host = [sheet_text(host_sheet(rows)) for rows in result.host if rows[0].d == 8]
-    return [sheet_text(gpu_sheet(result)), *host, *_time_and_memory(bench), _conditions(bench)]
-
-
-def _saving_sheets():
-    return [sheet_text(saving_sheet(saved.load("saving.json", SavingResult)))]
-
-
-def _plan_sheets():
-    plans = map(saved.load_plan, saved.PLANS)
-    first, second = (plan_sheets(dataclasses.replace(plan, check=None)) for plan in plans)
-    again = [sheet._replace(notes=[]) for sheet in (second[0], *second[2:])]  # their notes stand below the first
-    return [sheet_text(sheet) for sheet in (*first, *again)]
-
-
-def _plan_check_sheets():
-    return [sheet_text(sheet) for sheet in plan_check_sheets(saved.load_plan("plan.json").check)]
-
-
-def _caps_sheets():
-    caps = saved.load_bench().caps
-    return [sheet_text(caps_sheet(caps))] if caps else ["Not measured: make bench."]
-
-
-def _buckets():
+def buckets():
     """The sweeps of bucket size as tables, and the picture of them."""
-    found = [(buckets_sheet(result.sweep), result) for result in saved.by_rate()
-             if catalogue.is_whole(result.sweep)]
+    found = [(at_a_rate(tables.buckets_sheet(result.sweep), result), result.sweep.conditions)
+             for result in saved.by_rate() if catalogue.is_whole(result.sweep)]
     if not found:
         return ["Not measured: `make bench WHAT=network RATE=300mbit ARGS=--sweep`."]
-    texts = _one_below_the_other([
-        (sheet._replace(title=f"{sheet.title}, {rate_words(result.conditions.rate)}"), result.sweep.conditions)
-        for sheet, result in found])
-    return [*(textwrap.indent(text, "    ") for text in texts), "![ms a step by size of bucket](buckets.svg)"]
+    return [*(textwrap.indent(text, "    ") for text in one_below_the_other(found)),
+            "![ms a step by size of bucket](buckets.svg)"]
+
+
+def caps():
+    found = saved.load_bench().caps
+    return texts(tables.caps_sheet(found)) if found else ["Not measured: make bench."]
+
+
+def plans():
+    first, second = (tables.plan_sheets(dataclasses.replace(plan, check=None))
+                     for plan in map(saved.load_plan, saved.PLANS))
+    again = [sheet._replace(notes=[]) for sheet in (second[0], *second[2:])]  # their notes stand below the first
+    return texts(*first, *again)
 
 
 BLOCKS = {
-    "bench": _bench_sheets,
-    "state": _state_sheets,
-    "gathered": _gathered_sheets,
-    "host": _host_sheets,
-    "caps": _caps_sheets,
-    "slow_line": _slow_line,
-    "network": _network_sheets,
-    "bench_16bit": _16bit_sheets,
-    "curve": _curve_sheets,
-    "accumulation": _accumulation_sheets,
-    "cuda": _cuda_sheets,
-    "faults": _faults_sheets,
-    "mutations": _mutations_sheets,
-    "saving": _saving_sheets,
-    "plan": _plan_sheets,
-    "plan_check": _plan_check_sheets,
+    "bench": lambda: bench(saved.load_bench()),
+    "state": lambda: texts(tables.state_sheet(saved.load_bench().model_state)),
+    "gathered": lambda: texts(tables.gathered_sheet(saved.load_bench().gathered)),
+    "host": lambda: texts(*map(tables.host_sheet, saved.load_bench().host)),
+    "caps": caps,
+    "slow_line": lambda: lines(saved.by_rate()[:1]),
+    "network": lambda: lines(saved.by_rate()[1:]),
+    "bench_16bit": in_16_bits,
+    "curve": lambda: texts(tables.curve_sheet(saved.at_all_rates())),
+    "accumulation": accumulation,
+    "cuda": cuda,
+    "faults": lambda: texts(*tables.fault_sheets(saved.load("faults.json", FaultResult))),
+    "mutations": lambda: texts(tables.mutation_sheet(saved.load("faults_mutations.json", MutationResult))),
+    "saving": lambda: texts(tables.saving_sheet(saved.load("saving.json", SavingResult))),
+    "plan": plans,
+    "plan_check": lambda: texts(*tables.plan_check_sheets(saved.load_plan("plan.json").check)),
 }
-# These, and not as it looks in a terminal.
-MARKDOWN = {"ladder": ladder_block, "buckets": _buckets}
+MARKDOWN = {"ladder": tables.ladder_block, "buckets": buckets}  # these, and not as it looks in a terminal
+# By the name of a file in results/. "" where no sweep was made.
+PICTURES = {"sixteen_bits.svg": pictures.state_picture,
+            "network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
+            "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
+            "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
+            "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load_plan("plan.json")))}
 
 
-def network_picture():
-    return pictures.two_hosts_picture(saved.load("network.json").at_all_rates())
-
-
-def curve_picture():
-    return pictures.curve_picture(saved.at_all_rates())
-
-
-def buckets_picture():
-    """"" where no sweep was made."""
-    return pictures.sweep_picture(saved.load("network.json").at_all_rates())
-
-
-def plan_picture():
-    return pictures.svg(*pictures.planned_steps(saved.load_plan("plan.json")))
-
-
-# By the name of a file in results/.
-PICTURES = {"sixteen_bits.svg": pictures.state_picture, "network.svg": network_picture, "curve.svg": curve_picture,
-            "buckets.svg": buckets_picture, "plan.svg": plan_picture}
-
-
-# ---------------------------------------------------------------------------------------------------------------- yours
-# What you have measured, beside what is published: files in measured/, which git ignores, and those in results/.
+# --------------------------------------------------------------------- What you have measured, beside what is published
 
 
 KINDS = {"bench.json": Result, "network.json": Result, "bench_variants.json": Result,
          "network_variants.json": Result, "cuda.json": GpuResult, "faults.json": FaultResult,
          "faults_mutations.json": MutationResult, "losses.json": LossResult, "saving.json": SavingResult,
          "plan.json": PlanResult, "plan_70b.json": PlanResult}
+SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets,
+          **{kind: lambda result, sheet=sheet: [sheet(result)] for kind, sheet in (
+              (GpuResult, tables.gpu_sheet), (SavingResult, tables.saving_sheet),
+              (MutationResult, tables.mutation_sheet), (LossResult, tables.loss_sheet))}}
 
 
 def measured():
@@ -236,11 +148,7 @@ def sheets():
             theirs = saved.load(target).at_all_rates() if (saved.ROOT / "results" / target).exists() else []
             found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
         else:
-            own = {GpuResult: lambda result: [gpu_sheet(result)], FaultResult: fault_sheets, PlanResult: plan_sheets,
-                   SavingResult: lambda result: [saving_sheet(result)],
-                   MutationResult: lambda result: [mutation_sheet(result)],
-                   LossResult: lambda result: [loss_sheet(result)]}
-            found += [sheet._replace(title=f"Yours: {sheet.title}") for sheet in own[type(mine)](mine)]
+            found += [sheet._replace(title=f"Yours: {sheet.title}") for sheet in SHEETS[type(mine)](mine)]
     return found
 
 
@@ -260,31 +168,31 @@ def beside_sheet(name, mine, theirs):
 
     def cells(row):
         pair = [same and same.find(*row.choice), row]
-        return [label_of(row), *map(_ms, pair), *map(_ratio, pair), *map(_sent, pair), *map(_held, pair)]
+        return [tables.label_of(row), *map(_ms, pair), *map(_ratio, pair), *map(_sent, pair), *map(_held, pair)]
     columns = [("ms/step", "measured"), ("x ddp", "measured"), ("MB sent", "counted"), ("bytes a\nparam.", "counted")]
-    return Sheet(
+    return tables.Sheet(
         f"Yours beside the published ones: {name}{rate}",
         [("", ""), *((f"{title}\n{whose}", source) for title, source in columns for whose in ("publ.", "yours"))],
         [cells(row) for row in mine.rows],
-        [f"Yours: {conditions_line(mine.conditions)}.",
-         f"Published: {conditions_line(same.conditions) if same else 'none at this rate'}.",
+        [f"Yours: {tables.conditions_line(mine.conditions)}.",
+         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
          *[f"{row.name}: {row.error}" for row in mine.rows if row.error]])
 
 
 def _ms(row):
-    return f"{row.median_ms:.0f}" if row and row.rounds_ms else NONE
+    return f"{row.median_ms:.0f}" if row and row.rounds_ms else tables.NONE
 
 
 def _ratio(row):
-    return NONE if row is None or row.vs_reference is None else f"{row.vs_reference:.2f}"
+    return tables.NONE if row is None or row.vs_reference is None else f"{row.vs_reference:.2f}"
 
 
 def _sent(row):
-    return NONE if row is None or row.wire_bytes is None else f"{row.wire_bytes / 1e6:.1f}"
+    return tables.NONE if row is None or row.wire_bytes is None else f"{row.wire_bytes / 1e6:.1f}"
 
 
 def _held(row):
-    return bytes_per_param_cells(row, Notes())[0].rstrip("*") if row else NONE
+    return tables.bytes_per_param_cells(row, tables.Notes())[0].rstrip("*") if row else tables.NONE
 
 
 def publish():
@@ -310,8 +218,7 @@ def publish():
     return said or ["measured/ holds nothing to publish"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
-# Tables and pictures of the pages, anew from results/*.json.
+# ----------------------------------------------------------- Tables and pictures of the pages, anew from results/*.json
 
 
 COLUMNS = 110  # of a table that stands in the terminal only
@@ -344,7 +251,7 @@ def main():
         print(*publish(), sep="\n")
     rewrite()
     for sheet in sheets():
-        print("", sheet_text(sheet, COLUMNS), sep="\n")
+        print("", tables.sheet_text(sheet, COLUMNS), sep="\n")
 
 
 def rewrite():

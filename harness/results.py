@@ -17,8 +17,7 @@ def kept(cls):
     return dataclass(cls)
 
 
-# ---------------------------------------------------------------------------------------------------------------- spans
-# Spans of time, (start, end) each, and what was alive in parts of one.
+# ------------------------------------------------- Spans of time, (start, end) each, and what was alive in parts of one
 
 
 MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
@@ -55,8 +54,7 @@ def length(spans):
     return sum(end - start for start, end in spans)
 
 
-# ------------------------------------------------------------------------------------------------------- shared_results
-# What is kept of a row of bench.py --tp: tensor-parallel ranks.
+# -------------------------------------------------------- What is kept of a row of bench.py --tp: tensor-parallel ranks
 
 
 @kept
@@ -77,8 +75,7 @@ class SharedRow:
     peak_bytes: int | None = None
 
 
-# -------------------------------------------------------------------------------------------------------------- results
-# What is kept of the rows that were measured: measure fills it, json keeps it, tables, pictures and pages read it.
+# -------------------------------------------------------------------------- What is kept of the rows that were measured
 
 
 @kept
@@ -280,8 +277,7 @@ class Result:
         return row if row and row.rounds_ms else None
 
 
-# -------------------------------------------------------------------------------------------------------- fault_results
-# What is kept of make faults.
+# ------------------------------------------------------------------------------------------ What is kept of make faults
 
 
 @kept
@@ -329,8 +325,7 @@ class MutationResult:
     rows: list[MutationRow]
 
 
-# ---------------------------------------------------------------------------------------------------------- gpu_results
-# What is kept of make bench WHAT=cuda.
+# --------------------------------------------------------------------------------- What is kept of make bench WHAT=cuda
 
 
 @kept
@@ -368,8 +363,7 @@ class GpuResult:
     host: list[list[HostRow]] = field(default_factory=list)
 
 
-# --------------------------------------------------------------------------------------------------------- loss_results
-# What is kept of harness/losses.py.
+# ------------------------------------------------------------------------------------ What is kept of harness/losses.py
 
 
 @kept
@@ -408,8 +402,7 @@ class LossResult:
         return [loss - other for loss, other in zip(row.losses, base.losses)]
 
 
-# --------------------------------------------------------------------------------------------------------- plan_results
-# What is kept of a plan: rows that were run dry, modelled time, and that time beside runs that were measured.
+# ----------------------------------------------------------------------------------------------- What is kept of a plan
 
 
 @kept
@@ -518,8 +511,7 @@ class PlanResult:
     check: Check | None = None
 
 
-# ------------------------------------------------------------------------------------------------------- saving_results
-# What is kept of make bench WHAT=saving.
+# ------------------------------------------------------------------------------- What is kept of make bench WHAT=saving
 
 
 @kept
@@ -561,9 +553,7 @@ class SavingResult:
         return next(row for row in self.rows if row.name == name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- saved
-# What is measured is kept as json, of dataclasses, with a schema number. A file of another schema or shape is
-# refused.
+# ----------------------------------------------- What is measured is kept as json, of dataclasses, with a schema number
 
 
 SCHEMA = 1  # of all files of results: raise it when a field changes its name or its meaning
@@ -617,8 +607,7 @@ def from_json(kind, text):
         raise UnreadableResult(f"{where}: {first['msg']}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------- rates
-# Results of make bench WHAT=network at several rates in one file: what is kept of those before, and of recorded steps.
+# ------------------------------------------------------ Results of make bench WHAT=network at several rates in one file
 
 
 def merged(result, before, kept=("accumulation", "sweep")):
@@ -650,8 +639,7 @@ def keep_exposed_only(rows):
         row.timeline = [RecordedStep(step.exposed_seconds) for step in row.timeline]
 
 
-# ------------------------------------------------------------------------------------------------------------ published
-# The results that the pages show: files in results/, and what is wrong with one, in a line.
+# ---------------------------- The results that the pages show: files in results/, and what is wrong with one, in a line
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,8 +20,7 @@ from harness.memory import KINDS
 from harness.results import Row
 from harness.rows import Choice
 
-# ---------------------------------------------------------------------------------------------------------------- sheet
-# A table, in words, and as text.
+# --------------------------------------------------------------------------------------- A table, in words, and as text
 
 
 NONE = "–"
@@ -78,8 +77,7 @@ def sheet_text(sheet, columns=100):
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-# ------------------------------------------------------------------------------------------------------ conditions_line
-# Under which conditions figures hold, in a line.
+# ----------------------------------------------------------------------- Under which conditions figures hold, in a line
 
 
 def conditions_line(conditions):
@@ -100,8 +98,7 @@ def commit_of(conditions):
     return f" · commit {conditions.commit}" if conditions.commit else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------- cells
-# What a measured row says in the cells of a table.
+# --------------------------------------------------------------------- What a measured row says in the cells of a table
 
 
 EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
@@ -202,8 +199,7 @@ def rate_words(rate):
     return re.sub(r"(\d)([mg])bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)
 
 
-# ----------------------------------------------------------------------------------------------------------- row_tables
-# Time, traffic and memory of a step: the tables of every bench.
+# -------------------------------------------------------- Time, traffic and memory of a step: the tables of every bench
 
 
 def time_sheet(result):
@@ -258,8 +254,7 @@ def kinds_sheet(rows):
          "forward pass leaves for the backward pass."])
 
 
-# ---------------------------------------------------------------------------------------------------------- line_tables
-# What a line allows: no row can be faster than that, and how near is it?
+# ---------------------------------------------- What a line allows: no row can be faster than that, and how near is it?
 
 
 SHORT = {"float32": "", "bfloat16": " bf16", "float16": " fp16"}  # behind the name of a row
@@ -319,8 +314,7 @@ def line_sheet(result):
             "the step ends."] if result.timed("compute + bytes") else []), *failures(result.rows)])
 
 
-# ---------------------------------------------------------------------------------------------------------------- curve
-# What overlap is worth at every line: time of a step over that of computing alone, by the rate of the line.
+# ---------------------------------------------------------------------------------- What overlap is worth at every line
 
 
 ALONE, TUNED = "compute only", "ddp, tuned"
@@ -375,8 +369,7 @@ def condition(result):
     return f"{rate_words(c.rate)}: {c.machine}, {c.rounds} rounds of {c.steps} steps, {c.date}, commit {c.commit}."
 
 
-# -------------------------------------------------------------------------------------------------- accumulation_tables
-# Several micro-batches a step, and communication's share of it.
+# -------------------------------------------------------- Several micro-batches a step, and communication's share of it
 
 
 def accumulation_sheet(accumulation):
@@ -434,8 +427,7 @@ def share_sheet(accumulation):
          f"DDP: the row {Choice('ddp', accumulation.ddp_mb).name}."])
 
 
-# -------------------------------------------------------------------------------------------------------- bucket_tables
-# Time by bucket size, and stage 4's default.
+# --------------------------------------------------------------------------- Time by bucket size, and stage 4's default
 
 
 def buckets_sheet(sweep):
@@ -476,8 +468,7 @@ def caps_sheet(rows):
          "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])
 
 
-# --------------------------------------------------------------------------------------------------------- state_tables
-# What ranks hold and gather, by their number, and what the host does.
+# -------------------------------------------------- What ranks hold and gather, by their number, and what the host does
 
 
 def state_sheet(states):
@@ -521,8 +512,7 @@ def gathered_sheet(rows):
         ["What is above 1.00 is padding."])
 
 
-# --------------------------------------------------------------------------------------------------------- fault_tables
-# The tables of make faults.
+# -------------------------------------------------------------------------------------------- The tables of make faults
 
 
 def fault_sheets(result):
@@ -561,8 +551,7 @@ def mutation_sheet(result):
          f"torch {result.torch} · {result.date} · seed {result.seed}"])
 
 
-# ------------------------------------------------------------------------------------------------------------ gpu_table
-# The table of make bench WHAT=cuda.
+# ------------------------------------------------------------------------------------ The table of make bench WHAT=cuda
 
 
 def gpu_sheet(result):
@@ -592,8 +581,7 @@ def gpu_sheet(result):
          f"{c.date}{commit_of(c)}"])
 
 
-# ----------------------------------------------------------------------------------------------------------- loss_table
-# The table of harness/losses.py.
+# --------------------------------------------------------------------------------------- The table of harness/losses.py
 
 
 def loss_sheet(result):
@@ -617,8 +605,7 @@ def _cells(result, name, beta2):
     return f"{statistics.median(row.losses):.4f}", " ".join(f"{more:+.4f}" for more in result.more(row))
 
 
-# ---------------------------------------------------------------------------------------------------------- plan_tables
-# The tables of make plan.
+# ---------------------------------------------------------------------------------------------- The tables of make plan
 
 
 def plan_sheets(result):
@@ -711,8 +698,7 @@ def plan_check_sheets(check):
                "each micro-batch; distributed: stage 3, once a step."])]
 
 
-# --------------------------------------------------------------------------------------------------------- saving_table
-# The tables of make bench WHAT=saving.
+# --------------------------------------------------------------------------------- The tables of make bench WHAT=saving
 
 
 def saving_sheet(result):
@@ -739,8 +725,7 @@ def saving_sheet(result):
          f"{c.date}{commit_of(c)}"])
 
 
-# -------------------------------------------------------------------------------------------------------- shared_tables
-# Tensor-parallel rows: time, memory, and what data and tensor parallelism send, apart.
+# --------------------------------- Tensor-parallel rows: time, memory, and what data and tensor parallelism send, apart
 
 
 def shared_sheet(rows):
@@ -763,8 +748,7 @@ def shared_sheet(rows):
          *(f"{row.name}: {row.error}" for row in rows if row.error)])
 
 
-# --------------------------------------------------------------------------------------------------------- reading_time
-# What takes how long to read: words of a page, code lines of a file.
+# --------------------------------------------------- What takes how long to read: words of a page, code lines of a file
 
 
 WORDS_A_MINUTE, CODE_LINES_A_MINUTE = 200, 5
@@ -801,8 +785,7 @@ def minutes(page, folder=None):
     return words(text) / WORDS_A_MINUTE + (core_lines(folder) / CODE_LINES_A_MINUTE if folder else 0)
 
 
-# --------------------------------------------------------------------------------------------------------------- ladder
-# The ladder of README.md: formulas, what was counted, and one column of measured time.
+# --------------------------------- The ladder of README.md: formulas, what was counted, and one column of measured time
 
 
 class Rung(NamedTuple):
@@ -818,11 +801,12 @@ class Rung(NamedTuple):
 LADDER = [
     Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets", "16", 2),
     Rung("rung 0 replicated", "", "0 replicated", "all-reduce", "16", 2),
-    Rung("stage 1 naive broadcast", "stage1_naive_broadcast", "1 naive broadcast", "all-reduce, d broadcasts",
+    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts",
          "8 + 8/d", 3),
-    Rung("stage 2 all-gather", "stage2_allgather", "2 all-gather", "all-reduce, all-gather", "8 + 8/d", 3),
-    Rung("stage 3 grad buffer", "stage3_gradbuffer", "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", 2),
-    Rung("stage 4 overlap", "stage4_overlap", "4 overlap", "reduce-scatter, all-gather, in buckets", "4 + 12/d + b", 2),
+    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather", "8 + 8/d", 3),
+    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", 2),
+    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets",
+         "4 + 12/d + b", 2),
 ]
 RANKS = 2, 8, 64
 
@@ -869,8 +853,7 @@ def ddp_words(result):
     return f"DDP with {size} buckets, the best size tried"
 
 
-# ------------------------------------------------------------------------------------------------------------- terminal
-# All tables of a result, in the terminal.
+# ------------------------------------------------------------------------------ All tables of a result, in the terminal
 
 
 def sheets(result):

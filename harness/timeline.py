@@ -24,8 +24,7 @@ from harness.pictures import can_draw, svg, text, trace
 from harness.results import Message, RecordedStep, length, most_alive, overlap, union
 from harness.workers import WorkerError, Workers
 
-# ------------------------------------------------------------------------------------------------------------- recorder
-# One step of a row, recorded from outside: what computes when, what travels when, how much is alive.
+# ------------------- One step of a row, recorded from outside: what computes when, what travels when, how much is alive
 
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
@@ -146,8 +145,7 @@ def one_step(recorder, number):
         memory=most_alive(recorder.live, start, end))
 
 
-# ------------------------------------------------------------------------------------------------------------- timeline
-# One step of a row, as rank x time: what computes when, and what travels when.
+# ----------------------------------------- One step of a row, as rank x time: what computes when, and what travels when
 
 
 fail = functools.partial(command_line.fail, "timeline")

@@ -29,8 +29,7 @@ from harness.results import Accumulation, Result, Sweep
 from harness.rows import Choice, is_asked
 from harness.workers import WorkerError
 
-# ----------------------------------------------------------------------------------------------------- two_host_options
-# The command line: read outside and on each host. It loads no torch: bad input is answered at once.
+# -------------------- The command line: read outside and on each host. It loads no torch: bad input is answered at once
 
 
 fail = functools.partial(command_line.fail, "network")
@@ -99,8 +98,7 @@ def bits_per_second(rate):
     return float(match[1]) * UNITS[match[2]]
 
 
-# ----------------------------------------------------------------------------------------------------------- namespaces
-# Two network namespaces of Linux, joined by a line that is held to a rate, and gone afterwards.
+# ------------------------ Two network namespaces of Linux, joined by a line that is held to a rate, and gone afterwards
 
 
 NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
@@ -206,8 +204,7 @@ def missing():
     return None
 
 
-# --------------------------------------------------------------------------------------------------------- on_each_host
-# What each of the ranks on two hosts does: it measures the rows, in step with the other.
+# ------------------------------- What each of the ranks on two hosts does: it measures the rows, in step with the other
 
 
 SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
@@ -284,8 +281,7 @@ def time_accumulation(together, settings, result, bases, tuned, progress):
     every_row.attempt(rows[-1], time_rows)
 
 
-# ------------------------------------------------------------------------------------------------------------ two_hosts
-# Two hosts on one machine, joined by a line of limited rate: the rows of the bench where there is something to hide.
+# ----------------------------------------------------------- Two hosts on one machine, joined by a line of limited rate
 
 
 PORT = 29500
