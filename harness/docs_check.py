@@ -31,7 +31,6 @@ MOST_WORDS = {"README.md": 750, "stage1_naive_broadcast/README.md": 600, "stage2
               "stage3_gradbuffer/README.md": 950, "stage4_overlap/README.md": 1300, "docs/plan.md": 700,
               "variants/README.md": 700}
 MOST_WORDS_ELSEWHERE = 9000
-SENTENCES = ("planned", "checked")  # blocks of `make report` that are no tables
 
 SHELLS = ("sh", "bash", "shell", "console")
 PROGRAMS = ("make", "torchrun", "python", "python3", ".venv/bin/python", "pip", "cp", "cd", "git", ".", "source",
@@ -215,8 +214,7 @@ def long_pages(page, project):
     most = MOST_WORDS.get(page.name, MOST_WORDS_ELSEWHERE)
     if page.n_words > most:
         yield 1, f"{page.n_words} words: it may have {most}"
-    generated = set(re.findall(r"<!-- report: (\w+)", page.text)).difference(SENTENCES)
-    if page.name.split("/")[0] not in ("README.md", "results") and generated:
+    if page.name.split("/")[0] not in ("README.md", "results") and "<!-- report:" in page.text:
         yield 1, "a generated table: tables stand in results/"
 
 
