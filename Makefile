@@ -1,11 +1,12 @@
-# make bench | test | check | grade STAGE=my_package | train STAGE=3 | network RATE=1gbit | timeline STAGE=4|all
-# make show STAGE=3 | faults | cuda | host | plan MODEL=7b | report | docs-check | diff A=2 B=3
+# make bench WHAT=rows|network|curve|timeline|host|saving|cuda | test | check | train STAGE=3 | grade STAGE=my_package
+# make show STAGE=3 | faults | plan MODEL=7b | report | diff A=2 B=3
 # The first command makes an environment in .venv, with torch as TORCH says. `make bench PYTHON=python3` uses one that
 # has torch already, and installs nothing.
 
 PYTHON ?= .venv/bin/python
 TORCH ?= torch==2.13.0
 STAGE ?= 4
+WHAT ?= rows
 RATE ?= 1gbit
 NPROC ?= 2
 MODEL ?= 7b
@@ -29,37 +30,46 @@ PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist worksteal)
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py drawn.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test test-all check lint exercise grade train network curve timeline show take faults cuda
-.PHONY: saving host plan report docs-check diff clean
+.PHONY: help bench test test-all check lint exercise grade train show take faults plan report diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
+	@echo '    WHAT=network RATE=300mbit   on two hosts, made here, with a line of that rate  (needs root, iproute2)'
+	@echo '    WHAT=curve              time over computing alone, from 100 Mbit/s to 2.5 Gbit/s  (half an hour)'
+	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG and Perfetto trace; STAGE=all: ddp and the four stages'
+	@echo '    WHAT=host               what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
+	@echo '    WHAT=saving             GB/s of checkpoints beside torch.save and the disk; what a step waits for them'
+	@echo '    WHAT=cuda               stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make test                   all that code decides, on all stages: minutes  (ARGS="-k clip", on GPUs "--gpu")'
 	@echo 'make test-all               also what waits: kills, torchrun, two hosts, a browser, other frameworks'
 	@echo 'make check                  lint, types, and the tests that a change breaks first: a minute  (CONTRIBUTING.md)'
 	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
 	@echo 'make exercise STAGE=3 TO=mine  its core with bodies to fill in, for make grade  (STAGE=variants)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
-	@echo 'make network RATE=300mbit   the bench on two hosts, made here, with a line of that rate  (needs root, iproute2)'
-	@echo 'make curve                  time over computing alone, from 100 Mbit/s to 2.5 Gbit/s  (half an hour)'
-	@echo 'make timeline STAGE=4       one step as rank x time: what computes, travels, is held; SVG and Perfetto trace'
-	@echo 'make timeline STAGE=all     ddp and the four stages below each other, on rank 0'
 	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
 	@echo 'make show STAGE=3           a step, line by line, on 4 ranks  (0 to 4, mine; ARGS="--params 3,13 --ranks 2")'
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
-	@echo 'make cuda                   stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
-	@echo 'make saving                 GB/s of checkpoints beside torch.save and the disk; what a step waits for them'
-	@echo 'make host                   what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours  (PUBLISH=1)'
-	@echo 'make docs-check             every page: links, names, and commands, which are run in a small mode'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
+# What each WHAT of `make bench` calls.
+BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
+BENCH_network = -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
+BENCH_curve = -m harness.two_hosts --curve --rounds 3
+BENCH_timeline = $(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all)) \
+	-m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
+BENCH_host = -m harness.host_time
+BENCH_saving = -m harness.saving
+BENCH_cuda = -m harness.gpu_step
+KINDS = rows network curve timeline host saving cuda
+
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
-	exec $(PYTHON) bench.py --json measured/bench$(VARIANTS_FILE).json $(ARGS)
+	$(if $(call one_of,$(WHAT),$(KINDS)),,$(error WHAT=$(WHAT): there are $(KINDS)))
+	exec $(PYTHON) $(BENCH_$(WHAT)) $(ARGS)
 
 test: $(ENV)
 	exec $(PYTHON) -m pytest $(PARALLEL) -m 'not waits' $(ARGS)
@@ -89,16 +99,6 @@ train: $(ENV)
 	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
-network: $(ENV)
-	exec $(PYTHON) -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json $(ARGS)
-
-curve: $(ENV)
-	exec $(PYTHON) -m harness.curve $(ARGS)
-
-timeline: $(ENV)
-	$(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all))
-	exec $(PYTHON) -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))" $(ARGS)
-
 take: $(ENV)
 	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))
 	exec $(PYTHON) -m harness.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
@@ -107,17 +107,8 @@ show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
 
 faults: $(ENV)
-	$(PYTHON) -m harness.faults --json measured/faults.json $(ARGS)
+	$(PYTHON) -m pytest -p tests.harness.faults -m faults --faults-json measured/faults.json $(ARGS)
 	exec $(PYTHON) -m tests.checkpoint.mutations --json measured/faults_mutations.json
-
-cuda: $(ENV)
-	exec $(PYTHON) -m harness.gpu_step $(ARGS)
-
-saving: $(ENV)
-	exec $(PYTHON) -m harness.saving $(ARGS)
-
-host: $(ENV)
-	exec $(PYTHON) -m harness.host_time $(ARGS)
 
 plan: $(ENV)
 	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
@@ -127,10 +118,6 @@ report: $(ENV)
 	$(PYTHON) -m show --pages
 	$(PYTHON) -m variants --page
 
-.PHONY: docs-check
-docs-check: $(ENV)
-	exec $(PYTHON) -m harness.docs_check $(ARGS)
-
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,A B,$(if $(call one_of,$($(stage)),1 2 3 4),,$(error there is no stage $($(stage)): write A=2 B=3)))
@@ -139,7 +126,7 @@ diff:
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[test]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[test,report]'
 	touch $@
 
 .venv/.tools: .venv/.installed

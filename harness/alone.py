@@ -17,8 +17,7 @@ from harness.gpt import GPT, MODELS
 from harness.memory import Memory
 from harness.results import CapRow, GatheredRow, StateRow
 
-# ---------------------------------------------------------------------------------------------------------- played_rank
-# One process plays rank 0 of d: torch's fake process group sends nothing.
+# ---------------------------------------------- One process plays rank 0 of d: torch's fake process group sends nothing
 
 
 @contextlib.contextmanager
@@ -33,8 +32,7 @@ def rank_0_of(d):
         sys.excepthook = hook  # which init_process_group wraps, each time once more
 
 
-# ------------------------------------------------------------------------------------------------------------ any_ranks
-# What stages hold and gather on any number of ranks: counted by rank 0 of d, which runs the real code.
+# ------------------------------------------------------------------- What stages hold and gather on any number of ranks
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
@@ -100,8 +98,7 @@ def gathered(settings):
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------ default_buckets
-# Stage 4's default bucket, by model.
+# ----------------------------------------------------------------------------------- Stage 4's default bucket, by model
 
 
 def caps(d=2):

@@ -14,8 +14,7 @@ from checkpoint.ranks import at_own_pace, errors_on_all
 from harness import command_line, options
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
-# ---------------------------------------------------------------------------------------------------------- saved_extra
-# What a checkpoint says of the run beside model and optimizer: none of it is believed before it has been looked at.
+# --------------------------------------------------------- What a checkpoint says of the run beside model and optimizer
 
 
 def extra_of(step, scheduler, rank, settings):
@@ -81,8 +80,7 @@ def set_random_state(extra, rank):
         raise checkpoint.ForeignCheckpoint(f"its random state is none: {line}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-# A run saves itself every few steps, and goes on from the newest complete checkpoint.
+# ---------------------------------- A run saves itself every few steps, and goes on from the newest complete checkpoint
 
 
 class Checkpoints:

@@ -5,8 +5,7 @@ import io
 import os
 import sys
 
-# --------------------------------------------------------------------------------------------------------- command_line
-# What a user wrote, refused in one line: options, models, and paths that can't be written.
+# ----------------------------- What a user wrote, refused in one line: options, models, and paths that can't be written
 
 
 if isinstance(sys.stdout, io.TextIOWrapper):
@@ -71,8 +70,7 @@ def check_beside(option, path, suffix, fail):
     check_writable(option, path.with_suffix(suffix), fail)
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
-# A file gets its new text when all of it is written: on a full disk the old text stays.
+# -------------------------------- A file gets its new text when all of it is written: on a full disk the old text stays
 
 
 def write(option, path, text, fail):

@@ -30,12 +30,11 @@ from harness.results import Result, Row, SharedRow
 from harness.training import Training
 from harness.workers import WorkerError, on_rank_0
 
-# ------------------------------------------------------------------------------------------------------------ every_row
-# Measures rows: each is checked and counted, then all are timed in turn. Runs in the process that started the ranks.
+# -------------------------------------------------------------------------------------------------------- Measures rows
 
 
 def measure_rows(workers, settings, choices, progress=lambda text: None):
-    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and make network add the rest.
+    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and two_hosts add the rest.
 
     `progress(text)` is called before each of `n_runs(settings, choices)` runs. A row that fails, that differs from ddp
     by more than the tolerance, or whose weights never moved, has an `error` that says so, and no times.
@@ -116,8 +115,7 @@ def over_ranks(rows):
         bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))
 
 
-# -------------------------------------------------------------------------------------------------------- shared_layers
-# Tensor-parallel rows: the same model with each layer shared by `tp` ranks, beside DDP. Runs in who starts the ranks.
+# ------------------------------------------------------------------------------------------------- Tensor-parallel rows
 
 
 PACKAGES = {"rung 0": "harness.reference", "stage 4": catalogue.STAGE_4}

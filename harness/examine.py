@@ -23,8 +23,7 @@ from harness.results import AccumulatedRow, Conditions, Row
 from harness.rows import Choice
 from harness.workers import on_rank_0
 
-# ---------------------------------------------------------------------------------------------------------------- setup
-# What is trained while it is measured: settings, model, batches, the same for every row.
+# ------------------------------- What is trained while it is measured: settings, model, batches, the same for every row
 
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
@@ -62,8 +61,7 @@ def make_batches(settings, rank):
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
 
 
-# ----------------------------------------------------------------------------------------------------------- conditions
-# Under which conditions a figure holds: machine, code, settings.
+# ------------------------------------------------------- Under which conditions a figure holds: machine, code, settings
 
 
 def describe(rank, settings):
@@ -108,8 +106,7 @@ def _cpu_name():
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-# -------------------------------------------------------------------------------------------------------------- examine
-# Is a row right, what does it send, what does it hold: three steps beside the reference. Runs on every rank.
+# ----------------------------------------------------------------- Is a row right, what does it send, what does it hold
 
 
 def tolerance(world_size):
@@ -234,8 +231,7 @@ def _largest_difference(ones, others):
     return differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
 
 
-# ------------------------------------------------------------------------------------------------------------ step_time
-# How long a step of a row takes, in the middle of a run. Runs on every rank.
+# ------------------------------------------- How long a step of a row takes, in the middle of a run. Runs on every rank
 
 
 @rows.in_its_context
@@ -284,8 +280,7 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
-# --------------------------------------------------------------------------------------------------------- accumulation
-# How long a micro-batch takes, of steps of several.
+# -------------------------------------------------------------------- How long a micro-batch takes, of steps of several
 
 
 MICRO_BATCHES = (1, 2, 4, 8)  # a step

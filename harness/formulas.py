@@ -1,8 +1,5 @@
 """What a way to train should send and hold with AdamW, of Ψ parameters (`numel`) on d ranks: as its chapter derives."""
 
-
-
-
 PIECE = 2**18  # elements of a message of `compute + bytes`: 1 MiB, as in stage 4
 BYTES = 4  # of a parameter and of a gradient, fp32; AdamW's two moments are as large each
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# ------------------------------------------------------------------------------------------------------------------ gpt
-# The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256.
+# ------------------------------------- The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256
 
 
 VOCABULARY = 256  # one symbol a byte
@@ -125,8 +124,7 @@ def build_model(args, rank):
     return model
 
 
-# ------------------------------------------------------------------------------------------------------ tensor_parallel
-# The layers of a GPT, each shared by several ranks: columns, then rows, and between them half a sequence each.
+# -------------------------------------------------------------------- The layers of a GPT, each shared by several ranks
 
 
 OTHERS = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "train"  # folders of the other train.py

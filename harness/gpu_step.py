@@ -1,6 +1,6 @@
 """What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, and how well it uses the memory.
 
-    python -m harness.gpu_step [--json measured/cuda.json]        # or: make cuda
+    python -m harness.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
 One process plays rank 0 of d with torch's fake process group, and collectives return at once: what is measured is the
 sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.

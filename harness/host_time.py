@@ -1,6 +1,6 @@
 """The host's time: what launching, hooks and wrappers cost, where there is next to nothing to compute or to send.
 
-    python -m harness.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make host
+    python -m harness.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make bench WHAT=host
 
 A model of many 16 x 16 matrices, one after the other, and one process that plays rank 0 of d: messages go nowhere.
 Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.
@@ -44,12 +44,12 @@ BUILD = {
     "ddp": ddp(torch.optim.AdamW),
     "ddp + torch ZeRO": ddp(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
     "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
-    "stage 1 naive broadcast": catalogue.stage("stage1_naive_broadcast"),
-    "stage 2 all-gather": catalogue.stage("stage2_allgather"),
-    "stage 3 core": catalogue.stage("stage3_gradbuffer", core=True),
-    "stage 3 grad buffer": catalogue.stage("stage3_gradbuffer"),
-    "stage 4 core": catalogue.stage_with_prefetch("stage4_overlap", core=True, bucket_cap_mb=0.02),
-    "stage 4 overlap": catalogue.stage_with_prefetch("stage4_overlap", bucket_cap_mb=0.02),
+    "stage 1 naive broadcast": catalogue.stage(catalogue.STAGE_1),
+    "stage 2 all-gather": catalogue.stage(catalogue.STAGE_2),
+    "stage 3 core": catalogue.stage(catalogue.STAGE_3, core=True),
+    "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
+    "stage 4 core": catalogue.stage_with_prefetch(catalogue.STAGE_4, core=True, bucket_cap_mb=0.02),
+    "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4, bucket_cap_mb=0.02),
 }
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# ------------------------------------------------------------------------------------------------------------- arrivals
-# When messages arrive that tell nobody: a thread waits for them, in place of whoever started them.
+# --------------------- When messages arrive that tell nobody: a thread waits for them, in place of whoever started them
 
 
 class Watcher:
@@ -64,8 +63,7 @@ class WatchedWork(dist.Work):
         return self.ended.is_set()
 
 
-# --------------------------------------------------------------------------------------------------------------- ledger
-# The ledger: which collectives ran, of how many bytes, counted from outside. No stage knows that it is being counted.
+# ----------------------------------------------------------------------------------------------------------- The ledger
 
 
 @dataclass

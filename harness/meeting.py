@@ -19,8 +19,7 @@ import torch.distributed.nn.functional  # before there is a group: as a default 
 from harness import command_line, processes
 from harness.processes import keep_freed_memory, let_computing_go_first, own_threads
 
-# -------------------------------------------------------------------------------------------------------------- devices
-# Where a rank computes and how it talks: the one place where backend and device are chosen, and tried.
+# ------------------------------------------------------------------------------- Where a rank computes and how it talks
 
 
 def choices(local_rank, local_world_size):
@@ -72,8 +71,7 @@ def works(device, store):
     return all(store.get(str(other)).decode() == str(float(world_size)) for other in range(world_size))
 
 
-# ----------------------------------------------------------------------------------------------------------- lost_ranks
-# A rank that loses another one says which, in one line, and ends: nothing waits without a limit.
+# ----------------------- A rank that loses another one says which, in one line, and ends: nothing waits without a limit
 
 
 def report_lost_rank(kind, error, trace):
@@ -119,8 +117,7 @@ def _missing_ranks():
     return missing
 
 
-# -------------------------------------------------------------------------------------------------------------- meeting
-# How ranks find each other, and leave together. `connect()` is for a process that torchrun started (train.py).
+# ------------------------------------------------------------------------ How ranks find each other, and leave together
 
 
 class Rank(NamedTuple):
@@ -215,8 +212,7 @@ def disconnect():
     dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------------------ agreement
-# What one rank finds wrong all ranks hear of: one line from rank 0, and every rank exits.
+# ------------------------------ What one rank finds wrong all ranks hear of: one line from rank 0, and every rank exits
 
 
 def on_all_ranks(function):

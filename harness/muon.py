@@ -1,7 +1,7 @@
 """Rows that train with Muon: matrices by torch.optim.Muon, the rest by AdamW, in four ways to share the work.
 
-`make bench ARGS="--rows muon"` and `make network ARGS="--rows muon"` measure them. What Muon adds to a step is
-computing, Newton–Schulz of each matrix: replicated it takes all of it on every rank, sharded 1/d.
+`make bench ARGS="--rows muon"` and `make bench WHAT=network ARGS="--rows muon"` measure them. What Muon adds to a step
+is computing, Newton–Schulz of each matrix: replicated it takes all of it on every rank, sharded 1/d.
 """
 
 import collections

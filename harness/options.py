@@ -17,8 +17,7 @@ from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
-# ----------------------------------------------------------------------------------------------------------- run_folder
-# The checkpoints that the folder of a run keeps, by step.
+# -------------------------------------------------------------- The checkpoints that the folder of a run keeps, by step
 
 
 MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
@@ -64,8 +63,7 @@ def set_aside(folder, steps):
         path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
 
 
-# --------------------------------------------------------------------------------------------------------- run_settings
-# The settings of a run that must not change when it goes on, and those that may.
+# --------------------------------------- The settings of a run that must not change when it goes on, and those that may
 
 
 def settings_of(args, world_size):
@@ -99,8 +97,7 @@ def take_hyperparameters(args, optimizer, scheduler):
         group["lr"] = args.lr * factor(scheduler.last_epoch)
 
 
-# ------------------------------------------------------------------------------------------------------------- schedule
-# The learning rate over the steps.
+# ------------------------------------------------------------------------------------- The learning rate over the steps
 
 
 def warmup_then_cosine(steps):
@@ -115,8 +112,7 @@ def warmup_then_cosine(steps):
     return factor
 
 
-# ---------------------------------------------------------------------------------------------------------- stop_signal
-# A run that is told to stop: all ranks act upon the signal after the same step.
+# ---------------------------------------- A run that is told to stop: all ranks act upon the signal after the same step
 
 
 PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
@@ -159,8 +155,7 @@ class StopSignal:
         return signal.Signals(number).name if number else None
 
 
-# -------------------------------------------------------------------------------------------------------------- options
-# The options of every train.py.
+# ---------------------------------------------------------------------------------------- The options of every train.py
 
 
 WEIGHT_DECAY = 0.1

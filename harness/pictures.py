@@ -1,68 +1,56 @@
-"""What was measured as pictures: SVG, text for the terminal, and a trace for Perfetto."""
+"""What was measured as pictures: text for the terminal, a trace for Perfetto, and SVG, drawn by matplotlib."""
 
-import math
-from html import escape
+import contextlib
+import importlib.util
+import io
+import re
 
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import MEMORY_PARTS, length, overlap, union
 from harness.rows import DEFAULT_MB, ONE_PARAMETER, PEERS, SIZES, is_whole
 from harness.rows import OVERLAP as STAGE_4
-from harness.tables import NONE, Sheet, line_cells, rate_words
+from harness.tables import CURVES, over_computing, rate_words
 
-# ---------------------------------------------------------------------------------------------------------------- ticks
-# Round numbers for axes.
-
-
-def round_step(span, most_ticks=6):
-    """The distance of ticks: 1, 2 or 5 times a power of ten, so that at most `most_ticks` lie in `span`."""
-    power = 10 ** math.floor(math.log10(span / most_ticks))
-    return next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= most_ticks)
+# -------------------------------------------------------------------------------------------------- what all SVGs share
 
 
-# -------------------------------------------------------------------------------------------------------- state_picture
-# What a parameter costs a rank in 16 bits, stacked: by formula, as chapter 3 spells it out.
+# Text stays text; the same data give the same file.
+RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
+      "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
+      "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": False,
+      "grid.color": "#888888", "grid.alpha": 0.25, "xtick.color": "#888888", "ytick.color": "#888888",
+      "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
+      "figure.constrained_layout.use": True}
+STYLE = "<style>text{fill:#444!important} @media (prefers-color-scheme:dark){text{fill:#bbb!important}}</style>"
 
 
-D = 8  # ranks of the picture
-PARTS = [("parameter", "#4a90d9"), ("gradient", "#3a9d5d"), ("main parameter", "#b04a9d"),
-         ("main gradient", "#d9822b"), ("two moments", "#c9a227")]
-# Bytes of each part: (on every rank, in shards).
-BARS = [("DDP, bf16/bf16", [(2, 0), (2, 0), (4, 0), (4, 0), (8, 0)]),
-        ("DDP, bf16/fp32", [(2, 0), (4, 0), (4, 0), (0, 0), (8, 0)]),
-        ("stage 3, bf16/bf16", [(2, 0), (2, 0), (0, 4), (0, 4), (0, 8)]),
-        ("stage 3, bf16/fp32", [(2, 0), (4, 0), (0, 4), (0, 0), (0, 8)])]
-BARS_AT, UNIT, BAR, GAP = 136, 26, 18, 8  # pixels; a byte is UNIT wide
+def can_draw():
+    """Whether matplotlib is there; who measures without it has tables, and text for the terminal."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
-def state_picture():
-    out = [f'<text y="14" class="title">Bytes of a parameter on each of {D} ranks</text>']
-    for number, (name, parts) in enumerate(BARS):
-        x, y = BARS_AT, 26 + number * (BAR + GAP)
-        out.append(f'<text x="{BARS_AT - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
-        for (whole, shared), (_, colour) in zip(parts, PARTS):
-            wide = UNIT * (whole + shared / D)
-            if wide:
-                out.append(f'<rect x="{x:.1f}" y="{y}" width="{wide - 1:.1f}" height="{BAR}" style="fill:{colour}"/>')
-            x += wide
-        total = sum(whole + shared / D for whole, shared in parts)
-        out.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{total:g}</text>')
-    x, y = BARS_AT, 26 + len(BARS) * (BAR + GAP) + 8
-    for name, colour in PARTS:
-        out.append(f'<rect x="{x}" y="{y}" width="11" height="11" style="fill:{colour}"/>'
-                   f'<text x="{x + 15}" y="{y + 10}">{name}</text>')
-        x += 30 + 7 * len(name)
-    size = f'viewBox="0 0 720 {y + 20}" width="720" height="{y + 20}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>16 bits as a sum</title>'
-                      "<style>.title{font-weight:bold} text{font:12px sans-serif;fill:#777}</style>", *out, "</svg>\n"])
+@contextlib.contextmanager
+def panels(n_rows, n_columns, inches, into):
+    """A figure of so many panels, as a list; when it is left, `into` has its SVG, readable on light and dark."""
+    import matplotlib.pyplot as plt  # here: who only measures doesn't need it, see `can_draw`
+    with plt.rc_context(RC):
+        figure, axes = plt.subplots(n_rows, n_columns, figsize=inches, sharex=n_rows > 1, squeeze=False)
+        yield list(axes.flat)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    text = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", file.getvalue())  # a hundredth is invisible
+    text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLE}<defs>", 1)  # a path is one line
+    into.append("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 
-# ----------------------------------------------------------------------------------------------------------- step_trace
-# A recorded step as a trace for https://ui.perfetto.dev and chrome://tracing.
+# ------------------------------------------------------------------------------------------------------ a recorded step
 
 
 def trace(rows):
-    """The same as events of Chrome's trace format: a process a row, a thread a lane. Times in microseconds."""
+    """A recorded step as events of Chrome's trace format, for https://ui.perfetto.dev: a process a row, a thread
+    a lane. Times in microseconds."""
     events = []
     for process, (name, step) in enumerate(rows):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
@@ -80,10 +68,6 @@ def trace(rows):
         events += [{"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}}
                    for lane, thread in threads.items()]
     return {"traceEvents": events}
-
-
-# --------------------------------------------------------------------------------------------------------- step_picture
-# A recorded step as text for the terminal and as SVG: rank x time.
 
 
 GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
@@ -108,13 +92,9 @@ def arrivals(step, kinds):
     return [span for span in spans if span[0] < step.seconds]
 
 
-def peak(rows):
+def most_held(rows):
     """The most bytes that any row held: where the memory lanes end."""
     return max(max(step.memory, default=0) for _, step in rows)
-
-
-def megabytes(step):
-    return f"{max(step.memory) / 1e6:.0f} MB"
 
 
 def said(step):
@@ -126,14 +106,12 @@ def said(step):
 
 
 LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
-LEGEND = {"forward": "computes: forward", "backward": "backward", "step": "step", "gradients": "gradients travel",
-          "parameters": "parameters travel", "memory": "memory held"}
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
 def text(rows, width=80):
     """`rows`: [(name, recorded step), …], on one axis -> text for the terminal; a letter: most of its moment."""
-    longest, most_bytes = max(step.seconds for _, step in rows), peak(rows)
+    longest, most_bytes = max(step.seconds for _, step in rows), most_held(rows)
     out = []
     for name, step in rows:
         out.append(f"{name}: {said(step)}")
@@ -151,59 +129,45 @@ def text(rows, width=80):
             cells = round(width * step.seconds / longest)
             parts = [step.memory[i * MEMORY_PARTS // cells:(i + 1) * MEMORY_PARTS // cells] for i in range(cells)]
             heights = "".join(HEIGHTS[round(max(part) / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
-            out.append(f"{'memory':>10} {heights} ≤ {megabytes(step)}")
+            out.append(f"{'memory':>10} {heights} ≤ {max(step.memory) / 1e6:.0f} MB")
     return "\n".join([*out, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
 
 
-def svg(rows, title):
-    """The same picture: one band a row, a lane each for what computes and what travels, and memory below them.
+COLOURS = {"forward": "#4a90d9", "backward": "#2a5f9e", "step": "#d9822b", "gradients": "#3a9d5d",
+           "parameters": "#b04a9d", "memory": "#c9a227"}
+WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "parameters": "parameters travel",
+         "memory": "memory held"}
 
-    Readable on light and dark.
-    """
-    left, width, lane_height, curve_height, band = 96, 880, 14, 26, 110  # pixels
-    longest, most_bytes = max(step.seconds for _, step in rows), peak(rows)
-    out, y = [f'<text y="16" class="title">{escape(title)}</text>'], 28
-    for name, step in rows:
-        out.append(f'<text y="{y + 14}"><tspan class="title">{escape(name)}</tspan>: {said(step)}</text>')
-        for i, (lane, spans) in enumerate(lanes(step)):
-            top = y + 20 + i * (lane_height + 2)
-            out.append(f'<text x="{left - 8}" y="{top + 11}" text-anchor="end">{lane}</text>')
-            out.append(f'<rect x="{left}" y="{top}" width="{width * step.seconds / longest:.1f}" '
-                       f'height="{lane_height}" class="nothing"/>')
-            for start, end, what in spans:
-                start, end = max(start, 0), min(end, step.seconds)
-                x, wide = left + width * start / longest, width * (end - start) / longest
-                out.append(f'<rect x="{x:.1f}" y="{top}" width="{max(wide - 0.4, 0.3):.1f}" height="{lane_height}" '
-                           f'class="{what}"/>')
-        if step.memory:
-            bottom, wide = y + 20 + 3 * (lane_height + 2) + curve_height, width * step.seconds / longest
-            heights = [f"{left + wide * (i + side) / MEMORY_PARTS:.1f},{bottom - curve_height * part / most_bytes:.1f}"
-                       for i, part in enumerate(step.memory) for side in (0, 1)]
-            points = " ".join([f"{left},{bottom}", *heights, f"{left + wide:.1f},{bottom}"])
-            out.append(f'<text x="{left - 8}" y="{bottom - 14}" text-anchor="end">memory</text>'
-                       f'<text x="{left - 8}" y="{bottom - 1}" text-anchor="end">≤ {megabytes(step)}</text>'
-                       f'<polygon points="{points}" class="memory"/>')
-        y += band
-    step_ms = round_step(1000 * longest)
-    for tick in range(int(1000 * longest / step_ms) + 1):
-        x = left + width * tick * step_ms / (1000 * longest)
-        anchor = "start" if tick == 0 else "end" if x > left + width - 20 else "middle"
-        out.append(f'<text x="{x:.0f}" y="{y + 12}" text-anchor="{anchor}" class="tick">{tick * step_ms:g} ms</text>')
-    x = left
-    for what, words in LEGEND.items():
-        out.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" class="{what}"/>'
-                   f'<text x="{x + 17}" y="{y + 34}">{words}</text>')
-        x += 28 + 7 * len(words)
-    style = (".title{font-weight:bold} text{font:12px sans-serif;fill:#777} .nothing{fill:#8883} "
-             ".forward{fill:#4a90d9} .backward{fill:#2a5f9e} .step{fill:#d9822b} .gradients{fill:#3a9d5d} "
-             ".parameters{fill:#b04a9d} .memory{fill:#c9a227}")
-    size = f'viewBox="0 0 {left + width + 8} {y + 44}" width="{left + width + 8}" height="{y + 44}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>{escape(title)}</title>'
-                      f"<style>{style}</style>", *out, "</svg>\n"])
+
+def svg(rows, title):
+    """The same picture: one panel a row, a lane each for what computes and what travels, and memory below them."""
+    longest, most_bytes, found = max(step.seconds for _, step in rows), most_held(rows) or 1, []
+    with panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)), found) as axes:
+        for axis, (name, step) in zip(axes, rows):
+            axis.set_title(f"{name}: {said(step)}")
+            for place, (_, spans) in enumerate(lanes(step)):
+                for what in COLOURS:
+                    # Spans with less between them than a picture shows are one.
+                    near = union((max(start, 0), min(end, step.seconds) + longest / 2000)
+                                 for start, end, kind in spans if kind == what)
+                    axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in near], (3 - place, 0.85),
+                                     facecolors=COLOURS[what])
+            if step.memory:
+                edges = [1e3 * step.seconds * i / MEMORY_PARTS for i in range(MEMORY_PARTS + 1)]
+                axis.stairs([0.85 * part / most_bytes for part in step.memory], edges[:len(step.memory) + 1], fill=True,
+                            color=COLOURS["memory"])
+            axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters",
+                                                  f"memory ≤ {max(step.memory, default=0) / 1e6:.0f} MB"])
+            axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
+        axes[-1].set_xlabel("ms")
+        axes[0].figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
+        handles = [axes[0].broken_barh([], (0, 1), facecolors=colour) for colour in COLOURS.values()]
+        axes[0].figure.legend(handles, [WORDS.get(what, what) for what in COLOURS], ncols=6, loc="outside lower left")
+    return found[0]
 
 
 def on_two_hosts(result):
-    """The result of make network -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
+    """The result of two hosts -> (rows, title) for `text` and `svg`: the ladder, on rank 0."""
     c = result.conditions
     ddp = catalogue.tuned(result, catalogue.REFERENCE)  # a peer counts at its best setting
     shown = [ddp if ddp and base == catalogue.REFERENCE else result.find(base) for base in catalogue.LADDER]
@@ -212,24 +176,48 @@ def on_two_hosts(result):
 
 
 def two_hosts_picture(results):
-    """Of results of make network at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
+    """Of results of two hosts at several rates -> that one's step which is to be drawn, as SVG; "" for none."""
     rows, title = on_two_hosts(drawn) if (drawn := saved.to_draw(results)) else ([], "")
     return svg(rows, title) if rows else ""
 
 
 def planned_steps(result):
-    """-> rows and title for timeline.svg and timeline.text: those that don't take four times as long as the fastest."""
+    """-> rows and title for svg and text: those that don't take four times as long as the fastest."""
     c, steps = result.conditions, {row.name: row.step for row in result.rows}
     longest = 4 * min(step.seconds for step in steps.values())
     return [(name, step) for name, step in steps.items() if step.seconds <= longest], (
         f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")
 
 
-# -------------------------------------------------------------------------------------------------------- sweep_picture
-# Sweeps of bucket size as a picture: ms a step over size, a panel for each rate.
+# ---------------------------------------------------------------------------------------------- sixteen bits, as a sum
 
 
-COLOURS = {STAGE_4: "#3a9d5d", **dict(zip(PEERS, ("#4a90d9", "#d9822b", "#9b59b6", "#999999")))}
+D = 8  # ranks of the picture
+PARTS = {"parameter": "#4a90d9", "gradient": "#3a9d5d", "main parameter": "#b04a9d", "main gradient": "#d9822b",
+         "two moments": "#c9a227"}
+# Bytes of each part: (on every rank, in shards), as chapter 3 spells them out.
+BARS = {"DDP, bf16/bf16": [(2, 0), (2, 0), (4, 0), (4, 0), (8, 0)],
+        "DDP, bf16/fp32": [(2, 0), (4, 0), (4, 0), (0, 0), (8, 0)],
+        "stage 3, bf16/bf16": [(2, 0), (2, 0), (0, 4), (0, 4), (0, 8)],
+        "stage 3, bf16/fp32": [(2, 0), (4, 0), (0, 4), (0, 0), (0, 8)]}
+
+
+def state_picture():
+    found = []
+    with panels(1, 1, (7.2, 2.1), found) as (axis,):
+        left = [0.0] * len(BARS)
+        for place, (part, colour) in enumerate(PARTS.items()):
+            wide = [whole + shared / D for whole, shared in (bar[place] for bar in BARS.values())]
+            bars = axis.barh(list(BARS), wide, 0.7, left, color=colour, label=part)
+            left = [start + more for start, more in zip(left, wide)]
+        axis.bar_label(bars, [f"{total:g}" for total in left], padding=5)
+        axis.invert_yaxis()
+        axis.set(title=f"Bytes of a parameter on each of {D} ranks", xlim=(0, 22))
+        axis.figure.legend(ncols=5, loc="outside lower left")
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------------ sweeps of bucket size
 
 
 def curves(rows):
@@ -243,170 +231,45 @@ def curves(rows):
 
 
 def sweep_picture(results):
-    """Results of make network at several rates -> SVG of their sweeps, "" where there is none."""
+    """Results of two hosts at several rates -> SVG of their sweeps, "" where there is none."""
     swept = sorted((result for result in results if is_whole(result.sweep)),
                    key=lambda result: result.conditions.bits_per_second)
-    out, left, wide, high, panel = [], 60, 380, 220, 500
-    for number, result in enumerate(swept):
-        found = curves(result.sweep.rows)
-        most = 1.05 * max(ms for points in found.values() for _, ms in points)
-        x0, step = left + number * panel, round_step(most)
-        rate = escape(rate_words(result.conditions.rate))
-        out.append(f'<text x="{x0}" y="16" class="title">{rate}: ms a step, by size of bucket</text>')
-        for tick in range(int(most / step) + 1):
-            y = 30 + high - high * tick * step / most
-            out.append(f'<path d="M{x0} {y:.1f}h{wide}" class="grid"/><text x="{x0 - 6}" y="{y + 4:.1f}" '
-                       f'text-anchor="end">{tick * step:g}</text>')
-        for place, size in enumerate(SIZES):
-            label = "1 par." if size == ONE_PARAMETER else f"{size:g}"
-            out.append(f'<text x="{x0 + wide * place / (len(SIZES) - 1):.0f}" y="{48 + high}" text-anchor="middle">'
-                       f"{label}</text>")
-        out.append(f'<text x="{x0 + wide}" y="{64 + high}" text-anchor="end">MiB</text>')
-        for row, (base, points) in enumerate(found.items()):
-            xy = [(x0 + wide * place / (len(SIZES) - 1), 30 + high - high * ms / most) for place, ms in points]
-            line, colour = " ".join(f"{x:.1f},{y:.1f}" for x, y in xy), COLOURS[base]
-            out.append(f'<polyline points="{line}" style="stroke:{colour}"/>')
-            out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{colour}"/>' for x, y in xy]
-            out.append(f'<rect x="{x0 + 130 * (row % 3)}" y="{72 + high + 18 * (row // 3)}" width="12" height="12" '
-                       f'style="fill:{colour}"/><text x="{x0 + 17 + 130 * (row % 3)}" '
-                       f'y="{82 + high + 18 * (row // 3)}">{escape(base)}</text>')
-    if not out:
+    if not swept:
         return ""
-    style = (".title{font-weight:bold} text{font:12px sans-serif;fill:#777} .grid{stroke:#8884} "
-             "polyline{fill:none;stroke-width:2}")
-    size = f'viewBox="0 0 {panel * len(swept)} {high + 114}" width="{panel * len(swept)}" height="{high + 114}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>ms a step by size of bucket</title>'
-                      f"<style>{style}</style>", *out, "</svg>\n"])
+    found, colours = [], dict(zip([STAGE_4, *PEERS], ("#3a9d5d", "#4a90d9", "#d9822b", "#9b59b6", "#999999")))
+    with panels(1, len(swept), (5 * len(swept), 3.4), found) as axes:
+        for axis, result in zip(axes, swept):
+            for base, points in curves(result.sweep.rows).items():
+                axis.plot(*zip(*points), "o-", color=colours[base], label=base, markersize=4)
+            axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
+            axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
+            axis.grid(axis="y")
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
+    return found[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------- curve
-# What overlap is worth at every line: time of a step over that of computing alone, by the rate of the line.
+# ------------------------------------------------------------------------------------------------------------ the curve
 
 
-ALONE, TUNED = "compute only", "ddp, tuned"
-# What is drawn, from the slowest to the fastest: name in the picture, row, colour on light and on dark.
-CURVES = [("stage 2, all-gather", "stage 2 all-gather", "#b8860b", "#e0b040"),
-          ("rung 0, no overlap", "rung 0 replicated", "#8a8a8a", "#a0a0a0"),
-          ("stage 3, grad buffer", "stage 3 grad buffer", "#c05a1c", "#e8894a"),
-          ("FSDP2", "fsdp2", "#8e44ad", "#c58fe0"),
-          ("DDP, default buckets", "ddp", "#7fb0e6", "#5a86b8"),
-          ("DDP, tuned buckets", TUNED, "#1f6fc4", "#6db3ff"),
-          ("stage 4, overlap", catalogue.OVERLAP, "#1e8449", "#4fd08a"),
-          ("floor", "floor", "#444444", "#cccccc")]
+CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
-def row_of(result, base):
-    return catalogue.tuned(result, "ddp") if base == TUNED else result.timed(base)
-
-
-def over_computing(result, base):
-    """-> the median of the ratios of a step's time to that of computing alone, round by round; None: not measured."""
-    alone = result.timed(ALONE)
-    if base == "floor":
-        stage4 = result.find(catalogue.OVERLAP)
-        return max(1.0, stage4.wire_bytes_theory * 8e3 / result.conditions.bits_per_second / alone.median_ms)
-    row = row_of(result, base)
-    return row.over(alone) if row else None
-
-
-def sheet(results):
-    """A column a rate, the slowest first."""
-    results = sorted(results, key=lambda result: result.conditions.bits_per_second)
-
-    def cells(base):
-        return [NONE if (ratio := over_computing(result, base)) is None else f"{ratio:.2f}" for result in results]
-
-    def drain(result):
-        return line_cells(result, catalogue.OVERLAP).drain
-
-    def over(result, base):
-        stage4, row = result.timed(catalogue.OVERLAP), row_of(result, base)
-        return f"{stage4.over(row):.2f}" if stage4 and row else NONE
-    rows = [[name, *cells(base)] for name, base, *_ in CURVES]
-    rows += [["stage 4 over tuned DDP", *(over(result, TUNED) for result in results)],
-             ["stage 4 over the floor", *(line_cells(result, catalogue.OVERLAP).over_floor for result in results)],
-             ["DDP's best buckets", *(tuned.size if (tuned := row_of(result, TUNED)) else NONE for result in results)],
-             ["compute only, ms", *(f"{result.timed(ALONE).median_ms:.0f}" for result in results)],
-             ["stage 4's drain, ms", *map(drain, results)]]
-    return Sheet(
-        "The curve: a step over computing alone",
-        [("", ""), *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured") for result in results)], rows,
-        ["Medians of the ratios round by round. Floor: the larger of computing alone and the line's time, by the "
-         "formula. Tuned: with the size of buckets that was best at this rate.", *map(condition, results)])
-
-
-def condition(result):
-    c = result.conditions
-    return f"{rate_words(c.rate)}: {c.machine}, {c.rounds} rounds of {c.steps} steps, {c.date}, commit {c.commit}."
-
-
-def sentences(results):
-    """Where stage 4 leads, and by how much."""
-    results = sorted(results, key=lambda result: result.conditions.bits_per_second)
-    found = [(rate_words(result.conditions.rate), result.timed(catalogue.OVERLAP).over(row_of(result, TUNED)))
-             for result in results if row_of(result, TUNED)]
-    ratios = ", ".join(f"{ratio:.2f} at {words}" for words, ratio in found)
-    best = min(found, key=lambda one: one[1])
-    slower = next((words for words, ratio in found if ratio >= 1), None)
-    ends = f"From {slower} on it is no faster." if slower else "At none of these is it slower."
-    return [f"Stage 4 over tuned DDP: {ratios}. Most is won at {best[0]}. {ends}"]
-
-
-# The picture: both axes in powers.
-LEFT, WIDE, HIGH, TOP, RIGHT = 56, 520, 330, 44, 190
-TICKS = (1, 1.5, 2, 3, 4, 6, 8, 10)
-
-
-def curve_picture(results, lines):
-    """`lines`: of make plan, plan_results.CurveLine; points are measured -> SVG, for light and dark."""
-    results = sorted(results, key=lambda result: result.conditions.bits_per_second)
+def curve_picture(results):
+    """What overlap is worth at every line: time of a step over that of computing alone, by the rate of the line."""
+    results, found = sorted(results, key=lambda result: result.conditions.bits_per_second), []
     rates = [result.conditions.bits_per_second for result in results]
-    points = {base: [(rate, ratio) for rate, result in zip(rates, results)
-                     if (ratio := over_computing(result, base)) is not None] for _, base, *_ in CURVES}
-    drawn = {line.base: line.points for line in lines}
-    most = 1.06 * max(ratio for found in points.values() for _, ratio in found)
-
-    def at(rate, ratio):
-        x = LEFT + WIDE * math.log(rate / rates[0]) / math.log(rates[-1] / rates[0])
-        return x, TOP + HIGH - HIGH * math.log(max(ratio, 0.97) / 0.97) / math.log(most / 0.97)
-    out = [f'<text x="{LEFT}" y="16" class="title">Time of a step over computing alone, by the line between two '
-           "hosts</text>", f'<text x="{LEFT}" y="32">points: measured · lines: modelled by make plan</text>']
-    for tick in TICKS:
-        if tick <= most:
-            _, y = at(rates[0], tick)
-            out.append(f'<path d="M{LEFT} {y:.1f}h{WIDE}" class="grid"/><text x="{LEFT - 8}" y="{y + 4:.1f}" '
-                       f'text-anchor="end">{tick:g}</text>')
-    for result, rate in zip(results, rates):
-        x, _ = at(rate, 1)
-        out.append(f'<path d="M{x:.1f} {TOP}v{HIGH}" class="grid"/><text x="{x:.1f}" y="{TOP + HIGH + 18}" '
-                   f'text-anchor="middle">{escape(rate_words(result.conditions.rate))}</text>')
-    labels = []
-    for number, (name, base, *_) in enumerate(CURVES):
-        line = drawn.get(base) or (points[base] if base != "floor" else [])
-        path = " ".join("{:.1f},{:.1f}".format(*at(*point)) for point in line if rates[0] <= point[0] <= rates[-1])
-        out.append(f'<polyline points="{path}" class="line c{number}{" dash" * (base == "floor")}"/>')
-        if base != "floor":
-            out += ['<circle cx="{:.1f}" cy="{:.1f}" r="3.5" class="point c{}"/>'.format(*at(*point), number)
-                    for point in points[base]]
-        labels.append((at(*points[base][0])[1], number, name))
-    for number, name, y in spread(labels):
-        out.append(f'<text x="{LEFT + WIDE + 34}" y="{y + 4:.1f}" class="label c{number}">{escape(name)}</text>'
-                   f'<path d="M{LEFT + WIDE + 12} {y:.1f}h16" class="line c{number}{" dash" * (name == "floor")}"/>')
-    across, down = LEFT + WIDE + RIGHT, TOP + HIGH + 34
-    size = f'viewBox="0 0 {across} {down}" width="{across}" height="{down}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>The curve</title>',
-                      f"<style>{style()}</style>", *out, "</svg>\n"])
-
-
-def spread(labels):
-    """In the order of the curves' left ends -> (number, name, y), a line each."""
-    return [(number, name, TOP + 12 + 22 * place) for place, (_, number, name) in enumerate(sorted(labels))]
-
-
-def style():
-    def colours(which):
-        return " ".join(f".line.c{n}{{stroke:{one[which]}}} .point.c{n},.label.c{n}{{fill:{one[which]}}}"
-                        for n, one in enumerate(CURVES))
-    return ("text{font:12px sans-serif;fill:#777} .title{font-weight:bold} .grid{stroke:#8884;fill:none} "
-            f".line{{fill:none;stroke-width:2}} .dash{{stroke-dasharray:5 4}} {colours(2)} "
-            f"@media (prefers-color-scheme:dark){{{colours(3)}}}")
+    with panels(1, 1, (7.6, 4.2), found) as (axis,):
+        for (name, base), colour in zip(CURVES.items(), CURVE_COLOURS):
+            points = [(rate, ratio) for rate, result in zip(rates, results)
+                      if (ratio := over_computing(result, base)) is not None]
+            axis.plot(*zip(*points), "--" if base == "floor" else "o-", color=colour, label=name, markersize=4)
+        axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
+                 title="Time of a step over computing alone, by the line between two hosts")
+        axis.set_xticks(rates, [rate_words(result.conditions.rate).replace(" ", "\n") for result in results])
+        most = axis.get_ylim()[1]
+        ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= most]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(True)
+        axis.figure.legend(loc="outside right upper")
+    return found[0]

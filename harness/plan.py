@@ -6,188 +6,196 @@ import gc
 import math
 import multiprocessing
 import os
-import statistics
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from harness import command_line, dry_run, models, pictures
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
-from harness.dry_run import (
-    AS_FAST,
-    COMPARED,
-    DEVICES,
-    DTYPES,
-    HYBRID,
-    Hardware,
-    Planner,
-    calibrated,
-    plan,
-    published,
-    replay,
-)
-from harness.pictures import CURVES, TUNED, planned_steps
-from harness.results import Check, Conditions, CurveLine, ModelledRun, Result
+from harness.replay import Hardware, calibrated, replay
+from harness.results import Check, ModelledRun, PlanConditions, PlanResult, PlanRow, PlanSize, PublishedRun
 from harness.rows import Choice
 from harness.tables import plan_sheets, sheet_text
 
-# -------------------------------------------------------------------------------------------------------- two_host_runs
-# Modelled beside measured: this project's runs on two hosts.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
+STAGE_4 = {"stage 4 overlap", "stage 4 bf16", catalogue.PLANNED[-1].name}  # whose buckets' sizes have a table
+BUCKETED = STAGE_4 | {"ddp", "ddp bf16"}
+RANKS = (1, 8, 64, 1024)  # that all rows are counted at
+CAPS_MB = (100, 400, 1600, 6400)  # buckets that are tried beside the default
+AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
+MICRO_BATCHES = 8  # of the step that accumulates
+EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
+# As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
+DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312e12, 2.0e12, 300e9, 100e9)}
+
+# ------------------------------------------------------------------------------------------------------------- the plan
 
 
-ROOT = Path(__file__).resolve().parents[1]
+class Planner:
+    """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor.
+
+    `recorded`: (Choice, d) -> dry_run.Recorded, of all that were run.
+    """
+
+    def __init__(self, args, workers):
+        self.args, self.workers, self.recorded, device = args, workers, {}, DEVICES[args.device]
+        self.spec, self.room = args.spec._replace(tensor_parallel=args.tensor_parallel), args.device_memory * 1e9
+        flops = device.flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32 is half as fast as 16 bits
+        self.hardware = device._replace(flops=flops, sharing=args.tensor_parallel)
+        self.cost = workers.submit(dry_run.cost_of, self.spec, DTYPES[args.dtype], args.batch_size,
+                                   args.sequence_length).result()
+
+    def run(self, choices, ranks):
+        """Each row on each number of ranks."""
+        found = {(choice, d): self.workers.submit(dry_run.record, choice, self.spec, d, self.cost)
+                 for choice in choices for d in ranks if (choice, d) not in self.recorded}
+        self.recorded.update((task, one.result()) for task, one in found.items())
+
+    def fits(self, choice, d):
+        return self.recorded[choice, d].peak <= self.room
+
+    def is_bucket(self, choice):
+        """Two buffers take at most half of what whole gradients would: stage 3 keeps those, and has no buckets."""
+        held = self.recorded[choice, self.args.world].held
+        return held["buffers"] <= held["parameters"] / 2
+
+    def ms(self, choice, d, micro_batches=None, exchange_each=False):
+        """Of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
+        k = micro_batches or self.args.accumulate
+        return 1e3 * replay(self.recorded[choice, d].events, self.hardware, d, k, exchange_each).seconds / k
+
+    def sizes(self, base):
+        """-> Choices of a size of bucket, the default first; few rows have buckets."""
+        caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else [None, *CAPS_MB]
+        return [Choice(base, cap_mb) for cap_mb in (caps_mb if base in BUCKETED else [None])]
+
+    def tuned(self, base):
+        """-> the smallest size with which it is as fast as with any, of those that are buckets and fit."""
+        sizes = [choice for choice in self.sizes(base) if self.is_bucket(choice)] or self.sizes(base)
+        fitting = [choice for choice in sizes if self.fits(choice, self.args.world)] or sizes
+        ms = {choice: self.ms(choice, self.args.world) for choice in fitting}
+        return next(choice for choice in fitting if ms[choice] <= AS_FAST * min(ms.values()))
+
+
+def plan(planner):
+    """-> PlanResult: counts and times at several d, and the step at --world."""
+    args, bases = planner.args, ROWS[planner.args.dtype]
+    ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
+    planner.run([choice for base in bases for choice in planner.sizes(base)], [args.world])  # all at once
+    choices = [planner.tuned(base) for base in bases]
+    planner.run(choices, ranks)
+    asked = {key: value for key, value in vars(args).items() if key not in ("json", "svg", "check", "spec")}
+    numel = planner.recorded[choices[-1], args.world].numel
+    conditions = PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
+                                efficiency=EFFICIENCY, **planner.hardware._asdict())
+    sizes = [PlanSize(*choice, ms=planner.ms(choice, args.world), peak=planner.recorded[choice, args.world].peak,
+                      is_bucket=planner.is_bucket(choice))
+             for base in bases if base in STAGE_4 for choice in planner.sizes(base)]
+    return PlanResult(conditions, [plan_row(planner, choice, ranks) for choice in choices], sizes)
+
+
+def plan_row(planner, choice, ranks):
+    counted, world = {d: planner.recorded[choice, d] for d in ranks}, planner.args.world
+    last, formula = counted[world], functools.partial(catalogue.find(*choice).bytes_per_param, 1)
+    all_of_it, of_two = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (1, 2))
+    shared, whole = 2 * (all_of_it - of_two), 2 * of_two - all_of_it
+    return PlanRow(
+        *choice, formula=f"{whole:g}{f' + {shared:g}/d' * bool(shared)}{' + b' * (choice.base in STAGE_4)}",
+        held=last.held, padding=sum(last.held.values()) - last.theory, peak=last.peak,
+        fits_from=next((d for d in ranks if all(planner.fits(choice, more) for more in ranks if more >= d)), 0),
+        bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
+        bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
+        ms={d: planner.ms(choice, d) for d in ranks}, once_ms=planner.ms(choice, world, MICRO_BATCHES),
+        each_ms=planner.ms(choice, world, MICRO_BATCHES, exchange_each=True),
+        step=replay(last.events, planner.hardware, world, planner.args.accumulate))
+
+
+# ------------------------------------------------------------------------------- the check: modelled time beside runs
+
+
 # Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
 HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
-
-WAYS = {"no_sync_ms": ("stage 4 overlap", False), "each_ms": ("stage 4 overlap", True),
-        "compute_ms": ("compute only", False), "ddp_ms": ("ddp", False), "stage3_ms": ("stage 3 grad buffer", False)}
 ALONE = Choice("compute only")
 
 
-class Part(NamedTuple):
-    """The times of one table. `ms`: (Choice, micro-batches a step or None, whether each is exchanged) -> median."""
-    conditions: Conditions
-    ms: dict
-
-
 def two_hosts():
-    """-> list of ModelledRuns."""
+    """This project's own runs, at each rate, and of sweeps of bucket size -> list of ModelledRuns."""
     found = []
-    for result in load():
-        c = result.conditions
-        parts = [Part(c, of_rows(result.rows))]
-        parts += [Part(result.sweep.conditions, of_rows(result.sweep.rows))] if result.sweep else []
-        parts += [Part(result.accumulation.conditions, of_accumulation(result.accumulation))
-                  ] if result.accumulation else []
-        for part in parts:
-            found += modelled(c.rate, part, c.bits_per_second, parts[0].ms[ALONE, None, False])
+    for result in saved.at_all_rates():
+        alone_ms = result.timed(ALONE.base).median_ms
+        for conditions, rows in [(result.conditions, result.rows),
+                                 *([(result.sweep.conditions, result.sweep.rows)] if result.sweep else [])]:
+            found += modelled(result.conditions, conditions, rows, alone_ms)
     return found
 
 
-def load():
-    """-> list of Results of make network, a rate each."""
-    path = ROOT / "results" / "network.json"
-    return saved.from_json(Result, path.read_text(encoding="utf-8")).at_all_rates()
-
-
-def line_of(bits_per_second, backend="exchange"):
-    """-> Hardware. `backend`: "gloo" where its own reduce-scatter travels, which is an all-reduce."""
-    return Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * bits_per_second / 8, per_node=1,
-                    latency_between=HOST_LATENCY, backend=backend)
-
-
-def of_rows(rows):
-    return {(row.choice, None, False): row.median_ms for row in rows if row.rounds_ms}
-
-
-def of_accumulation(accumulation):
-    """The rows that a step of one micro-batch stands for are named as in WAYS, DDP with its bucket size."""
-    return {(Choice(base, accumulation.ddp_mb if base == "ddp" else None), row.micro_batches, exchange_each):
-            statistics.median(getattr(row, field)) for row in accumulation.rows
-            for field, (base, exchange_each) in WAYS.items() if getattr(row, field)}
-
-
-def modelled(where, part, bits_per_second, alone_ms):
-    """-> ModelledRuns of one table. `alone_ms`: of *compute only*, for where this table has no such row."""
-    c, times = part.conditions, dict(part.ms)
+def modelled(line, c, rows, alone_ms):
+    """-> ModelledRuns of one table, of Conditions `c`, on the line of Conditions `line`."""
     spec = models.NAMED[c.model]
     cost = dry_run.cost_of(spec, "float32", c.batch_size, c.sequence_length)
-    hosts = line_of(bits_per_second)
-    events = dry_run.record(ALONE, spec, 1, cost).events
-    measured = next((times.pop((ALONE, k, False)) for k in (None, 1) if (ALONE, k, False) in times), alone_ms)
-    hosts = calibrated("flops", lambda one: replay(events, one, 1).seconds, hosts, measured / 1e3)
-    found = []
-    for (choice, k, exchange_each), ms in times.items():
-        if choice.base in (*catalogue.LADDER, "owner reduce"):
-            events = dry_run.record(choice, spec, c.ranks, cost, gloo=True).events
-            seconds = replay(events, hosts, c.ranks, k or 1, exchange_each).seconds / (k or 1)
-            found.append(ModelledRun(where, *choice, ms, seconds * 1e3, k, exchange_each))
-    return sorted(found, key=lambda run: run.label)
-
-
-# ---------------------------------------------------------------------------------------------------------------- check
-# Modelled time beside runs: of this project on two hosts, and what Megatron-LLaMA and a user of it have published.
-
-
-def check(workers):
-    """`workers`: a ProcessPoolExecutor."""
-    here, elsewhere, lines = workers.submit(two_hosts), workers.submit(published), workers.submit(curve_lines)
-    return Check(here.result(), *elsewhere.result(), lines.result())
-
-
-# --------------------------------------------------------------------------------------------------------------- advice
-# A plan in words: which stage, which bucket, and when DDP.
-
-
-MORE_RANKS = (8, 32, 128, 512)  # that --advise compares at
-
-
-def advice(planner, result):
-    """-> sentences."""
-    args, world, rows = planner.args, planner.args.world, {row.base: row for row in result.rows}
-    ours, owner, ddp = (rows[base].choice for base in COMPARED[args.dtype])
-    fitting = {row.choice: planner.ms(row.choice, world) for row in result.rows if row.fits_from}
-    room, stage4 = f"{args.device_memory:g} GB", planner.recorded[ours, world]
-    sizes = [f"{base} {'|'.join(planner.tuned(base, trees=trees).size for trees in (False, True))}"
-             for base in [ours.base, HYBRID] if base in rows]
-    fastest = "; ".join(f"{choice.name}, {fitting[choice]:,.0f} ms" for choice in sorted(fitting, key=fitting.get)[:3])
-    once, each = (planner.ms(ours, world, 8, exchange_each) for exchange_each in (False, True))
-    said = [f"Stage: {len(fitting)} rows fit in {room}; fastest are {fastest} a micro-batch." if fitting else
-            f"Stage: none fits in {room}. Let devices share layers (--tensor-parallel 8), or take FSDP2.",
-            f"Bucket in rings|trees: {'; '.join(sizes)}.",
-            f"Accumulation: {'an exchange each' if each <= AS_FAST * once else 'an exchange a step: no_sync()'}. Of 8 "
-            f"micro-batches one takes {each:,.0f} ms with an exchange each, and {once:,.0f} ms with one a step, which "
-            f"keeps whole gradients of {stage4.held['parameters'] / 1e9:.1f} GB."]
-    ranks = sorted({d for d in MORE_RANKS if d < world} | {world})
-    planner.run([ours, owner, ddp], ranks)
-    for title, choice in (("Owner's reduce", owner), ("DDP", ddp)):
-        over = {d: planner.ms(choice, d) / planner.ms(ours, d) for d in ranks}
-        slower = next((d for d in ranks if all(over[more] > AS_FAST for more in ranks if more >= d)), 0)
-        behind = f"behind stage 4 from {slower} ranks on" if slower else "as fast as stage 4 or faster"
-        said.append(f"{title}: {behind}, of whose time it takes {', '.join(f'{over[d]:.2f} on {d}' for d in ranks)}. "
-                    f"It {'fits' if rows[choice.base].fits_from else 'does not fit'} in {room}.")
-    return said
-
-
-# ---------------------------------------------------------------------------------------------------------- curve_lines
-# The curve between its points: rows run dry, and replayed on two hosts with a line of any rate.
-
-
-N_POINTS = 25  # of a line, at equal ratios of rates
-NOT_RUN_DRY = ("fsdp2",)  # it needs tensors with values
-
-
-def curve_lines():
-    """-> list of CurveLines. Computing is calibrated on *compute only* of the run at the slowest line."""
-    results = sorted(load(), key=lambda result: result.conditions.bits_per_second)
-    c, rates = results[0].conditions, [result.conditions.bits_per_second for result in results]
-    spec = models.NAMED[c.model]
-    cost = dry_run.cost_of(spec, "float32", c.batch_size, c.sequence_length)
+    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * line.bits_per_second / 8, per_node=1,
+                     latency_between=HOST_LATENCY, backend="exchange")
     alone = dry_run.record(ALONE, spec, 1, cost).events
-    hosts = calibrated("flops", lambda one: replay(alone, one, 1).seconds, line_of(rates[0]),
-                       results[0].timed(ALONE.base).median_ms / 1e3)
-    computing = replay(alone, hosts, 1).seconds
-    grid = [rates[0] * (rates[-1] / rates[0]) ** (i / (N_POINTS - 1)) for i in range(N_POINTS)]
-
-    def line(base, step):
-        return CurveLine(base, [(rate, step(rate) / computing) for rate in grid])
-
-    def replayed(choice):
-        events = dry_run.record(choice, spec, c.ranks, cost, gloo=True).events
-        return lambda rate: replay(events, hosts._replace(between=line_of(rate).between), c.ranks).seconds
-    tuned = [one for result in results if (one := catalogue.tuned(result, "ddp"))]
-    sizes = [replayed(row.choice) for row in {row.choice: row for row in tuned}.values()] or [replayed(Choice("ddp"))]
-    n_bytes = results[0].find(catalogue.OVERLAP).wire_bytes_theory
-    found = [line("floor", lambda rate: max(computing, n_bytes * 8 / rate)),
-             line(TUNED, lambda rate: min(step(rate) for step in sizes))]
-    return found + [line(base, replayed(Choice(base))) for _, base, *_ in CURVES
-                    if base not in (TUNED, "floor", *NOT_RUN_DRY)]
+    hosts = calibrated("flops", lambda one: replay(alone, one, 1).seconds, hosts, alone_ms / 1e3)
+    timed = sorted((row for row in rows if row.rounds_ms and row.base in (*catalogue.LADDER, "owner reduce")),
+                   key=lambda row: row.name)
+    return [ModelledRun(line.rate, *row.choice, row.median_ms, 1e3 * replay(
+        dry_run.record(row.choice, spec, c.ranks, cost, gloo=True).events, hosts, c.ranks).seconds) for row in timed]
 
 
-# -------------------------------------------------------------------------------------------------------------- command
-# Plan before you rent: what a rank of 1024 holds, and how long a step takes, from the code that trains.
+# LLaMA-13B, sequences of 2048 on 8 x A100-80GB a node, tokens/s a GPU: (optimizer, GPUs, sequences a step, sequences a
+# micro-batch, tokens/s). Megatron-LLaMA's README; neither it nor the user's issue 22 there says how many GPUs share
+# layers, and the README not how large a step is: both are assumed, as in LLaMA's paper and in issue 27 there.
+PUBLISHED = [("overlapped", 256, 2048, 4, 1890), ("distributed", 256, 2048, 4, 1630),
+             ("overlapped", 512, 2048, 4, 1845), ("distributed", 512, 2048, 4, 1430)]
+A_USERS = [("distributed", 128, 1024, 2, 1885.8), ("distributed", 128, 2048, 2, 2045.4),
+           ("overlapped", 128, 1024, 2, 1126.3), ("overlapped", 128, 2048, 2, 1142.1)]
+SHARING, LENGTH = 2, 2048
+
+
+def step_of(run, hardware, is_hidden=True):
+    """-> modelled seconds. Our stage 4 stands for the overlapped optimizer, which sends fp32 gradients after each
+    micro-batch; stage 3 for the distributed one. Not `is_hidden`: each message is waited for at once."""
+    kind, gpus, sequences, batch, _ = run
+    d, events = gpus // SHARING, []
+    for event in recorded_13b(kind, d, batch):
+        is_fp32 = kind == "overlapped" and event.kind == "reduce_scatter"
+        events.append(event._replace(n_bytes=2 * event.n_bytes) if is_fp32 else event)
+        events += [event._replace(what="wait")] if event.what == "launch" and not is_hidden else []
+    return replay(events, hardware, d, sequences // d // batch, kind == "overlapped").seconds
+
+
+@functools.lru_cache
+def recorded_13b(kind, d, batch):
+    spec = models.NAMED["13b"]._replace(tensor_parallel=SHARING)
+    choice = {"overlapped": Choice("stage 4 bf16", 400), "distributed": Choice("stage 3 bf16/fp32")}[kind]
+    return dry_run.record(choice, spec, d, dry_run.cost_of(spec, "bfloat16", batch, LENGTH)).events
+
+
+def published():
+    """-> hardware and published runs of results.Check."""
+    def tokens(run):  # in a step, for each GPU
+        return run[2] * LENGTH / run[1]
+
+    def rows(what, runs, hardware, is_hidden=True):
+        return [PublishedRun(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
+    first, (less, more) = PUBLISHED[0], A_USERS[:2]
+    a100 = DEVICES["a100"]._replace(sharing=SHARING)
+    theirs = calibrated("flops", lambda one: step_of(first, one), a100, tokens(first) / first[-1])
+    # These two differ in micro-batches alone, which send nothing: they tell computing and the line apart.
+    users = calibrated("flops", lambda one: step_of(more, one) - step_of(less, one), a100,
+                       tokens(more) / more[-1] - tokens(less) / less[-1])
+    users = calibrated("between", lambda one: step_of(less, one), users, tokens(less) / less[-1])
+    return ([(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
+            [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
+             *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
+             *rows("none hidden", A_USERS[2:], users, False)])
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 fail = functools.partial(command_line.fail, "plan")
@@ -215,9 +223,7 @@ def parse():
     add("--accumulate", type=int, default=1, help="micro-batches a step, exchanged once (default 1)")
     add("--tensor-parallel", type=int, default=1, help="devices that share each layer of a LLaMA (default 1)")
     add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: the best of a few sizes)")
-    add("--trees", action="store_true", help="size buckets for NCCL's PAT: reduce-scatters and all-gathers in trees")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
-    add("--advise", action="store_true", help="also say in words what to take")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--svg", type=Path, metavar="PATH", help="write the picture there")
     args = parser.parse_args()
@@ -240,19 +246,17 @@ def parse():
 def main():
     args = parse()
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
-        planner = Planner(args, workers)
-        result = plan(planner)
-        if args.advise:
-            result.advice = advice(planner, result)
+        result = plan(Planner(args, workers))
         if args.check:
-            result.check = check(workers)
+            here, elsewhere = workers.submit(two_hosts), workers.submit(published)
+            result.check = Check(here.result(), *elsewhere.result())
     for sheet in plan_sheets(result):
         print(sheet_text(sheet), end="\n\n")
-    print(pictures.text(planned_steps(result)[0]), *result.advice, sep="\n\n")
-    for option, path, text in (("--json", args.json, saved.to_json(result)),
-                               ("--svg", args.svg, pictures.svg(*planned_steps(result)))):
+    print(pictures.text(pictures.planned_steps(result)[0]))
+    for option, path, text in (("--json", args.json, lambda: saved.to_json(result)),
+                               ("--svg", args.svg, lambda: pictures.svg(*pictures.planned_steps(result)))):
         if path:
-            write(option, path, text, fail)
+            write(option, path, text(), fail)
             print(f"\nwritten to {path}")
 
 

@@ -6,8 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-# -------------------------------------------------------------------------------------------------------------- signals
-# Ctrl-C, SIGTERM, and the end of a parent: each ends a program in one word, or quietly.
+# -------------------------------- Ctrl-C, SIGTERM, and the end of a parent: each ends a program in one word, or quietly
 
 
 def say_interrupted(kind, error, trace):
@@ -35,8 +34,7 @@ def exit_on_signals():
         signal.signal(number, lambda *_: sys.exit(1))
 
 
-# ------------------------------------------------------------------------------------------------------------ processor
-# Two settings of Linux and glibc without which ranks on one machine get in each other's way.
+# --------------------------- Two settings of Linux and glibc without which ranks on one machine get in each other's way
 
 
 def keep_freed_memory():

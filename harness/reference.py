@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.training import MainParamsTraining, Training
 
-# ------------------------------------------------------------------------------------------------------------- dtensors
-# What rung 0 does with DTensors: inside it is what lies on this rank, outside what users gave, and ranks agree.
+# --------------------------------------------------------------------------------------- What rung 0 does with DTensors
 
 
 def local(tensor):
@@ -86,8 +85,7 @@ def mean_over_ranks(loss, process_group):
     return loss / dist.get_world_size(process_group)
 
 
-# ----------------------------------------------------------------------------------------------------------- replicated
-# Rung 0: nothing is sharded. Every rank steps every parameter, behind the face that the stages have.
+# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, behind the face that the stages have
 
 
 class Replicated(torch.optim.Optimizer):
@@ -169,8 +167,7 @@ class DistributedOptimizer(OfDTensors, Replicated):
     """Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group()."""
 
 
-# -------------------------------------------------------------------------------------------------------------- rounded
-# What rows of variants that round something must agree with: everything on every rank, rounded alike.
+# ------------------ What rows of variants that round something must agree with: everything on every rank, rounded alike
 
 
 def bf16_sum(_, bucket):
@@ -237,8 +234,7 @@ def rounded_ties(model, adamw):
     return RoundedTies(model, adamw, dist.get_world_size())
 
 
-# --------------------------------------------------------------------------------------------------------- sixteen_bits
-# Training with 16-bit parameters, in full on every rank: what rows in 16 bits must agree with, summed alike.
+# --------------------------------------------------------------- Training with 16-bit parameters, in full on every rank
 
 
 def replicated_16bit(model, adamw):

@@ -17,8 +17,7 @@ def kept(cls):
     return dataclass(cls)
 
 
-# ---------------------------------------------------------------------------------------------------------------- spans
-# Spans of time, (start, end) each, and what was alive in parts of one.
+# ------------------------------------------------- Spans of time, (start, end) each, and what was alive in parts of one
 
 
 MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
@@ -55,8 +54,7 @@ def length(spans):
     return sum(end - start for start, end in spans)
 
 
-# ------------------------------------------------------------------------------------------------------- shared_results
-# What is kept of a row of bench.py --tp: tensor-parallel ranks.
+# -------------------------------------------------------- What is kept of a row of bench.py --tp: tensor-parallel ranks
 
 
 @kept
@@ -77,8 +75,7 @@ class SharedRow:
     peak_bytes: int | None = None
 
 
-# -------------------------------------------------------------------------------------------------------------- results
-# What is kept of the rows that were measured: measure fills it, json keeps it, tables, pictures and pages read it.
+# -------------------------------------------------------------------------- What is kept of the rows that were measured
 
 
 @kept
@@ -127,7 +124,7 @@ class Row(OfChoice):
     message_bytes: dict[str, int] = field(default_factory=dict)
     wire_bytes: int | None = None
     wire_bytes_theory: int | None = None
-    line_bytes: int | None = None  # as the interface counted them, in make network
+    line_bytes: int | None = None  # as the interface counted them, in make bench WHAT=network
     memory_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     activation_bytes: int | None = None
@@ -254,7 +251,7 @@ class HostRow:
 
 @kept
 class Result:
-    """Of bench.py or make network. `other_rates`: of the same rows on other lines, in the file of one."""
+    """Of bench.py or make bench WHAT=network. `other_rates`: of the same rows on other lines, in the file of one."""
     conditions: Conditions
     rows: list[Row]
     model_state: list[StateRow] = field(default_factory=list)
@@ -280,8 +277,7 @@ class Result:
         return row if row and row.rounds_ms else None
 
 
-# -------------------------------------------------------------------------------------------------------- fault_results
-# What is kept of make faults.
+# ------------------------------------------------------------------------------------------ What is kept of make faults
 
 
 @kept
@@ -290,15 +286,7 @@ class FaultRow:
     fault: str
     times: int
     seen: str
-    end: str = "equal"
-
-
-@kept
-class Scenarios:
-    rows: list[FaultRow]
-    stage: int
-    ranks: int
-    torch: str
+    end: str
     date: str
 
 
@@ -313,19 +301,10 @@ class Stop:
 
 @kept
 class FaultResult:
-    """The loop of random kills; with what else was done to runs, and the run that moved on."""
-    kills: int
-    while_saving: int
-    steps: int
-    tensors: int
     stage: int
-    ranks: int
-    save_every: int
-    seed: int
     torch: str
-    date: str
-    scenarios: Scenarios | None = None
-    journey: list[Stop] = field(default_factory=list)
+    rows: list[FaultRow]
+    journey: list[Stop]
 
 
 @kept
@@ -346,8 +325,7 @@ class MutationResult:
     rows: list[MutationRow]
 
 
-# ---------------------------------------------------------------------------------------------------------- gpu_results
-# What is kept of make cuda.
+# --------------------------------------------------------------------------------- What is kept of make bench WHAT=cuda
 
 
 @kept
@@ -385,8 +363,7 @@ class GpuResult:
     host: list[list[HostRow]] = field(default_factory=list)
 
 
-# --------------------------------------------------------------------------------------------------------- loss_results
-# What is kept of harness/losses.py.
+# ------------------------------------------------------------------------------------ What is kept of harness/losses.py
 
 
 @kept
@@ -425,8 +402,7 @@ class LossResult:
         return [loss - other for loss, other in zip(row.losses, base.losses)]
 
 
-# --------------------------------------------------------------------------------------------------------- plan_results
-# What is kept of a plan: rows that were run dry, modelled time, and that time beside runs that were measured.
+# ----------------------------------------------------------------------------------------------- What is kept of a plan
 
 
 @kept
@@ -456,14 +432,14 @@ class PlanConditions:
     latency_in_node: float
     latency_between: float
     backend: str
-    trees: bool
 
 
 @kept
 class PlanRow(OfChoice):
     """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step.
 
-    `in_rings_ms`, `in_trees_ms`: what a micro-batch takes where reduce-scatters and all-gathers go so."""
+    `ms`: of a micro-batch, by number of ranks. `once_ms`, `each_ms`: of one of eight, with one exchange a step, or with
+    one each."""
     base: str
     bucket_mb: float | None
     formula: str
@@ -473,8 +449,9 @@ class PlanRow(OfChoice):
     fits_from: int  # number of ranks from which on it fits; 0: with none
     bytes_per_param: dict[int, float]
     bytes_per_param_theory: dict[int, float]
-    in_rings_ms: float
-    in_trees_ms: float
+    ms: dict[int, float]
+    once_ms: float
+    each_ms: float
     step: RecordedStep
 
 
@@ -483,32 +460,23 @@ class PlanSize(OfChoice):
     """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
     base: str
     bucket_mb: float | None
-    in_rings_ms: float
-    in_trees_ms: float
+    ms: float
     peak: float
     is_bucket: bool
 
 
 @kept
 class ModelledRun(OfChoice):
-    """Of a step, or of a micro-batch where a step has several. `where`: file and rate of the run."""
+    """Of a step. `where`: the rate of the line between the two hosts."""
     where: str
     base: str
     bucket_mb: float | None
     measured_ms: float
     modelled_ms: float
-    micro_batches: int | None = None
-    exchange_each: bool = False
 
     @property
     def error(self):
         return self.modelled_ms / self.measured_ms - 1
-
-    @property
-    def label(self):
-        if self.micro_batches is None:
-            return self.name
-        return f"{self.name}, {self.micro_batches} x {'each' if self.exchange_each else 'once'}"
 
 
 @kept
@@ -528,19 +496,11 @@ class PublishedRun:
 
 
 @kept
-class CurveLine:
-    """Modelled for two hosts: (bits a second, time of a step over that of computing alone)."""
-    base: str
-    points: list[tuple[float, float]]
-
-
-@kept
 class Check:
     """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
     two_hosts: list[ModelledRun]
     hardware: list[tuple[float, float]]
     published: list[PublishedRun]
-    curve: list[CurveLine] = field(default_factory=list)
 
 
 @kept
@@ -548,12 +508,10 @@ class PlanResult:
     conditions: PlanConditions
     rows: list[PlanRow]
     sizes: list[PlanSize]
-    advice: list[str] = field(default_factory=list)
     check: Check | None = None
 
 
-# ------------------------------------------------------------------------------------------------------- saving_results
-# What is kept of make saving.
+# ------------------------------------------------------------------------------- What is kept of make bench WHAT=saving
 
 
 @kept
@@ -595,9 +553,7 @@ class SavingResult:
         return next(row for row in self.rows if row.name == name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- saved
-# What is measured is kept as json, of dataclasses, with a schema number. A file of another schema or shape is
-# refused.
+# ----------------------------------------------- What is measured is kept as json, of dataclasses, with a schema number
 
 
 SCHEMA = 1  # of all files of results: raise it when a field changes its name or its meaning
@@ -651,8 +607,7 @@ def from_json(kind, text):
         raise UnreadableResult(f"{where}: {first['msg']}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------- rates
-# Results of make network at several rates in one file: what is kept of those before, and of recorded steps.
+# ------------------------------------------------------ Results of make bench WHAT=network at several rates in one file
 
 
 def merged(result, before, kept=("accumulation", "sweep")):
@@ -684,8 +639,7 @@ def keep_exposed_only(rows):
         row.timeline = [RecordedStep(step.exposed_seconds) for step in row.timeline]
 
 
-# ------------------------------------------------------------------------------------------------------------ published
-# The results that the pages show: files in results/, and what is wrong with one, in a line.
+# ---------------------------- The results that the pages show: files in results/, and what is wrong with one, in a line
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -699,7 +653,8 @@ def load(name, kind=Result, arguments=""):
 
 def read(path, kind, arguments=""):
     """As `load`, of any file."""
-    command = f"make {path.stem.split('_')[0]}{arguments}"
+    what = path.stem.split("_")[0]
+    command = f"make {'bench WHAT=' * (what in ('network', 'cuda', 'saving'))}{what}{arguments}"
     try:
         return from_json(kind, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -709,7 +664,7 @@ def read(path, kind, arguments=""):
 
 
 def at_all_rates():
-    """The results of make network at all rates, the slowest line first."""
+    """The results of make bench WHAT=network at all rates, the slowest line first."""
     return sorted(load("network.json").at_all_rates(), key=lambda result: result.conditions.bits_per_second)
 
 
@@ -739,7 +694,7 @@ def check_whole(result, name):
         raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
 
 
-PLANS = {"plan.json": ' ARGS="--advise --check --json results/plan.json"',
+PLANS = {"plan.json": ' ARGS="--check --json results/plan.json"',
          "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"'}
 
 

@@ -49,8 +49,7 @@ from harness.reference import (
 )
 from harness.training import ShardedTraining, Training
 
-# --------------------------------------------------------------------------------------------------------------- choice
-# Which row: its name in the catalogue, and the size of its buckets. What is shown of both is never read again.
+# ------------------------------------------------------------------------------------------------------------ Which row
 
 
 # What the variants are compared with: --rows variants measures these, too.
@@ -97,8 +96,7 @@ class OfChoice:
         return self.choice.size
 
 
-# ----------------------------------------------------------------------------------------------------------------- ways
-# Ways to train the same model on the same data: each a small function that sets one of them up.
+# ------------------------ Ways to train the same model on the same data: each a small function that sets one of them up
 
 
 def compute_only(model, adamw):
@@ -208,8 +206,7 @@ def optimizer_class(package, name="DistributedOptimizer"):
 STAGE_1, STAGE_2, STAGE_3, STAGE_4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"
 
 
-# ------------------------------------------------------------------------------------------------------------------ way
-# What a row is.
+# -------------------------------------------------------------------------------------------------------- What a row is
 
 
 class Way(NamedTuple):
@@ -234,8 +231,7 @@ class Way(NamedTuple):
     inside: Callable = in_place_of_gloos
 
 
-# ---------------------------------------------------------------------------------------------------------- taken_apart
-# Stage 4 without a part of it: one half of its overlap, or what of it is tuning.
+# --------------------------------------- Stage 4 without a part of it: one half of its overlap, or what of it is tuning
 
 
 class LeavesLate(stage4_overlap.DistributedOptimizer):
@@ -267,8 +263,7 @@ def whole_messages():
     return mock.patch.object(stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
 
 
-# --------------------------------------------------------------------------------------------------------------- groups
-# Stage 4 in groups of ranks, replicated across them: a row of make plan.
+# ----------------------------------------------- Stage 4 in groups of ranks, replicated across them: a row of make plan
 
 
 RANKS = 64  # of a group: eight nodes of eight hold 1/64 of the state each, nearly all that sharding saves
@@ -287,8 +282,7 @@ def hybrid_of_groups(bucket_cap_mb=None):
     return build
 
 
-# ------------------------------------------------------------------------------------------------------------ more_rows
-# Rows that are asked for: 16 bits by --dtype, variants by --rows, and those of make plan.
+# ------------------------------ Rows that are asked for: 16 bits by --dtype, variants by --rows, and those of make plan
 
 
 def rows_of_16_bits(dtype, short):
@@ -353,8 +347,7 @@ PLANNED = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------------------ catalogue
-# The rows: each way to train by its name, with what it must agree with, send and hold.
+# --------------------------------- The rows: each way to train by its name, with what it must agree with, send and hold
 
 
 def row_of_stage_4(name, make):
@@ -394,13 +387,13 @@ ROWS = [
 REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
 # The reference and the four stages by themselves: what one picture shows.
 LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"]
-# What each half of stage 4's overlap buys: rows of make network.
+# What each half of stage 4's overlap buys: measured on two hosts.
 APART = [
     row_of_stage_4("stage 4 neither", functools.partial(leaves_late, False)),
     row_of_stage_4("stage 4 only gradients", functools.partial(stage, STAGE_4)),
     row_of_stage_4("stage 4 only parameters", functools.partial(leaves_late, True)),
 ]
-# What of stage 4 is tuning, and no idea, left out. A row of make network, too.
+# What of stage 4 is tuning, and no idea, left out. Measured on two hosts, too.
 UNTUNED = [
     Way("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), travels(2), sharded_gradients,
         inside=whole_messages),
@@ -427,8 +420,7 @@ def in_its_context(measure):
     return measured
 
 
-# --------------------------------------------------------------------------------------------------------- bucket_sizes
-# Bucket sizes: which are tried of which rows, and which was the best.
+# -------------------------------------------------- Bucket sizes: which are tried of which rows, and which was the best
 
 
 PEERS = [REFERENCE, "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # each is swept
@@ -476,7 +468,7 @@ def beside(choices, tuned):
 
 
 def tuned(result, base):
-    """A result of make network -> the row `base` with the buckets that the sweep found best; None: not measured.
+    """A result of two hosts -> the row `base` with the buckets that the sweep found best; None: not measured.
 
     Where the default was the best of those tried, the row itself.
     """

@@ -1,6 +1,6 @@
 """How fast a checkpoint is written and read, beside torch.save of the same tensors and beside the disk.
 
-    python -m harness.saving [--gigabytes 1]        # or: make saving ARGS="--folder /mnt/disk"
+    python -m harness.saving [--gigabytes 1]        # or: make bench WHAT=saving ARGS="--folder /mnt/disk"
 
 Two ranks train with stage 4. What each of them owns has so many gigabytes: parameters and AdamW's moments. All rows run
 in each round, one after the other, and all ranks at the same time. Also: how long an asynchronous save holds up a step.

@@ -20,8 +20,7 @@ from harness.memory import KINDS
 from harness.results import Row
 from harness.rows import Choice
 
-# ---------------------------------------------------------------------------------------------------------------- sheet
-# A table, in words, and as text.
+# --------------------------------------------------------------------------------------- A table, in words, and as text
 
 
 NONE = "–"
@@ -78,8 +77,7 @@ def sheet_text(sheet, columns=100):
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-# ------------------------------------------------------------------------------------------------------ conditions_line
-# Under which conditions figures hold, in a line.
+# ----------------------------------------------------------------------- Under which conditions figures hold, in a line
 
 
 def conditions_line(conditions):
@@ -100,8 +98,7 @@ def commit_of(conditions):
     return f" · commit {conditions.commit}" if conditions.commit else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------- cells
-# What a measured row says in the cells of a table.
+# --------------------------------------------------------------------- What a measured row says in the cells of a table
 
 
 EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
@@ -202,8 +199,7 @@ def rate_words(rate):
     return re.sub(r"(\d)([mg])bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)
 
 
-# ----------------------------------------------------------------------------------------------------------- row_tables
-# Time, traffic and memory of a step: the tables of every bench.
+# -------------------------------------------------------- Time, traffic and memory of a step: the tables of every bench
 
 
 def time_sheet(result):
@@ -258,8 +254,7 @@ def kinds_sheet(rows):
          "forward pass leaves for the backward pass."])
 
 
-# ---------------------------------------------------------------------------------------------------------- line_tables
-# What a line allows: no row can be faster than that, and how near is it?
+# ---------------------------------------------- What a line allows: no row can be faster than that, and how near is it?
 
 
 SHORT = {"float32": "", "bfloat16": " bf16", "float16": " fp16"}  # behind the name of a row
@@ -319,8 +314,62 @@ def line_sheet(result):
             "the step ends."] if result.timed("compute + bytes") else []), *failures(result.rows)])
 
 
-# -------------------------------------------------------------------------------------------------- accumulation_tables
-# Several micro-batches a step, and communication's share of it.
+# ---------------------------------------------------------------------------------- What overlap is worth at every line
+
+
+ALONE, TUNED = "compute only", "ddp, tuned"
+# Name in table and picture -> row, from the slowest to the fastest.
+CURVES = {"stage 2, all-gather": "stage 2 all-gather", "rung 0, no overlap": "rung 0 replicated",
+          "stage 3, grad buffer": "stage 3 grad buffer", "FSDP2": "fsdp2", "DDP, default buckets": "ddp",
+          "DDP, tuned buckets": TUNED, "stage 4, overlap": catalogue.OVERLAP, "floor": "floor"}
+
+
+def row_of(result, base):
+    return catalogue.tuned(result, "ddp") if base == TUNED else result.timed(base)
+
+
+def over_computing(result, base):
+    """-> the median of the ratios of a step's time to that of computing alone, round by round; None: not measured."""
+    alone = result.timed(ALONE)
+    if base == "floor":
+        stage4 = result.find(catalogue.OVERLAP)
+        return max(1.0, stage4.wire_bytes_theory * 8e3 / result.conditions.bits_per_second / alone.median_ms)
+    row = row_of(result, base)
+    return row.over(alone) if row else None
+
+
+def curve_sheet(results):
+    """A column a rate, the slowest first."""
+    results = sorted(results, key=lambda result: result.conditions.bits_per_second)
+
+    def cells(base):
+        return [NONE if (ratio := over_computing(result, base)) is None else f"{ratio:.2f}" for result in results]
+
+    def drain(result):
+        return line_cells(result, catalogue.OVERLAP).drain
+
+    def over(result, base):
+        stage4, row = result.timed(catalogue.OVERLAP), row_of(result, base)
+        return f"{stage4.over(row):.2f}" if stage4 and row else NONE
+    rows = [[name, *cells(base)] for name, base in CURVES.items()]
+    rows += [["stage 4 over tuned DDP", *(over(result, TUNED) for result in results)],
+             ["stage 4 over the floor", *(line_cells(result, catalogue.OVERLAP).over_floor for result in results)],
+             ["DDP's best buckets", *(tuned.size if (tuned := row_of(result, TUNED)) else NONE for result in results)],
+             ["compute only, ms", *(f"{result.timed(ALONE).median_ms:.0f}" for result in results)],
+             ["stage 4's drain, ms", *map(drain, results)]]
+    return Sheet(
+        "The curve: a step over computing alone",
+        [("", ""), *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured") for result in results)], rows,
+        ["Medians of the ratios round by round. Floor: the larger of computing alone and the line's time, by the "
+         "formula. Tuned: with the size of buckets that was best at this rate.", *map(condition, results)])
+
+
+def condition(result):
+    c = result.conditions
+    return f"{rate_words(c.rate)}: {c.machine}, {c.rounds} rounds of {c.steps} steps, {c.date}, commit {c.commit}."
+
+
+# -------------------------------------------------------- Several micro-batches a step, and communication's share of it
 
 
 def accumulation_sheet(accumulation):
@@ -378,8 +427,7 @@ def share_sheet(accumulation):
          f"DDP: the row {Choice('ddp', accumulation.ddp_mb).name}."])
 
 
-# -------------------------------------------------------------------------------------------------------- bucket_tables
-# Time by bucket size, and stage 4's default.
+# --------------------------------------------------------------------------- Time by bucket size, and stage 4's default
 
 
 def buckets_sheet(sweep):
@@ -420,8 +468,7 @@ def caps_sheet(rows):
          "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])
 
 
-# --------------------------------------------------------------------------------------------------------- state_tables
-# What ranks hold and gather, by their number, and what the host does.
+# -------------------------------------------------- What ranks hold and gather, by their number, and what the host does
 
 
 def state_sheet(states):
@@ -442,7 +489,7 @@ def _state(row, d):
 
 
 def host_sheet(rows):
-    """Of one number of tensors and one d, as make host measures them."""
+    """Of one number of tensors and one d, as make bench WHAT=host measures them."""
     plain, first = rows[0].best_ms, rows[0]
     phases = ("forward", "backward", "step", "zero_grad", "whole")
     body = [[row.name, *(f"{row.best_ms[phase]:.2f}" for phase in phases),
@@ -465,33 +512,26 @@ def gathered_sheet(rows):
         ["What is above 1.00 is padding."])
 
 
-# --------------------------------------------------------------------------------------------------------- fault_tables
-# The tables of make faults.
+# -------------------------------------------------------------------------------------------- The tables of make faults
 
 
 def fault_sheets(result):
-    """Of a FaultResult: what was done to runs, the loop of kills, and the run that moved on."""
-    scenarios = result.scenarios
+    """Of a FaultResult: what was done to runs, and the run that moved on."""
+    dates = sorted({row.date for row in result.rows})
     survived = Sheet(
         "What was done to a run, and what was seen",
         [("", ""), ("times", "counted"), ("went on from", ""), ("at the\nend", "compared")],
-        [["SIGKILL to a rank, at a random moment", f"{result.kills}", "the newest complete checkpoint", "equal"],
-         *([row.fault, f"{row.times}", row.seen, row.end] for row in scenarios.rows)],
-        [f"Stage {scenarios.stage} on {scenarios.ranks} ranks. Equal: parameters and optimizer state are, to the "
-         "bit, those of an undisturbed run. Whole: each checkpoint is, to the bit, of one of the two runs.",
-         f"torch {scenarios.torch} · {scenarios.date}; random kills: torch {result.torch} · {result.date}"])
+        [[row.fault, f"{row.times}", row.seen, row.end] for row in result.rows],
+        [f"Stage {result.stage} on two ranks or three. Equal: parameters and optimizer state are, to the bit, those "
+         "of an undisturbed run. Whole: each checkpoint is, to the bit, of one of the two runs.",
+         f"torch {result.torch} · {' and '.join(dates)}"])
     losses = Sheet(
         "A run that moves on, beside DDP undisturbed",
         [("after\nstep", ""), ("trained until there by", ""), ("validation\nloss", "measured"),
          ("of DDP", "measured"), ("|Δ|", "measured")],
         [[f"{row.step}", row.where, f"{row.loss:.4f}", f"{row.undisturbed:.4f}",
           f"{abs(row.loss - row.undisturbed):.0e}"] for row in result.journey],
-        ["The number of ranks changes the order of sums, and so the last bits.",
-         f"{result.kills} random kills by SIGKILL, in {result.steps} steps of stage {result.stage} on "
-         f"{result.ranks} ranks; {result.while_saving} of them while a checkpoint was written, which was every "
-         f"{result.save_every} steps. Nothing before a complete checkpoint was lost, and at the end all "
-         f"{result.tensors} tensors of parameters and state were, to the bit, those of an undisturbed run.",
-         f"torch {scenarios.torch} · {scenarios.date}; random kills: torch {result.torch} · {result.date}"])
+        ["The number of ranks changes the order of sums, and so the last bits."])
     return [survived, losses]
 
 
@@ -511,8 +551,7 @@ def mutation_sheet(result):
          f"torch {result.torch} · {result.date} · seed {result.seed}"])
 
 
-# ------------------------------------------------------------------------------------------------------------ gpu_table
-# The table of make cuda.
+# ------------------------------------------------------------------------------------ The table of make bench WHAT=cuda
 
 
 def gpu_sheet(result):
@@ -542,8 +581,7 @@ def gpu_sheet(result):
          f"{c.date}{commit_of(c)}"])
 
 
-# ----------------------------------------------------------------------------------------------------------- loss_table
-# The table of harness/losses.py.
+# --------------------------------------------------------------------------------------- The table of harness/losses.py
 
 
 def loss_sheet(result):
@@ -567,15 +605,14 @@ def _cells(result, name, beta2):
     return f"{statistics.median(row.losses):.4f}", " ".join(f"{more:+.4f}" for more in result.more(row))
 
 
-# ---------------------------------------------------------------------------------------------------------- plan_tables
-# The tables of make plan.
+# ---------------------------------------------------------------------------------------------- The tables of make plan
 
 
 def plan_sheets(result):
     """What a rank holds, the same by number of ranks, time, and what the check found."""
     check = plan_check_sheets(result.check) if result.check else []
-    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), plan_sizes_sheet(result),
-            *check]
+    return [plan_memory_sheet(result), state_sheet(result.rows), plan_time_sheet(result), plan_ranks_sheet(result),
+            plan_sizes_sheet(result), *check]
 
 
 def plan_memory_sheet(result):
@@ -601,49 +638,53 @@ def plan_time_sheet(result):
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return Sheet(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}",
-        [("", ""), ("ms a step\nin rings", "modelled"), ("in trees", "modelled"), ("exposed\nms", "modelled"),
-         ("tokens/s\na device", "modelled"), ("GB at\nthe peak", "counted")],
-        [[row.name, *(f"{ms * c.accumulate:,.0f}" for ms in (row.in_rings_ms, row.in_trees_ms)),
-          f"{1e3 * row.step.exposed_seconds:,.0f}", f"{tokens / row.step.seconds:,.0f}", f"{row.peak / 1e9:.1f}"]
+        [("", ""), ("ms\na step", "modelled"), ("exposed\nms", "modelled"), ("tokens/s\na device", "modelled"),
+         ("1 of 8:\nonce", "modelled"), ("\neach", "modelled"), ("GB at\nthe peak", "counted")],
+        [[row.name, f"{1e3 * row.step.seconds:,.0f}", f"{1e3 * row.step.exposed_seconds:,.0f}",
+          f"{tokens / row.step.seconds:,.0f}", f"{row.once_ms:,.0f}", f"{row.each_ms:,.0f}", f"{row.peak / 1e9:.1f}"]
          for row in result.rows],
         [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
          f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
          f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
          f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages.",
-         "in trees: reduce-scatters and all-gathers pass nodes in hops that grow with log d, by NCCL's PAT "
-         "(arXiv:2506.20252) at its best, with the bytes of a ring. NCCL takes it by itself with one GPU a node only. "
-         f"Buckets, exposed and tokens: in {'trees' if c.trees else 'rings'}."])
+         f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages. 1 of 8: ms of one "
+         "of eight micro-batches, with one exchange a step, as in no_sync(), or with one each."])
+
+
+def plan_ranks_sheet(result):
+    ranks = [d for d in result.rows[0].ms if d > 1]
+    return Sheet(
+        "ms a micro-batch, by number of ranks",
+        [("", ""), *((f"d = {d}", "modelled") for d in ranks)],
+        [[row.name, *(f"{row.ms[d]:,.0f}" for d in ranks)] for row in result.rows],
+        [f"Buckets are those that are best on {result.conditions.world}."])
 
 
 def plan_sizes_sheet(result):
     return Sheet(
         f"Sizes of buckets: a micro-batch of {result.conditions.model} on {result.conditions.world} ranks",
-        [("", ""), ("bucket", ""), ("ms in\nrings", "modelled"), ("ms in\ntrees", "modelled"),
-         ("GB at\nthe peak", "counted")],
-        [[size.base, f"{size.size}{'' if size.is_bucket else ' *'}", f"{size.in_rings_ms:,.0f}",
-          f"{size.in_trees_ms:,.0f}", f"{size.peak / 1e9:.1f}"] for size in result.sizes],
+        [("", ""), ("bucket", ""), ("ms\n", "modelled"), ("GB at\nthe peak", "counted")],
+        [[size.base, f"{size.size}{'' if size.is_bucket else ' *'}", f"{size.ms:,.0f}", f"{size.peak / 1e9:.1f}"]
+         for size in result.sizes],
         ["* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole."])
 
 
 def plan_check_sheets(check):
-    found = {}  # (run, row without its size) -> ModelledRuns
+    found = {}  # (rate, row without its size) -> ModelledRuns
     for run in check.two_hosts:
-        base = run.base + ", accumulating" * (run.micro_batches is not None)
-        found.setdefault((run.where, base), []).append(run)
-    beyond = [f"{run.label} in {run.where}, {run.error:+.1%}" for runs in found.values() for run in runs
-              if abs(run.error) > 0.1]
+        found.setdefault((run.where, run.base), []).append(run)
+    near = sum(abs(run.error) <= 0.1 for run in check.two_hosts)
     (flops, _), (users_flops, users_line) = check.hardware
     return [
-        Sheet("Two hosts: modelled beside measured steps, or micro-batches",
+        Sheet("Two hosts: modelled beside measured steps",
               [("", ""), ("", ""), ("rows", ""), ("from\nerror", "modelled"), ("to\nerror", "modelled")],
               [[where, row, f"{len(runs)}", *(f"{most(run.error for run in runs):+.1%}" for most in (min, max))]
                for (where, row), runs in found.items()],
               ["The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 "
                "of 1514 bytes on the line are data, sending takes no time of the one core that computes, and a table "
                "without compute only computed as fast as the one with it.",
-               f"Further off than 10 %: {'; '.join(beyond) or 'none'}. Where computing is the limit, the model leaves "
-               "out what sending and Python take of the core that computes: compute + bytes shows a part of it."]),
+               f"Within 10 %: {near} of {len(check.two_hosts)}. Where computing is the limit, the model leaves out "
+               "what sending and Python take of the core that computes: compute + bytes shows a part of it."]),
         Sheet("LLaMA-13B on 8 x A100 a node: tokens/s a GPU",
               [("", ""), ("", ""), ("GPUs", ""), ("sequences\na step", ""), ("", "published"), ("", "modelled"),
                ("error", "modelled")],
@@ -657,8 +698,7 @@ def plan_check_sheets(check):
                "each micro-batch; distributed: stage 3, once a step."])]
 
 
-# --------------------------------------------------------------------------------------------------------- saving_table
-# The tables of make saving.
+# --------------------------------------------------------------------------------- The tables of make bench WHAT=saving
 
 
 def saving_sheet(result):
@@ -685,8 +725,7 @@ def saving_sheet(result):
          f"{c.date}{commit_of(c)}"])
 
 
-# -------------------------------------------------------------------------------------------------------- shared_tables
-# Tensor-parallel rows: time, memory, and what data and tensor parallelism send, apart.
+# --------------------------------- Tensor-parallel rows: time, memory, and what data and tensor parallelism send, apart
 
 
 def shared_sheet(rows):
@@ -709,8 +748,7 @@ def shared_sheet(rows):
          *(f"{row.name}: {row.error}" for row in rows if row.error)])
 
 
-# --------------------------------------------------------------------------------------------------------- reading_time
-# What takes how long to read: words of a page, code lines of a file.
+# --------------------------------------------------- What takes how long to read: words of a page, code lines of a file
 
 
 WORDS_A_MINUTE, CODE_LINES_A_MINUTE = 200, 5
@@ -747,8 +785,7 @@ def minutes(page, folder=None):
     return words(text) / WORDS_A_MINUTE + (core_lines(folder) / CODE_LINES_A_MINUTE if folder else 0)
 
 
-# --------------------------------------------------------------------------------------------------------------- ladder
-# The ladder of README.md: formulas, what was counted, and one column of measured time.
+# --------------------------------- The ladder of README.md: formulas, what was counted, and one column of measured time
 
 
 class Rung(NamedTuple):
@@ -764,11 +801,12 @@ class Rung(NamedTuple):
 LADDER = [
     Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets", "16", 2),
     Rung("rung 0 replicated", "", "0 replicated", "all-reduce", "16", 2),
-    Rung("stage 1 naive broadcast", "stage1_naive_broadcast", "1 naive broadcast", "all-reduce, d broadcasts",
+    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts",
          "8 + 8/d", 3),
-    Rung("stage 2 all-gather", "stage2_allgather", "2 all-gather", "all-reduce, all-gather", "8 + 8/d", 3),
-    Rung("stage 3 grad buffer", "stage3_gradbuffer", "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", 2),
-    Rung("stage 4 overlap", "stage4_overlap", "4 overlap", "reduce-scatter, all-gather, in buckets", "4 + 12/d + b", 2),
+    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather", "8 + 8/d", 3),
+    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", 2),
+    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets",
+         "4 + 12/d + b", 2),
 ]
 RANKS = 2, 8, 64
 
@@ -815,8 +853,7 @@ def ddp_words(result):
     return f"DDP with {size} buckets, the best size tried"
 
 
-# ------------------------------------------------------------------------------------------------------------- terminal
-# All tables of a result, in the terminal.
+# ------------------------------------------------------------------------------ All tables of a result, in the terminal
 
 
 def sheets(result):

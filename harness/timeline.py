@@ -20,12 +20,11 @@ from harness.examine import WARMUP_STEPS, Settings, adamw, make_batches, make_mo
 from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
-from harness.pictures import svg, text, trace
+from harness.pictures import can_draw, svg, text, trace
 from harness.results import Message, RecordedStep, length, most_alive, overlap, union
 from harness.workers import WorkerError, Workers
 
-# ------------------------------------------------------------------------------------------------------------- recorder
-# One step of a row, recorded from outside: what computes when, what travels when, how much is alive.
+# ------------------- One step of a row, recorded from outside: what computes when, what travels when, how much is alive
 
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
@@ -146,8 +145,7 @@ def one_step(recorder, number):
         memory=most_alive(recorder.live, start, end))
 
 
-# ------------------------------------------------------------------------------------------------------------- timeline
-# One step of a row, as rank x time: what computes when, and what travels when.
+# ----------------------------------------- One step of a row, as rank x time: what computes when, and what travels when
 
 
 fail = functools.partial(command_line.fail, "timeline")
@@ -187,11 +185,13 @@ def main():
                 for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     try:
-        write("--out", args.out, svg(rows, title), fail)
         write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
+        if can_draw():
+            write("--out", args.out, svg(rows, title), fail)
     finally:  # see bench.py
         print(text(rows))
-    print(f"written to {args.out} and {args.out.with_suffix('.json')}")
+    print(f"written to {args.out} and " * can_draw() + f"{args.out.with_suffix('.json')}"
+          + "; for the picture: pip install matplotlib" * (not can_draw()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""Two hosts on one machine, joined by a link of limited rate: the rows of the bench, with something to hide."""
+"""Two hosts on one machine, joined by a link of limited rate: the rows of the bench, with something to hide.
+
+--curve measures the rows of the curve at one rate after the other, DDP's buckets tuned first by a short sweep. A rate
+whose rows are in the file already is left out: what was interrupted goes on. `make report` draws the picture when the
+file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad input.
+"""
 
 import argparse
 import dataclasses
@@ -24,8 +29,7 @@ from harness.results import Accumulation, Result, Sweep
 from harness.rows import Choice, is_asked
 from harness.workers import WorkerError
 
-# ----------------------------------------------------------------------------------------------------- two_host_options
-# The command line of make network: read outside and on each host. It loads no torch: bad input is answered at once.
+# -------------------- The command line: read outside and on each host. It loads no torch: bad input is answered at once
 
 
 fail = functools.partial(command_line.fail, "network")
@@ -37,9 +41,11 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
                       "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
-# --rows curve: what make curve times at each rate.
+# --rows curve: what --curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
+# Steps of a round: on a slow line each is long, and the line alone decides how long.
+CURVE_STEPS = {"100mbit": 3, "200mbit": 3, "300mbit": 4, "600mbit": 5, "1gbit": 6, "2.5gbit": 6}
 # Where --rows asks for them.
 VARIANTS = [*map(Choice, ("variants per_parameter", *muon.ROWS, *(f"variants {name}" for name in (
     "hybrid", "wire16", "moments16", "finite", "blocks", "offload", "remainder16")), "ddp summed in bf16"))]
@@ -49,6 +55,8 @@ def parse(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     add = parser.add_argument
+    add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
+        help="the curve, at these rates (default %(const)s), with --json measured/network.json")
     add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
     add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
@@ -64,7 +72,8 @@ def parse(description):
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
-    bits_per_second(args.rate)
+    for rate in args.curve.split(",") if args.curve else [args.rate]:
+        bits_per_second(rate)
     args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
     names = [one.name for one in [*ROWS, *VARIANTS]]
     if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
@@ -88,8 +97,7 @@ def bits_per_second(rate):
     return float(match[1]) * UNITS[match[2]]
 
 
-# ----------------------------------------------------------------------------------------------------------- namespaces
-# Two network namespaces of Linux, joined by a line that is held to a rate, and gone afterwards.
+# ------------------------ Two network namespaces of Linux, joined by a line that is held to a rate, and gone afterwards
 
 
 NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
@@ -191,16 +199,15 @@ def missing():
     if tools:
         return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
-        return "network namespaces need root: sudo make network, or run it in a container as root"
+        return "network namespaces need root: sudo make bench WHAT=network, or run it in a container as root"
     return None
 
 
-# --------------------------------------------------------------------------------------------------------- on_each_host
-# What each of the ranks on two hosts does: it measures the rows, in step with the other.
+# ------------------------------- What each of the ranks on two hosts does: it measures the rows, in step with the other
 
 
 SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
-CURVE_ROUNDS, CURVE_STEPS = 1, 3  # of the sweep that make curve makes at each rate
+SHORT_ROUNDS, SHORT_STEPS = 1, 3  # of the sweep that --curve makes at each rate
 
 
 class Together:
@@ -235,7 +242,7 @@ def measure_here(args):
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
     together, sweep, tuned, is_curve = Together(rank), None, args.tuned or [], args.rows == "curve"
     if args.sweep:
-        most_rounds, most_steps = (CURVE_ROUNDS, CURVE_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
+        most_rounds, most_steps = (SHORT_ROUNDS, SHORT_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
         short = settings._replace(rounds=min(args.rounds, most_rounds), steps=min(args.steps, most_steps))
         sizes = catalogue.of_ddp() if is_curve else catalogue.choices(args.rows)
         found = every_row.measure_rows(together, short, sizes, progress)
@@ -273,8 +280,7 @@ def time_accumulation(together, settings, result, bases, tuned, progress):
     every_row.attempt(rows[-1], time_rows)
 
 
-# ------------------------------------------------------------------------------------------------------------ two_hosts
-# Two hosts on one machine, joined by a line of limited rate: the rows of the bench where there is something to hide.
+# ----------------------------------------------------------- Two hosts on one machine, joined by a line of limited rate
 
 
 PORT = 29500
@@ -290,7 +296,7 @@ def measure_on_two_hosts(args):
         tuned = ";".join(f"{choice.base}={choice.bucket_mb:g}" for choice in args.tuned)
         options = [*(f"--{name}" for name in flags), f"--tuned={tuned}",
                    *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
-                     if name not in ("json", "accumulation", "sweep", "tuned"))]
+                     if name not in ("json", "accumulation", "sweep", "tuned", "curve"))]
         processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.two_hosts",
                                  *options, f"--json={path}") for host in (0, 1)]
         while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
@@ -315,9 +321,10 @@ def earlier(args):
     try:
         results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
     except (OSError, ValueError) as error:
-        fail(f"--json {args.json}: it holds something else than results of make network, name another file: {error}")
+        fail(f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file: "
+             f"{error}")
     if not all(result.conditions.rate for result in results):
-        fail(f"--json {args.json}: it holds something else than results of make network, name another file")
+        fail(f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file")
     return results
 
 
@@ -326,24 +333,52 @@ def add_to_file(args, result):
 
     What was asked for and has failed isn't taken over from the run before.
     """
-    from harness import pictures as step_picture
+    from harness import pictures
     kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
     result = saved.merged(result, earlier(args), kept)
     write("--json", args.json, saved.to_json(result), fail)
-    picture = step_picture.two_hosts_picture(result.at_all_rates())
-    if picture:
+    if pictures.can_draw() and (picture := pictures.two_hosts_picture(result.at_all_rates())):
         write("--json", args.json.with_suffix(".svg"), picture, fail)
+
+
+def measure_curve(args):
+    """At each rate a run of this program, in turn; then the table of all of them."""
+    from harness import tables
+
+    def measured():
+        return {result.conditions.rate: result for result in earlier(args)
+                if all(result.timed(*choice) for choice in CURVE)}
+    args.json = args.json or Path("measured/network.json")
+    signals.exit_on_signals()
+    for rate in args.curve.split(","):
+        if rate in measured():
+            c = measured()[rate].conditions
+            print(f"{rate}: in {args.json} already, of {c.machine}, commit {c.commit}")
+            continue
+        command = [sys.executable, "-m", "harness.two_hosts", "--rate", rate, "--rows", "curve", "--sweep",
+                   "--model", args.model, "--sequence-length", str(args.sequence_length),
+                   "--rounds", str(args.rounds), "--steps", str(CURVE_STEPS.get(rate, 4)), "--json", str(args.json)]
+        process = subprocess.Popen(command)
+        try:
+            code = process.wait()
+        finally:  # Ctrl-C, SIGTERM: the hosts are put away
+            process.terminate()
+            process.wait()
+        if code:
+            sys.exit(code)
+    tables.print_sheets([tables.curve_sheet(list(measured().values()))])
 
 
 def main():
     args = parse(__doc__)
+    if args.curve:
+        return measure_curve(args)
     # Here: bad input is answered before torch is loaded.
     if INSIDE in os.environ:
         # merged
         measure_here(args)
         os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
-    from harness import every_row
-    from harness import pictures as step_picture
+    from harness import every_row, pictures
     from harness import rows as catalogue
     from harness import tables as terminal
     from harness.gpt import MODELS
@@ -370,15 +405,16 @@ def main():
         sys.exit(f"network: {error}")
     if result is None:
         sys.exit("network: a host failed; see above")
-    shown, title = step_picture.on_two_hosts(result)
-    steps = f"{title}\n{step_picture.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
+    shown, title = pictures.on_two_hosts(result)
+    steps = f"{title}\n{pictures.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
     try:
         if args.json:
             add_to_file(args, result)
     finally:  # see bench.py
         terminal.show(result)
     if args.json:
-        print(f"{steps}written to {args.json} and {args.json.with_suffix('.svg')}")
+        picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
+        print(f"{steps}written to {args.json}{picture}")
     sys.exit(every_row.is_wrong(result))
 
 

@@ -16,7 +16,7 @@ import torch
 from harness import command_line
 from harness import results as saved
 from harness import rows as catalogue
-from harness.dry_run import rank_0_of
+from harness.alone import rank_0_of
 from harness.examine import Settings, adamw
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger

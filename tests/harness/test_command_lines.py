@@ -22,7 +22,10 @@ def make(*arguments):
     *((["train", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to 4") for stage in ("*", "%", "", "5", "1 2")),
     *((["train", f"NPROC={n}"], f"NPROC={n}: it must be a number from 1 to 256")
       for n in ("99999999999", "0", "", "%", "two", "257")),
-    *((["timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to 4, and all") for stage in ("", "*", "9")),
+    *((["bench", "WHAT=timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to 4, and all")
+      for stage in ("", "*", "9")),
+    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host saving cuda")
+      for what in ("", "%", "gpu", "host cuda")),
     *((["diff", f"A={a}", "B=2"], f"there is no stage {a}: write A=2 B=3") for a in ("*", "7", "%", "1 2")),
 ], ids=str)
 def test_a_wrong_variable_of_make_is_one_line(arguments, message):
@@ -32,8 +35,11 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
 
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "--nproc-per-node 256 stage3_gradbuffer/train.py"),
-    (["timeline", "STAGE=all"], "-m harness.timeline --rows all"),
-    (["timeline"], "-m harness.timeline --rows stage 4"),
+    (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows all"),
+    (["timeline"], "-m harness.timeline --rows stage 4"), (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
+    (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
+    *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
+        ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
 ], ids=str)
 def test_a_right_variable_of_make_is_taken(arguments, command):
     ended = make(*arguments)

@@ -1,4 +1,4 @@
-"""make cuda: its functions on the CPU with a tiny model, and what it says where there is no GPU.
+"""make bench WHAT=cuda: its functions on the CPU with a tiny model, and what it says where there is no GPU.
 
 And what can be known without a GPU of the lines that are made for it.
 """

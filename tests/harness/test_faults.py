@@ -1,47 +1,56 @@
-"""Runs that are killed: the other ranks end with one line, and what goes on from a checkpoint ends as it should."""
+"""What a cluster does to training runs: kills, signals, a stopped rank, a second run in the folder. Nothing is lost.
 
+`make faults` runs these in full, and writes the table of results/faults.md.
+"""
+
+import contextlib
+import importlib
+import itertools
 import os
+import random
 import re
+import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from contextlib import nullcontext
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from checkpoint import DamagedCheckpoint, latest
-from harness import faults, results
-from harness import faults as command
-from harness import faults as final_states
-from harness import faults as kills
-from harness import options as run_folder
-from harness import options as stop_signal
+from checkpoint import latest
+from harness import corpus, options
 from harness.checkpoints import Checkpoints
-from harness.faults import Run, final_state, kills_at_operations, random_kills
-from harness.results import FaultResult, Stop
-from harness.workers import WorkerError
+from harness.gpt import GPT, MODELS, build_model
+from harness.options import warmup_then_cosine
+from harness.results import Stop
+from harness.workers import WorkerError, Workers
 from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
-from tests.ranks import LIMIT_S, ROOT, run_alone, run_ranks
+from tests.harness.faults import STOPS, Run, converted, die_at, differing, same, seen, state_of
+from tests.ranks import run_alone, run_ranks
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.waits, pytest.mark.faults]
 
 NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
 SEQUENCES = 12  # a step, whatever the number of ranks
+TRAIN_4 = f"{STAGES[3]}/train.py"
 
 
-def options(folder, ranks):
+@pytest.fixture
+def in_full(request):
+    """Whether `make faults` asks, -> the number of random kills; else 0, for the short version."""
+    return request.config.getoption("--kills", 0)
+
+
+def command(folder, ranks):
     return [*NANO, "--batch-size", str(SEQUENCES // ranks), "--checkpoint", str(folder)]
 
 
 def train(script, folder, ranks=3):
     """-> what rank 0 prints."""
-    ended = run_ranks(ranks, script, *options(folder, ranks))
+    ended = run_ranks(ranks, script, *command(folder, ranks))
     assert [rank.code for rank in ended] == [0] * ranks, "\n".join(rank.stderr for rank in ended)
     return ended[0].stdout
 
@@ -60,13 +69,165 @@ def undisturbed(tmp_path_factory):
             folder = tmp_path_factory.mktemp(stage)
             found[stage, ranks] = folder, last_loss(train(f"{stage}/train.py", folder, ranks))
         return found[stage, ranks]
-
     return undisturbed
 
 
-def equal_to_the_bit(folder, other, scratch):
-    one, other = final_state(folder, scratch / "one.pt"), final_state(other, scratch / "other.pt")
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+# --------------------------------------------------------------------------------------------------- a rank is killed
+
+
+def test_random_kills_lose_nothing(in_full, tmp_path):
+    """Again and again one rank is ended, after a random time; torchrun starts all of them anew."""
+    kills, chance = in_full or 1, random.Random(0)
+    steps, killed, while_saving, newest = kills * 200, 0, 0, ""  # more than an attempt gets done on average
+    with Run(TRAIN_4, 2, steps, tmp_path / "killed", max_restarts=kills) as run:
+        for start in run.starts():
+            assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
+            if killed == kills:
+                continue
+            time.sleep(chance.uniform(0, 1.0))
+            newest = getattr(latest(tmp_path / "killed"), "name", "")
+            while_saving += any((tmp_path / "killed").glob("*.partial"))
+            if children := run.rank_processes():
+                os.kill(chance.choice(children), signal.SIGKILL)
+                killed += 1
+        assert run.end() == 0 and killed == kills, "\n".join(run.lines[-20:])
+    with Run(TRAIN_4, 2, steps, tmp_path / "undisturbed") as run:
+        run.is_undisturbed()
+    assert same(tmp_path / "killed", tmp_path / "undisturbed", tmp_path)
+    seen(f"SIGKILL at a random moment, {while_saving} in a save", kills, "the newest complete checkpoint")
+
+
+MOMENTS = [(STAGES[3], "backward"), (STAGES[2], "step"), (STAGES[3], "prefetch"), (STAGES[3], "save")]
+
+
+@pytest.mark.parametrize("stage, moment", MOMENTS)
+def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(stage, moment, undisturbed, tmp_path):
+    """Without torchrun, which would end them itself. Then all are started again, with the same folder."""
+    folder = tmp_path / "run"
+    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *command(folder, ranks=3))
+    assert [rank.code for rank in ended] == [1, -9, 1]
+    the_others_name_rank_1(ended)
+    if moment == "save":
+        assert latest(folder).name == "step-00000010" and any(folder.glob("step-00000020.*.partial"))
+    assert f"resumed from {folder}/step-00000010" in train(f"{stage}/train.py", folder)
+    assert same(folder, undisturbed(stage)[0], tmp_path)
+
+
+def the_others_name_rank_1(ended):
+    for rank in (0, 2):
+        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
+        # The other may be slow to say that it is there, and is named too then.
+        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
+        assert "Traceback" not in ended[rank].stderr
+
+
+STEPS, SAVED = 4, 3  # of a whole run; that of the save in which a rank ends
+
+
+def trained(rank, stage, folder, steps, killed=None, at=0):
+    """Trains until `steps` are done, from the newest checkpoint on, and saves each step; keeps two.
+
+    In the save of step SAVED rank `killed` ends before operation number `at`.
+    -> the step that it went on from.
+    """
+    args = options.parse_args(__doc__, ["--model", "nano", "--sequence-length", "16", "--batch-size", "1", "--steps",
+                                        str(STEPS), "--save-every", "1", "--keep", "2", "--checkpoint", str(folder)])
+    batches, _ = corpus.load_data(args, rank)
+    model = build_model(args, rank)
+    optimizer = importlib.import_module(stage).DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(args.steps))
+    with contextlib.redirect_stdout(None):  # where it goes on from
+        checkpoints = Checkpoints(args, rank, model, optimizer, scheduler)
+    for step in range(checkpoints.first_step, steps):
+        model(*batches.batch(step)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if rank.rank == killed and step + 1 == SAVED:
+            die_at(at)
+        checkpoints.step_done()
+    return checkpoints.first_step
+
+
+def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(in_full, tmp_path):
+    """Files are written, synced and renamed, an old checkpoint is removed. Each rank at each, or every fifth."""
+    n_kills, stage = 0, STAGES[3]
+    with Workers(2) as workers:
+        workers.run(trained, stage, tmp_path / "undisturbed", STEPS)
+        for killed in range(2):
+            for at in itertools.count(step=1 if in_full else 5):
+                run = tmp_path / f"{killed}.{at}"
+                try:
+                    workers.run(trained, stage, run, SAVED, killed, at)
+                    workers.close()  # they count on
+                    break
+                except WorkerError as end:
+                    assert str(end) == f"rank {killed} was killed by signal 9"
+                newest = [*options.complete(run), None][0]
+                assert newest in (SAVED - 1, SAVED) and workers.run(trained, stage, run, STEPS) == [newest] * 2
+                assert options.complete(run) == [STEPS, STEPS - 1] and same(run, tmp_path / "undisturbed", tmp_path)
+                shutil.rmtree(run)
+                n_kills += 1
+    assert n_kills >= 4
+    seen("SIGKILL to a rank, at each operation of a save", n_kills, "that checkpoint or the one before")
+
+
+# ----------------------------------------------------------------------------------------- a rank is told, or stopped
+
+
+@pytest.mark.parametrize("stage, moment, step", [
+    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGHUP", 16), (2, "save:SIGTERM", 21),
+])
+def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same_command_goes_on(
+        stage, moment, step, undisturbed, tmp_path):
+    """It comes in step 15, or in the save after step 20. Too late for the step's own exchange: after the next one."""
+    folder, script = tmp_path / "run", f"{STAGES[stage]}/train.py"
+    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, script, *command(folder, 3))
+    assert [rank.code for rank in ended] == [75] * 3, ended[0].stderr + ended[1].stderr
+    name = moment.split(":")[1]
+    assert f"stopped by {name} after step {step}, which is saved: the same command goes on " in ended[0].stdout
+    assert latest(folder).name == f"step-{step:08}" and "stopped" not in ended[1].stdout
+    assert f"resumed from {folder}/step-{step:08}\n" in train(script, folder)
+    assert same(folder, undisturbed(STAGES[stage])[0], tmp_path)
+
+
+def test_signals_under_torchrun(tmp_path):
+    """SIGUSR1 for one rank: torchrun starts all anew. SIGTERM for torchrun; then the same command again."""
+    steps, folder = 500, tmp_path / "signalled"
+    more = {"save_every": steps}  # no other checkpoint but of a signal
+    with Run(TRAIN_4, 2, steps, folder, **more, max_restarts=1) as run:
+        starts = run.starts()
+        assert next(starts) == "", run.lines
+        time.sleep(0.3)
+        os.kill(run.rank_processes()[-1], signal.SIGUSR1)
+        begin, first = next(starts), run.said(r"stopped by SIGUSR1 after step (\d+)")[1]
+        assert begin == f"step-{int(first):08}", run.lines[-20:]
+        time.sleep(0.3)
+        run.process.terminate()
+        second = run.said(r"stopped by SIGTERM after step (\d+)")[1]
+        run.end()
+    with Run(TRAIN_4, 2, steps, folder, **more) as run:
+        assert list(run.starts()) == [f"step-{int(second):08}"] and run.end() == 0, run.lines[-20:]
+    with Run(TRAIN_4, 2, steps, tmp_path / "undisturbed", **more) as run:
+        run.is_undisturbed()
+    assert same(folder, tmp_path / "undisturbed", tmp_path)
+    seen("SIGUSR1 to one rank", 1, f"saved by all after step {first}")
+    seen("SIGTERM to torchrun", 1, f"saved by all after step {second}")
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    ended = run_ranks(3, "tests/checkpoint/killed.py", "backward:SIGSTOP", TRAIN_4, *command(folder, 3),
+                      "--timeout", "3")
+    assert [rank.code for rank in ended] == [1, -9, 1]
+    the_others_name_rank_1(ended)
+    assert any("imed out" in ended[rank].stderr for rank in (0, 2))
+    assert f"resumed from {folder}/step-00000010" in train(TRAIN_4, folder)
+    assert same(folder, undisturbed(STAGES[3])[0], tmp_path)
+    seen("SIGSTOP to one rank, --timeout 3", 1, "named by the others after that")
+
+
+# ----------------------------------------------------------------------------------------- a folder, another run in it
 
 
 @pytest.mark.parametrize("stage", STAGES[2:])
@@ -79,50 +240,119 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(stage, undisturbe
     printed = train(f"{stage}/train.py", tmp_path)
     assert f"resumed from {tmp_path}/step-00000020" in printed and "step 21/30" in printed
     assert not list(tmp_path.glob("*.partial"))
-    assert equal_to_the_bit(tmp_path, folder, tmp_path)
+    assert same(tmp_path, folder, tmp_path)
 
 
-def test_on_another_number_of_ranks_a_run_ends_the_same_up_to_rounding(undisturbed, tmp_path):
-    """From 2 ranks with 6 sequences each to 3 with 4, in another stage; then to 1 with 12, in plain torch."""
-    folder, loss = undisturbed(STAGES[3], ranks=2)
-    (tmp_path / "step-00000010").symlink_to(folder / "step-00000010")
-    printed = train(f"{STAGES[2]}/train.py", tmp_path, ranks=3)
-    assert "step 11/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
-    (tmp_path / "step-00000030").rename(tmp_path / "one.partial")
-    printed = train("harness/train_ddp.py", tmp_path, ranks=1)
-    assert "step 21/30" in printed and last_loss(printed) == pytest.approx(loss, abs=2e-4)
+def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
+    folder = tmp_path / "step-00000030"
+    folder.mkdir()
+    for file in (undisturbed(STAGES[3])[0] / folder.name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes()[:-1])
+    run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
+    assert run.code == 2 and "Traceback" not in run.stderr
+    assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
 
 
-MOMENTS = [(STAGES[3], "backward"), (STAGES[2], "step"), (STAGES[3], "prefetch"), (STAGES[3], "save")]
+def at_once(*runs):
+    """Stops each run when it is about to train, until all of them are; one that ends before is left alone."""
+    held, waiting, deadline = [], list(runs), time.monotonic() + 300
+    try:
+        while waiting and time.monotonic() < deadline:
+            for run in list(waiting):
+                is_ready = any(line.startswith("validation loss before") for line in list(run.lines))
+                if is_ready:
+                    held += run.rank_processes()
+                    for process in run.rank_processes():
+                        os.kill(process, signal.SIGSTOP)
+                if is_ready or run.process.poll() is not None:
+                    waiting.remove(run)
+            time.sleep(0.002)
+    finally:
+        for process in held:
+            os.kill(process, signal.SIGCONT)
 
 
-def test_torchrun_goes_on_by_itself_after_a_kill(undisturbed, tmp_path):
-    """In the middle of a save, where random kills hardly come."""
-    stage, moment = MOMENTS[3]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
-               "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *options(tmp_path / "run", ranks=2)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)  # torchrun, twice
-    assert run.returncode == 0, run.stderr
-    assert len(re.findall("validation loss before", run.stdout)) == 2  # two attempts
-    assert f"resumed from {tmp_path}/run/step-00000010" in run.stdout
-    assert equal_to_the_bit(tmp_path / "run", undisturbed(stage, ranks=2)[0], tmp_path)
+def test_two_runs_that_begin_at_once_in_one_folder_mix_nothing(tmp_path, steps=100):
+    """They differ in their seed, and save the same steps. Each may finish or be refused in one line; not both are
+    refused, and no checkpoint has parts of both."""
+    for seed in (0, 1):
+        with Run(TRAIN_4, 2, steps, tmp_path / f"seed {seed}", "--keep=0", seed=seed) as run:
+            run.is_undisturbed()
+    with (Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", seed=0) as one,
+          Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", seed=1) as other):
+        at_once(one, other)
+        codes = [run.process.wait(300) for run in (one, other)]
+        errors = [[line for line in run.lines if line.startswith("train.py: error: ")] for run in (one, other)]
+    assert 0 in codes and [len(lines) for lines in errors] == [int(code != 0) for code in codes], errors
+    whole = 0
+    for step in options.complete(tmp_path / "both"):
+        name = f"step-{step:08}"
+        found = state_of(tmp_path / "both" / name, tmp_path / "one.pt")
+        assert any(not differing(found, state_of(tmp_path / f"seed {seed}" / name, tmp_path / "other.pt"))
+                   for seed in (0, 1)), f"{name} is of both runs"
+        whole += 1
+    assert whole
+    seen("two runs begin at once in one folder", 1, "both finished" if codes == [0, 0] else "one refused",
+         f"{whole} whole")
 
 
-@pytest.mark.parametrize("stage, moment", MOMENTS)
-def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(stage, moment, undisturbed, tmp_path):
-    """Without torchrun, which would end them itself. Then all are started again, with the same folder."""
-    folder = tmp_path / "run"
-    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *options(folder, ranks=3))
-    assert [rank.code for rank in ended] == [1, -9, 1]
-    for rank in (0, 2):
-        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
-        # The other may be slow to say that it is there, and is named too then.
-        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
-        assert "Traceback" not in ended[rank].stderr
-    if moment == "save":
-        assert latest(folder).name == "step-00000010" and any(folder.glob("step-00000020.*.partial"))
-    assert f"resumed from {folder}/step-00000010" in train(f"{stage}/train.py", folder)
-    assert equal_to_the_bit(folder, undisturbed(stage)[0], tmp_path)
+# ------------------------------------------------------------------------------------------------------- a run moves on
+
+
+def test_a_run_moves_through_stages_ranks_and_plain_torch(in_full, tmp_path):
+    """Stage 3 on 3 ranks, killed; stage 4 on 2, killed; plain torch in one process. Beside DDP, undisturbed."""
+    steps, every = (1500, 100) if in_full else (150, 25)
+    folder, stops = tmp_path / "run", []
+    for stage, ranks, until in ((STAGES[2], 3, steps // 3), (STAGES[3], 2, steps * 2 // 3)):
+        script, batch_size = f"{stage}/train.py", 12 // ranks
+        with Run(script, ranks, steps, folder, "--keep=0", batch_size=batch_size, save_every=every) as run:
+            next(run.starts())
+            while getattr(latest(folder), "name", "") < f"step-{until:08}":
+                time.sleep(0.01)
+            os.kill(run.rank_processes()[0], signal.SIGKILL)
+            assert run.end() != 0, "torchrun has not noticed that a rank was killed"
+        stops.append((f"{stage}, {ranks} ranks, killed", latest(folder).name,
+                      converted(latest(folder), tmp_path / "one.pt")))
+    begin = int(stops[-1][1].removeprefix("step-"))
+    stops.append(("plain torch, 1 process", f"step-{steps:08}", {"model": in_plain_torch(stops[-1][2], begin, steps)}))
+    with Run("harness/train_ddp.py", 1, steps, tmp_path / "ddp", "--keep=0", batch_size=12, save_every=every) as run:
+        run.is_undisturbed()
+    for where, name, found in stops:
+        ddp = converted(tmp_path / "ddp" / name, tmp_path / "one.pt")
+        STOPS.append(Stop(int(name.removeprefix("step-")), where, *(validation_loss(one["model"])
+                                                                     for one in (found, ddp))))
+        assert abs(STOPS[-1].loss - STOPS[-1].undisturbed) < 1e-3, STOPS
+
+
+def in_plain_torch(found, begin, steps):
+    """Steps `begin` to `steps` of the same run, without anything of this project but model and data -> weights."""
+    model = GPT(MODELS["nano"])
+    model.load_state_dict(found["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=MODELS["nano"].lr, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(steps))
+    set_optimizer_state_dict(model, optimizer, found["optimizer"])
+    scheduler.last_epoch = begin
+    train, _ = corpus.split(corpus.load_bytes())
+    batches = corpus.Batches(train, batch_size=12, sequence_length=32, rank=0, world_size=1)
+    for step in range(begin, steps):
+        model(*batches.batch(step)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def validation_loss(weights):
+    """Of a nano model with these weights, in nats a byte."""
+    model = GPT(MODELS["nano"])
+    model.load_state_dict(weights)
+    _, validation = corpus.split(corpus.load_bytes())
+    batches = corpus.validation_batches(validation, 16, 32, rank=0, world_size=1)
+    with torch.no_grad():
+        return sum(model(*batch).item() * len(batch[0]) for batch in batches) / corpus.VALIDATION_SEQUENCES
+
+
+# ---------------------------------------------------------------------------------------------------- what it stands on
 
 
 def random_states(rank, folder):
@@ -143,7 +373,7 @@ def random_states(rank, folder):
     checkpoints.step_done()
     expected = torch.rand(3)
     again, other_scheduler, checkpoints = start()
-    for number in stop_signal.SIGNALS:
+    for number in options.SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
     assert checkpoints.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
     assert torch.equal(torch.rand(3), expected)
@@ -156,178 +386,16 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
     assert not torch.equal(one, other)  # each rank has its own
 
 
-def test_random_kills_lose_nothing(tmp_path):
-    """The short version of make faults, which kills ten times."""
-    assert random_kills(stage=4, ranks=2, kills=1, seed=1, folder=tmp_path).kills == 1
-
-
-STATE = {"weight": torch.zeros(2), "weight exp_avg": torch.ones(2)}
-
-
-@pytest.mark.parametrize(
-    "resumed, killed, message",
-    [
-        ("step-00000020", STATE, None),
-        ("step-00000010", STATE, "went on from step-00000010, but step-00000020 was complete"),
-        ("", STATE, "went on from the beginning, but step-00000020 was complete"),
-        ("step-00000020", {**STATE, "weight": torch.tensor([0, 1e-9])}, "different at the end: weight"),
-        ("step-00000020", {"weight": STATE["weight"]}, "different at the end: weight exp_avg"),
-    ],
-    ids=["nothing", "a step", "everything", "a bit", "a state"],
-)
-def test_what_is_lost_is_found(resumed, killed, message, tmp_path, monkeypatch):
-    """One kill, of a run that goes on from `resumed`, and ends with the state `killed`."""
-    class Recorded:
-        lines = []
-
-        def __init__(self, script, ranks, steps, folder, **options):
-            self.attempts = ["", resumed] if folder.name == "killed" else [""]
-            self.starts, self.kill_a_rank, self.end = lambda: iter(self.attempts), lambda chance: True, lambda: 0
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-    monkeypatch.setattr(kills, "Run", Recorded)
-    monkeypatch.setattr(kills, "latest", lambda folder: tmp_path / "step-00000020")
-    for module in (final_states, kills):
-        monkeypatch.setattr(module, "final_state", lambda folder, _: killed if folder.name == "killed" else STATE)
-    monkeypatch.setattr(kills, "LONGEST_S", 0)
-    with pytest.raises(AssertionError, match=f"{message}$") if message else nullcontext():
-        assert random_kills(stage=4, ranks=2, kills=1, seed=0, folder=tmp_path).tensors == 2
-
-
-def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
-    folder = tmp_path / "step-00000030"
-    folder.mkdir()
-    for file in (undisturbed(STAGES[3])[0] / folder.name).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes()[:-1])
-    run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
-    assert run.code == 2 and "Traceback" not in run.stderr
-    assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
-
-
-def test_a_rank_killed_at_some_file_operations_of_a_save_loses_nothing(tmp_path):
-    """Files are written, synced and renamed, and an old checkpoint is removed. At all of them: make faults."""
-    assert kills_at_operations(STAGES[2], 2, tmp_path, every=5) >= 4
-
-
-@pytest.mark.parametrize("newest, begin, found, kept, message", [
-    (2, 2, "right", [4, 3], None), (3, 3, "right", [4, 3], None), (1, 1, "right", [4, 3], "from step 1, ended right"),
-    (3, 2, "right", [4, 3], "of step 3: it went on from step 2"), (2, 2, "wrong", [4, 3], "ended otherwise"),
-    (3, 3, "right", [4], r"kept \[4\]"), (None, 0, "right", [4, 3], "of step None: it went on from step 0"),
-])
-def test_what_is_lost_at_a_file_operation_is_found(newest, begin, found, kept, message, tmp_path, monkeypatch):
-    """One rank, with one operation, and a run that goes on from step `begin`."""
-    class Recorded(nullcontext):
-        def close(self):
-            pass
-
-        def __init__(self, ranks):
-            self.answers = iter([[(0, "right")], WorkerError("rank 0 was killed by signal 9"), [(begin, found)], None])
-            super().__init__(self)
-
-        def run(self, *_):
-            answer = next(self.answers)
-            if isinstance(answer, WorkerError):
-                (tmp_path / "0.0").mkdir()
-                raise answer
-            return answer
-
-    monkeypatch.setattr(faults, "Workers", Recorded)
-    there_are = iter([[newest] if newest else [], kept])
-    monkeypatch.setattr(run_folder, "complete", lambda folder: next(there_are))
-    with pytest.raises(AssertionError, match=message) if message else nullcontext():
-        assert kills_at_operations(STAGES[3], 1, tmp_path) == 1
-
-
-REFUSED = "train.py: error: another run writes here"
-
-
-@pytest.mark.parametrize("codes, lines, weights, message", [
-    ((0, 0), ([], []), (1, 2), None),
-    ((0, 1), ([], [REFUSED]), (1, 1), None),
-    ((1, 1), ([REFUSED], [REFUSED]), (1, 1), "both were refused"),
-    ((0, 1), ([], ["Traceback"]), (1, 1), "ended with 1"),
-    ((0, 0), ([], []), (1, 3), "step-00000040 is of both runs"),
-    ((0, 1), ([], [REFUSED]), (1, DamagedCheckpoint("damaged")), "40 of two runs is complete, and can't be read"),
-], ids=["both finish", "one refused", "both refused", "no line", "a mixture", "a damaged one"])
-def test_a_mixture_of_two_runs_is_found(codes, lines, weights, message, tmp_path, monkeypatch):
-    """The runs have weights 1 and 2."""
-    runs = iter([(0, []), (0, []), *zip(codes, lines)])
-
-    class Recorded(nullcontext):
-        def __init__(self, *_, **options):
-            code, self.lines = next(runs)
-            self.process = SimpleNamespace(wait=lambda limit: code)
-            super().__init__(self)
-
-    def converted(path, scratch):
-        found = {"seed 0": 1, "seed 1": 2, "both": weights[path.name == "step-00000040"]}[path.parent.name]
-        if isinstance(found, Exception):
-            raise found
-        return {"model": {"weight": torch.tensor(found)}}
-
-    for name, fake in (("Run", Recorded), ("at_once", lambda *_: None), ("check_undisturbed", lambda run: None),
-                       ("converted", converted)):
-        monkeypatch.setattr(faults, name, fake)
-    monkeypatch.setattr(run_folder, "complete", lambda folder: [40, 20])
-    with pytest.raises(AssertionError, match=message) if message else nullcontext():
-        (row,) = faults.two_runs(4, 2, tmp_path)
-        assert row.end == "2 whole" and row.seen == ("one refused" if any(codes) else "both finished")
-
-
-def test_a_shorter_loop_of_kills_does_not_replace_a_longer_one(tmp_path):
-    path = tmp_path / "faults.json"
-
-    def loop(kills, **more):
-        return FaultResult(kills=kills, while_saving=0, steps=1, tensors=1, stage=4, ranks=2, save_every=20, torch="",
-                           date="", seed=kills, **more)
-    new = loop(2, journey=[Stop(1, "new", 1.0, 1.0)])
-    assert command.with_the_longest_loop(new, path) == new
-    for text in ("", "[]", '{"kills": 2}', '{"schema": 1, "kills": null}', results.to_json(loop(2))):
-        path.write_text(text)
-        assert command.with_the_longest_loop(new, path) == new
-    path.write_text(results.to_json(loop(3, journey=[Stop(1, "old", 1.0, 1.0)])))
-    assert command.with_the_longest_loop(new, path) == loop(3, journey=new.journey)
-
-
-@pytest.mark.parametrize("args", [["--kills", "0"], ["--stage", "5"]], ids=str)
-def test_bad_input_is_one_line(args, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["faults", *args])
-    with pytest.raises(SystemExit) as end:
-        command.main()
-    stderr = capsys.readouterr().err
-    assert end.value.code == 2
-    assert stderr.startswith("faults: error: ") and args[0] in stderr and stderr.count("\n") == 1
+def test_a_bit_or_an_entry_less_is_found():
+    state = {"weight": torch.zeros(2), "weight exp_avg": torch.ones(2)}
+    assert differing(state, {**state, "weight": torch.tensor([0, 1e-9])}) == ["weight"]
+    assert differing(state, {"weight": state["weight"]}) == ["weight exp_avg"] and not differing(state, dict(state))
 
 
 def test_what_was_started_ends_when_something_goes_wrong(tmp_path):
-    with pytest.raises(AssertionError), Run(f"{STAGES[3]}/train.py", 2, 10**6, tmp_path) as run:
+    with pytest.raises(RuntimeError), Run(TRAIN_4, 2, 10**6, tmp_path) as run:
         next(run.starts())
-        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        raise AssertionError
+        children = run.rank_processes()
+        raise RuntimeError
     assert run.process.poll() is not None and len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)
-
-
-def test_sigterm_ends_it_as_an_error_does(tmp_path, monkeypatch):
-    """What it has started and made is put away then: see above."""
-    def interrupted(*args):
-        (folder,) = tmp_path.iterdir()
-        assert folder == args[-1]
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(5)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    monkeypatch.setattr(command, "random_kills", interrupted)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["faults"])
-    try:
-        with pytest.raises(SystemExit):
-            command.main()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert not list(tmp_path.iterdir())

@@ -210,8 +210,7 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
-@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.faults", "harness.gpu_step",
-                                    "harness.pages"])
+@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.gpu_step", "harness.pages"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")

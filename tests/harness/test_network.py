@@ -1,4 +1,4 @@
-"""make network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
+"""WHAT=network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -182,6 +183,7 @@ def test_without_root_it_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong, named", [(["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
+                                          (["--curve", "1gbit,fast"], "--rate fast"),
                                           (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'"),
                                           (["--model", "huge"], "'huge'"), (["--sequence-length", "9999"], "9999"),
                                           (["--json", "results"], "results: it is a folder"),
@@ -286,6 +288,24 @@ def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
     written_after(measured, path, monkeypatch, "--tuned", "ddp=8; ddp + stage 2=1")
     assert asked == [[], [Choice("ddp", 2)],  # ddp + stage 1 is fastest with its default, and nobody tried others
                      [Choice("ddp", 8), Choice("ddp + stage 2", 1)]]
+
+
+def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):
+    path, commands = tmp_path / "network.json", []
+    first, *others = [result for result in committed() if result.conditions.rate != "2.5gbit"]
+    path.write_text(results.to_json(dataclasses.replace(first, other_rates=others)))
+
+    def started(command):
+        commands.append(command)
+        return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(processes, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7", "--json", str(path)])
+    two_hosts.main()
+    (command,) = map(" ".join, commands)
+    assert "--rate 2.5gbit --rows curve --sweep" in command and f"--rounds 7 --steps 6 --json {path}" in command
+    printed = capsys.readouterr().out
+    assert f"1gbit: in {path} already" in printed and "DDP, tuned buckets" in printed
 
 
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])

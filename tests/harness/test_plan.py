@@ -11,8 +11,10 @@ import stage3_gradbuffer
 from harness import dry_run, models, rows
 from harness import plan as command
 from harness.alone import state_bytes
-from harness.dry_run import Event, Hardware, calibrated, message_seconds, replay
+from harness.dry_run import Event
 from harness.examine import Settings
+from harness.replay import Hardware, calibrated, message_seconds, replay
+from harness.results import PlanResult, from_json
 from harness.rows import Choice
 from tests.ranks import run_module
 
@@ -23,12 +25,12 @@ COST = dry_run.Cost(activations=1000.0, flops=2000.0)
 # ---------------------------------------------------------------------------------------------------------- counted
 
 
-ROWS = [*(rows.find(name) for name in dry_run.ROWS["fp32"]), *rows.PLANNED]
+ROWS = [*(rows.find(name) for name in command.ROWS["fp32"]), *rows.PLANNED]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
-    is_sized = row.name in dry_run.STAGE_4
+    is_sized = row.name in command.STAGE_4
     recorded = dry_run.record(Choice(row.name, 2 if is_sized else None), TINY, 4, COST)
     assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)
     largest = max([event.n_bytes for event in recorded.events if event.kind == "reduce_scatter"], default=0)
@@ -120,11 +122,11 @@ def test_a_ring_passes_every_rank_and_pays_for_every_hop():
     assert step.seconds == pytest.approx(2 * 1 + 10 + 6)
 
 
-def test_in_trees_the_hops_between_nodes_grow_with_their_logarithm():
+def test_an_all_reduce_goes_through_trees_over_the_nodes_where_that_is_nearer():
     nodes = Hardware(1.0, 1.0, in_node=1000.0, between=100.0, per_node=2, latency_in_node=1.0, latency_between=10.0)
-    for kind, trees, hops in (("all_gather", False, 8 + 7 * 10), ("all_gather", True, 1 + 3 * 10),
-                              ("reduce_scatter", True, 1 + 3 * 10), ("broadcast", True, 8 + 7 * 10)):
-        assert message_seconds(kind, 0, 16, nodes._replace(trees=trees)) == pytest.approx(hops)  # 8 nodes
+    for kind, backend, hops in (("all_gather", "nccl", 8 + 7 * 10), ("all_reduce", "nccl", 2 * (1 + 3 * 10)),
+                                ("all_reduce", "exchange", 2 * (8 + 7 * 10))):
+        assert message_seconds(kind, 0, 16, nodes._replace(backend=backend)) == pytest.approx(hops)  # 8 nodes
 
 
 def test_ranks_that_lie_apart_share_the_lines_of_their_nodes():
@@ -143,7 +145,7 @@ def test_the_hybrid_row_sends_within_neighbours_and_across():
 
 def test_a_bucket_as_large_as_the_model_is_none():
     """However fast: of two buffers that take as much as whole gradients nothing is left to gain in memory."""
-    plan = dry_run.Planner.__new__(dry_run.Planner)
+    plan = command.Planner.__new__(command.Planner)
     plan.args, plan.room, plan.hardware = SimpleNamespace(world=2, bucket_cap_mb=None, accumulate=1), 1e9, SLOW
     plan.recorded = {}
     for mb, buffers, flops in ((None, 1, 4000), (100, 40, 3000), (400, 50, 2000), (1600, 60, 10), (6400, 200, 1)):
@@ -180,14 +182,17 @@ def test_bad_options_are_one_line(options, says, capsys, monkeypatch):
 
 @pytest.mark.waits
 def test_the_program_prints_its_tables(tmp_path):
-    run = run_module("harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16", "--advise",
+    run = run_module("harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
                      "--json", tmp_path / "plan.json")
     assert run.code == 0, run.stderr
-    for title in ("What a rank of 16 holds", "Model state, bytes a parameter", "A step of nano on 16 x h100", "Stage: ",
-                  "Sizes of buckets: ", "Bucket in rings|trees: stage 4 bf16 ",
-                  "Accumulation: ", "Owner's reduce: ", "DDP: "):
+    for title in ("What a rank of 16 holds", "Model state, bytes a parameter", "A step of nano on 16 x h100",
+                  "ms a micro-batch, by number of ranks", "Sizes of buckets: "):
         assert title in run.stdout
-    assert (tmp_path / "plan.json").exists()
+    plan = from_json(PlanResult, (tmp_path / "plan.json").read_text(encoding="utf-8"))
+    for row in plan.rows:
+        assert row.ms[16] == pytest.approx(1e3 * row.step.seconds, rel=1e-5) and list(row.ms) == [1, 8, 16]
+        assert row.once_ms <= row.each_ms * 1.001
+    assert max(row.each_ms / row.once_ms for row in plan.rows) > 1.2  # whose messages are waited for each time
 
 
 def test_a_copy_reads_one_tensor_and_writes_another():

@@ -16,8 +16,8 @@ from harness import checkpoints, options
 from harness import options as run_folder
 from harness import options as run_settings
 from harness import options as stop_signal
-from harness.faults import converted, final_state
 from tests.common import STAGES
+from tests.harness.faults import converted, same
 from tests.ranks import ROOT, run_alone, run_ranks
 
 pytestmark = pytest.mark.waits
@@ -32,11 +32,6 @@ def steps_in(folder):
 
 def names(*steps):
     return [f"step-{step:08}" for step in steps]
-
-
-def same(folder, other, scratch):
-    one, other = final_state(folder, scratch / "one.pt"), final_state(other, scratch / "other.pt")
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.fixture(scope="module")
@@ -67,24 +62,6 @@ def error_of(ended):
 
 
 # ------------------------------------------------------------------------------------------------------------ signals
-
-
-@pytest.mark.parametrize("stage, moment, step", [
-    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGHUP", 16), (2, "save:SIGTERM", 21),
-])
-def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same_command_goes_on(
-        stage, moment, step, undisturbed, tmp_path):
-    """It comes in step 15, or in the save after step 20. Too late for the step's own exchange: after the next one."""
-    folder = tmp_path / "run"
-    command = [f"{STAGES[stage]}/train.py", *OPTIONS, "--steps", "30", "--save-every", "10", "--checkpoint", folder]
-    ended = run_ranks(2, "tests/checkpoint/killed.py", moment, *command)
-    assert [rank.code for rank in ended] == [75, 75], ended[0].stderr + ended[1].stderr
-    name = moment.split(":")[1]
-    assert f"stopped by {name} after step {step}, which is saved: the same command goes on " in ended[0].stdout
-    assert latest(folder).name == f"step-{step:08}" and "stopped" not in ended[1].stdout
-    again = run_ranks(2, *command)
-    assert [rank.code for rank in again] == [0, 0] and f"resumed from {folder}/step-{step:08}\n" in again[0].stdout
-    assert same(folder, undisturbed, tmp_path)
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
@@ -411,17 +388,6 @@ def test_the_same_text_in_another_place_is_the_same(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ time-outs
-
-
-def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(tmp_path):
-    ended = run_ranks(3, "tests/checkpoint/killed.py", "backward:SIGSTOP", TRAIN, *OPTIONS, "--steps", "30",
-                      "--timeout", "3", "--checkpoint", tmp_path)
-    assert [rank.code for rank in ended] == [1, -9, 1]
-    for rank in (0, 2):
-        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
-        # The other may be slow to say that it is there, and is named too then.
-        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
-    assert any("imed out" in ended[rank].stderr for rank in (0, 2))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/reference.md"])

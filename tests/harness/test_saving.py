@@ -1,4 +1,4 @@
-"""make saving: what it measures is there, and can be shown."""
+"""make bench WHAT=saving: what it measures is there, and can be shown."""
 
 import pytest
 

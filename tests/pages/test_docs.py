@@ -175,14 +175,16 @@ QUICK = [
     ("make show", ["make", "show", "PYTHON", "ARGS="]),
     ('make train STAGE=3 ARGS="--steps 50"',
      ["make", "train", "STAGE=3", "PYTHON", f"ARGS=--steps 50 {docs_check.SMALL['train']}"]),
+    ("make bench WHAT=timeline", ["make", "bench", "WHAT=timeline", "PYTHON", f"ARGS= {docs_check.NANO}"]),
     ("make bench PYTHON=python3", ["make", "bench", "PYTHON", f"ARGS= {docs_check.SMALL['bench']}"]),
     ('make test ARGS="-k clip"', ["make", "test", "PYTHON", "ARGS=-k clip --collect-only --quiet"]),
     ("torchrun --nproc-per-node 2 stage4_overlap/train.py",
      ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "stage4_overlap/train.py",
       *docs_check.SMALL["train"].split()]),
     ("python -m harness.timeline", ["python", "-m", "harness.timeline", *docs_check.NANO.split()]),
-    ('make test ARGS="--gpu"', None), ("make network RATE=300mbit", None), ("make cuda", None),
-    ("make faults", None), ("make docs-check", None), ("make clean", None), ("make grade STAGE=my_package", None),
+    ('make test ARGS="--gpu"', None), ("make bench WHAT=network RATE=300mbit", None),
+    ("make bench WHAT=cuda", None), ("make faults", None), ("python -m harness.docs_check", None),
+    ("make clean", None), ("make grade STAGE=my_package", None),
     ("pip install torch", None),
     ("torchrun --nnodes 2 stage4_overlap/train.py", None), ("torchrun --nproc-per-node 2 program.py", None),
 ]
@@ -205,7 +207,7 @@ def test_what_a_page_shows_is_compared_figures_aside():
 def test_a_command_that_fails_or_prints_something_else_is_found(project):
     """`make train` of the small project prints stage and arguments."""
     page = "    $ make train STAGE=4\n    4 …nano…\n\n```console\n$ make train STAGE=4\nsomething else\n```\n"
-    assert project(f"{page}\n`make train STAGE=9`\n`make network`") != []
+    assert project(f"{page}\n`make train STAGE=9`\n`make bench WHAT=network`") != []
     first, second, third, fourth = docs_check.Page(project.root / "page.md", project.root).commands()
     assert docs_check.run(first, project.root) == ""
     assert docs_check.run(second, project.root) == "it doesn't print 'something else'"

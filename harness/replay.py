@@ -1,0 +1,108 @@
+"""The time model: how long a recorded step takes on machines that aren't there, one event after the other."""
+
+import math
+from typing import NamedTuple
+
+from harness.ledger import wire_bytes
+from harness.results import Message, RecordedStep, length, most_alive, union
+
+REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
+
+
+class Hardware(NamedTuple):
+    """What a step is replayed on. Rates in FLOPs and bytes a second, latencies in seconds a hop.
+
+    `flops`: what a device reaches in matrix products, not what it is sold with. `in_node`: a rank's ring inside a node.
+    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism).
+    """
+    flops: float
+    memory_rate: float
+    in_node: float
+    between: float
+    per_node: int = 8
+    sharing: int = 1
+    latency_in_node: float = 3e-6
+    latency_between: float = 14e-6
+    backend: str = "nccl"
+
+
+def message_seconds(kind, n_bytes, d, hardware, stride=1):
+    """Of one collective of `n_bytes` (the full tensor) among one rank of every `stride`, d in all, while the others do
+    the same. In a ring it passes each of them once, and every node once.
+
+    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. `send`, `recv`: to a neighbour.
+    """
+    if d == 1:
+        return 0.0
+    sharing = hardware.sharing * stride
+    in_group = max(1, hardware.per_node // sharing)  # ranks of this group on a node
+    between = math.ceil(d / in_group) - 1
+    # As many groups as a node has ranks, at most, use its links to others at once.
+    rate = min(hardware.in_node, hardware.between / min(sharing, hardware.per_node) if between else math.inf)
+    if kind in ("send", "recv"):
+        return (hardware.latency_between if between else hardware.latency_in_node) + n_bytes / rate
+    hops = (d - 1 - between) * hardware.latency_in_node + between * hardware.latency_between
+    if kind == "all_reduce":
+        tree = (in_group - 1) * hardware.latency_in_node + math.log2(between + 1) * hardware.latency_between
+        hops = 2 * (min(hops, tree) if hardware.backend == "nccl" else hops)
+    # The ledger counts what d ranks send on average. Each of them passes a broadcast, or a reduce, on whole.
+    travels = n_bytes if kind in ("broadcast", "reduce") else wire_bytes(kind, n_bytes, d, hardware.backend)
+    return hops + travels / rate
+
+
+def accumulated(events, micro_batches, exchange_each):
+    """Events of a step of one micro-batch -> of several. `exchange_each`: every backward pass exchanges its gradients,
+    or else the last one does."""
+    # Who has waited for parameters once waits no more.
+    passes = [event for event in events if event.phase != "step"
+              and (exchange_each or event.what == "compute" or event.lag)]
+    return passes * (micro_batches - 1) + events
+
+
+def replay(events, hardware, d, micro_batches=1, exchange_each=False):
+    """-> the last of a few steps, a RecordedStep. Exposed: the device waits for messages."""
+    clock, arrived, messages = 0.0, {}, []
+    free_at = {"out": 0.0, "in": 0.0}  # when the line has carried what is queued, in each direction
+    for step in range(REPLAYED_STEPS):
+        began, busy, phases, live = clock, [], {}, []
+        for event in accumulated(events, micro_batches, exchange_each):
+            start = clock
+            live.append((start, event.live))
+            if event.what == "compute":
+                clock += event.flops / hardware.flops + event.n_bytes / hardware.memory_rate
+                busy.append((start, clock))
+            elif event.what == "wait":
+                clock = max(clock, arrived[step - event.lag, event.index] if step >= event.lag else 0.0)
+            else:
+                used = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
+                leaves = max(clock, *(free_at[direction] for direction in used))
+                ranks = event.group_size or d
+                arrives = leaves + message_seconds(event.kind, event.n_bytes, ranks, hardware, event.stride)
+                free_at.update(dict.fromkeys(used, arrives))
+                arrived[step, event.index] = arrives
+                last = messages[-1] if messages else None
+                if last and (last.kind, last.end) == (event.kind, leaves):  # close behind
+                    last.bytes, last.end = last.bytes + event.n_bytes, arrives
+                else:
+                    messages.append(Message(event.kind, event.n_bytes, leaves, arrives))
+            phases.setdefault(event.phase, []).append((start, clock))
+    busy = union(busy)
+    return RecordedStep(
+        seconds=clock - began, exposed_seconds=clock - began - length(busy),
+        phases=[(name, a - began, b - began) for name, spans in phases.items() for a, b in union(spans)],
+        busy=[(a - began, b - began) for a, b in busy],
+        communication=[Message(one.kind, one.bytes, max(one.start, began) - began, one.end - began)
+                       for one in messages if one.end > began],
+        memory=most_alive([one for one in live if one[1]], began, clock))
+
+
+def calibrated(rate, modelled, hardware, measured):
+    """`hardware` with that `rate` ("flops", "between") at which modelled(hardware) takes `measured` seconds."""
+    low, high = 1e6, 1e16
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        found = hardware._replace(**{rate: middle})
+        low, high = (middle, high) if modelled(found) > measured else (low, middle)
+    if abs(modelled(found) / measured - 1) > 1e-3:
+        raise ValueError(f"no {rate} gives {measured:.3g} s: the model takes {modelled(found):.3g} s")
+    return found

@@ -1,0 +1,152 @@
+"""Training runs that are watched and disturbed; and the table of what was done to them.
+
+    python -m pytest -p tests.harness.faults -m faults [--kills 10] [--faults-json FILE]      # make faults
+"""
+
+import itertools
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from checkpoint import latest
+from checkpoint.convert import convert
+from harness import processes, results
+from harness.results import FaultResult, FaultRow
+from tests.ranks import ROOT
+
+START_LIMIT_S = 300  # an attempt that says nothing for so long hangs
+ROWS, STOPS = [], []  # of the table
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=10, help="at random moments (default 10; without make faults 1)")
+    parser.addoption("--faults-json", type=Path, help="where to write the result")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    path = session.config.getoption("--faults-json")
+    if path and exitstatus == 0 and ROWS:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(results.to_json(FaultResult(4, torch.__version__, ROWS, STOPS)), encoding="utf-8")
+
+
+def seen(fault, times, what, end="equal"):
+    ROWS.append(FaultRow(fault, times, what, end, date.today().isoformat()))
+
+
+class Run:
+    """torchrun with a train.py; it ends with the `with` that it stands in. `lines`: what it has printed so far."""
+
+    def __init__(self, script, ranks, steps, folder, *more, seed=0, batch_size=4, save_every=20, max_restarts=0):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                   f"--max-restarts={max_restarts}", script, "--model=nano", "--sequence-length=32",
+                   f"--batch-size={batch_size}", f"--steps={steps}", f"--seed={seed}", f"--checkpoint={folder}",
+                   f"--save-every={save_every}", *more]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                        preexec_fn=processes.end_with_parent)
+        self.lines, self.unread = [], queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.terminate()
+        self.process.wait(60)  # torchrun gives its ranks 30
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self.unread.put(line.rstrip())
+        self.unread.put(None)
+
+    def starts(self):
+        """Yield, for each attempt to train, the name of the checkpoint it goes on from; "" for none."""
+        resumed = ""
+        while (line := self.unread.get(timeout=START_LIMIT_S)) is not None:
+            if match := re.match(r"resumed from ([^,]+)", line):
+                resumed = Path(match[1]).name
+            elif line.startswith("validation loss before"):
+                yield resumed
+                resumed = ""
+
+    def rank_processes(self):
+        """-> the ids of torchrun's children, in the order of ranks."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(child) for child in children]
+
+    def said(self, pattern):
+        """Waits until a line matches -> the match."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            for line in list(self.lines):
+                if match := re.search(pattern, line):
+                    return match
+            time.sleep(0.05)
+        raise AssertionError("\n".join([f"no line has {pattern!r}", *self.lines[-20:]]))
+
+    def end(self):
+        """-> the exit code, which torchrun is given a moment for."""
+        return self.process.wait(60)
+
+    def is_undisturbed(self):
+        assert list(self.starts()) == [""] and self.end() == 0, "\n".join(self.lines[-20:])
+
+
+def converted(path, scratch):
+    """A checkpoint, as `python -m checkpoint convert` makes it -> {"model": …, "optimizer": …}, both by name."""
+    Path(scratch).unlink(missing_ok=True)
+    convert(path, scratch)
+    return torch.load(scratch, weights_only=True)
+
+
+def state_of(path, scratch):
+    """Parameters and optimizer state of a checkpoint, by name."""
+    found = converted(path, scratch)
+    return {**found["model"], **{f"{name} {key}": value for name, state in found["optimizer"]["state"].items()
+                                 for key, value in state.items()}}
+
+
+def final_state(folder, scratch):
+    """Those of the last checkpoint of a run."""
+    return state_of(latest(folder), scratch)
+
+
+def differing(one, other):
+    """-> names of what isn't equal to the bit in two states."""
+    equal = {key for key in one.keys() & other.keys() if torch.equal(one[key], other[key])}
+    return sorted((one.keys() | other.keys()) - equal)
+
+
+def same(folder, other, scratch):
+    """Whether two runs have ended in the same state."""
+    return not differing(final_state(folder, scratch / "one.pt"), final_state(other, scratch / "other.pt"))
+
+
+CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+
+
+def die_at(number):
+    """End this process before its file operation of that number, from 0 on."""
+    operations = itertools.count()
+
+    def operation():
+        if next(operations) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def heard(event, arguments):
+        if event in CHANGING or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            operation()
+
+    fsync = os.fsync  # the one operation that Python tells no audit hook of
+    os.fsync = lambda descriptor: (operation(), fsync(descriptor))[1]
+    sys.addaudithook(heard)
