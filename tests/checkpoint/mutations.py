@@ -39,6 +39,7 @@ STRANGE = [0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan
            [0], [[]], [2**40], {}, {"tuple": []}, {"data": ["float32", [], "AAAAAA=="]}, {"deque": [-1, []]},
            {"data": ["int64", [2], "AAAA"]}, {"piece": "model.0.weight"}, {"tensor": "model.0.weight"},
            {"bytes": "AAAA"}, {"dtype": "float32"}, {"complex": [1, 1]}, {"device": "cuda:9"}, {"set": [1, 1]}]
+NAMES = ["step", "exp_avg", "momentum_buffer", "main_param", "mine", ""]
 # (stage, dtype, optimizer, its options): a small model of each, on one rank
 ADAMW = {"fused": True, "amsgrad": True, "weight_decay": 0.1}
 CASES = [(None, torch.float32, "AdamW", ADAMW), (STAGES[0], torch.float32, "AdamW", ADAMW),
@@ -72,7 +73,8 @@ def a_place(chance, manifest):
 @kind
 def another_value(chance, manifest, _):
     parent, key = a_place(chance, manifest)
-    parent[key] = copy.deepcopy(chance.choice(STRANGE))
+    near = [parent[key] + change for change in (-4, -1, 1, 4, 64)] if type(parent[key]) is int else NAMES
+    parent[key] = copy.deepcopy(chance.choice(chance.choice([STRANGE, near])))
 
 
 @kind
@@ -86,20 +88,6 @@ def two_that_changed_places(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     other = chance.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
     parent[key], parent[other] = parent[other], parent[key]
-
-
-@kind
-def an_entry_of_a_state(chance, manifest, _):
-    """Another name or value; or that of another parameter."""
-    states = [manifest["states"][name]["dict"] for name in chance.sample(sorted(manifest["states"]), 2)]
-    pair, other = map(chance.choice, states)
-    how = chance.randrange(3)
-    if how == 0:
-        pair[0] = chance.choice(["step", "exp_avg", "momentum_buffer", "main_param", "mine", ""])
-    elif how == 1:
-        pair[1] = copy.deepcopy(chance.choice(STRANGE))
-    else:
-        pair[1], other[1] = other[1], pair[1]
 
 
 @kind
@@ -125,18 +113,6 @@ def a_tensor_of_another_dtype(chance, manifest, _):
     size = DTYPES[entry["dtype"]].itemsize
     entry["dtype"] = chance.choice([name for name, dtype in DTYPES.items()
                                     if dtype.itemsize == size or chance.random() < 0.2])
-
-
-@kind
-def a_number_of_a_tensor(chance, manifest, _):
-    entry = manifest["tensors"][chance.choice(sorted(manifest["tensors"]))]
-    what = chance.choice(["n_lead", "shape", "ranges"])
-    if what == "n_lead":
-        entry["n_lead"] = chance.choice([0, 1, 2, 5])
-    elif what == "shape":
-        entry["shape"] = [*entry["shape"], chance.choice([0, 1, 2])] if chance.random() < 0.5 else entry["shape"][::-1]
-    elif entry["ranges"]:
-        chance.choice(entry["ranges"])[chance.choice([0, 1, 3])] += chance.choice([-4, -1, 1, 4, 64])
 
 
 @kind

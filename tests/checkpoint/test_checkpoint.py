@@ -156,19 +156,6 @@ def test_a_run_goes_on_in_plain_torch_and_back(rank, stage):
     to_plain_and_back(rank, stage)
 
 
-@on_ranks(1, 2)
-def test_a_plain_torch_optimizer_has_a_full_state_too(rank):
-    """Each rank has everything: that of rank 0 is what all get."""
-    model, optimizer = a_run(rank, None)
-    train(rank, model, optimizer, range(2))
-    on_one, on_all = full_state_dict(optimizer), full(optimizer)
-    assert equal(on_one, on_all) if rank.rank == 0 else on_one == {}
-    assert equal(on_all["state"], optimizer.state_dict()["state"])
-    other = torch.optim.AdamW(model.parameters(), lr=9.0)
-    load_full_state_dict(other, on_one)
-    assert equal(full(other), on_all)
-
-
 @on_ranks(2, stage=STAGES)
 def test_how_a_process_computes_is_not_loaded(rank, stage, tmp_path):
     """It may have been saved where another way is fast."""
@@ -187,38 +174,40 @@ def test_how_a_process_computes_is_not_loaded(rank, stage, tmp_path):
     other.step()
 
 
-SIXTEEN = [(torch.optim.AdamW, ADAMW), (torch.optim.SGD, {"lr": 1e-3})]  # SGD keeps no state, and its steps are small
+DTYPES = [(F, torch.optim.AdamW, ADAMW), (B, torch.optim.AdamW, ADAMW), (H, torch.optim.SGD, {"lr": 1e-3})]
 
 
-@on_ranks(1, 3, stage=SHARDED, dtypes=[(B, H), (H, B)], case=SIXTEEN)
-def test_main_parameters_of_16_bit_ones_travel_in_fp32(rank, stage, dtypes, case, tmp_path):
-    """By a dict, by files, by a move; into fp32, and into the other 16 bits: what those would round is not asked."""
-    (dtype, other), (cls, kwargs) = dtypes, case
+@on_ranks(3, stage=SHARDED, case=DTYPES)
+def test_what_is_saved_is_loaded_to_the_bit_with_any_dtype_and_bucket_size(rank, stage, case, tmp_path):
+    """By a dict, by files, by a move. Main parameters of 16-bit ones travel in fp32: nothing else rounds them."""
+    (dtype, cls, kwargs), path = case, tmp_path / f"{stage}{case[0]}"
     model, optimizer = a_run(rank, stage, dtype=dtype, cls=cls, **kwargs)
     train(rank, model, optimizer, range(3), alike=False)
-    found, names = full(optimizer), [name for name, _ in model.named_parameters()]
-    state = found["state"][names.index("embed.weight")]
-    assert {value.dtype for value in state.values()} == {F}
-    assert torch.equal(state["main_param"].to(dtype), model.embed.weight.cpu())
-    assert not torch.equal(state["main_param"], model.embed.weight.cpu().float())
-    path = tmp_path / f"{stage}{dtype}{cls.__name__}"
-    checkpoint.save(path, model, optimizer)
-    by_dict, by_files, into_others, wide = (a_run(rank, stage, seed=1, dtype=its, cls=cls, lr=9.0)
-                                            for its in (dtype, dtype, other, F))
-    by_dict[0].load_state_dict(model.state_dict())
-    load_full_state_dict(by_dict[1], found)
-    for its in (by_files, into_others):
-        checkpoint.load(path, *its)
+    checkpoint.save(path, model, optimizer, {"rank": rank.rank})
+    found = full(optimizer)
+    exact = [found["state"].get(index, {}).get("main_param", param.detach().float().cpu())  # the most precise there is
+             for index, param in enumerate(model.parameters())]
+    assert dtype == F or not equal([param.float() for param in model.parameters()], exact)
     reshard(optimizer, None)
-    for its in ((model, optimizer), by_dict, by_files, into_others):
+    runs = [(model, optimizer)]
+    for loaded in (F, B, H):
+        sizes = {"bucket_cap_mb": 0.0006} if stage == STAGES[3] else {}
+        by_files, by_dict = (a_run(rank, stage, seed=1, dtype=loaded, cls=cls, lr=9.0, **sizes) for _ in range(2))
+        assert checkpoint.load(path, *by_files) == {"rank": rank.rank}
+        assert equal([*by_files[0].parameters()], [value.to(loaded) for value in exact])
+        by_dict[0].load_state_dict(by_files[0].state_dict())
+        load_full_state_dict(by_dict[1], found)
+        runs += [by_files, by_dict] if loaded == dtype else []
+        for its, optimizer in (by_files, by_dict if dtype != F else by_files):
+            assert equal([*its.parameters()], [value.to(loaded) for value in exact])
+            state = full(optimizer)["state"]
+            for index, value in enumerate(exact):
+                ours, entries = ({**of.get(index, {}), "main_param": value} for of in (state, found["state"]))
+                assert equal(ours, entries) and equal(state.get(index, {}).get("main_param", value), value)
+    for its in runs:
         assert equal(full(its[1]), found)
-    for its in ((model, optimizer), by_dict, by_files):
         train(rank, *its, (3, 4), alike=False)
-    for its in (by_dict, by_files):
-        assert equal((weights(its[0]), full(its[1])), (weights(model), full(optimizer)))
-    load_full_state_dict(wide[1], found)
-    for index, state in found["state"].items():
-        assert torch.equal(wide[0].get_parameter(names[index]).cpu(), state["main_param"])
+        assert equal((weights(its[0]), full(its[1])), (weights(runs[0][0]), full(runs[0][1])))
 
 
 @on_ranks(2, stage=SHARDED)
@@ -255,21 +244,22 @@ def test_no_rank_holds_more_than_the_state_of_one_parameter_beyond_its_own(rank,
         assert loaded <= everything / rank.world_size + 2 * parameter  # gloo's threads let go of one a moment later
 
 
-@on_ranks(1, 2, stage=STAGES)
+@on_ranks(1, 2, stage=[None, *STAGES])
 def test_the_same_state_can_be_loaded_twice(rank, stage):
     """A run that goes back twice: what was loaded is not stepped in the dict that it came from."""
     model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5))
     train(rank, model, optimizer, range(2))
-    good, params, ends = full(optimizer), copy.deepcopy(model.state_dict()), []
-    good["param_groups"][0]["lr"] = torch.tensor(0.1)
-    before = copy.deepcopy(good)
+    good, on_one, params, ends = full(optimizer), full_state_dict(optimizer), copy.deepcopy(model.state_dict()), []
+    assert equal(on_one, good) if rank.rank == 0 else on_one == {}
+    assert stage or equal(good["state"], optimizer.state_dict()["state"])
     for _ in range(2):
         model.load_state_dict(params)
-        load_full_state_dict(optimizer, good)
+        load_full_state_dict(optimizer, on_one)
+        assert equal(full(optimizer), good)
         train(rank, model, optimizer, (2, 3))
-        ends.append(full(optimizer))
+        ends.append(full(optimizer)["state"])
         optimizer.param_groups[0]["lr"].fill_(9)
-    assert equal(good, before) and equal(ends[0]["state"], ends[1]["state"])
+    assert equal(*ends)
 
 
 @on_ranks(2, stage=SHARDED)
@@ -288,29 +278,6 @@ def test_the_full_state_dict_keeps_out_of_other_messages(rank, stage):
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
-
-
-@on_ranks(3, stage=SHARDED, dtypes=[(F, F), (B, B), (F, B), (B, F)])
-def test_what_is_saved_is_loaded_to_the_bit(rank, stage, dtypes, tmp_path):
-    """With another dtype and bucket size."""
-    saved, loaded = dtypes
-    model, optimizer = a_run(rank, stage, dtype=saved, **ADAMW)
-    train(rank, model, optimizer, range(2), alike=False)
-    path = tmp_path / f"{stage}{saved}{loaded}"
-    assert checkpoint.save(path, model, optimizer, {"rank": rank.rank}).result(30) is None
-    before = full(optimizer), [param.detach().clone() for param in model.parameters()]
-    sizes = {"bucket_cap_mb": 0.0006} if stage == STAGES[3] else {}
-    other, second = a_run(rank, stage, seed=9, dtype=loaded, lr=1.0, **sizes)
-    assert checkpoint.load(path, other, second) == {"rank": rank.rank}
-    state, params = full(second), list(other.parameters())
-    assert state["param_groups"][0]["lr"] == ADAMW["lr"]
-    for index, entries in before[0]["state"].items():
-        assert all(torch.equal(state["state"][index][key], entries[key]) for key in entries if key != "main_param")
-        exact = entries.get("main_param", before[1][index])  # the most precise value there is
-        assert torch.equal(params[index], exact.to(rank.device, loaded))
-        assert torch.equal(state["state"][index].get("main_param", params[index]).cpu(), exact.to(F).cpu())
-    frozen = [index for index in range(len(params)) if index not in before[0]["state"]]
-    assert len(frozen) == 2 and all(torch.equal(params[i], before[1][i].to(loaded)) for i in frozen)
 
 
 @on_ranks(2, stage=STAGES)
@@ -374,32 +341,23 @@ def test_each_rank_writes_its_part_only(rank, stage, tmp_path):
     assert all(abs(size - everything / 2) < 1000 for size in sizes)  # a shard ends where a vector of the CPU does
 
 
-class Convolutions(torch.nn.Module):
-    """Parameters that lie in memory otherwise than row by row."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 2, padding=1) for _ in range(3)))
-        self.to(memory_format=torch.channels_last)
-
-
 @on_ranks(1, 2, stage=STAGES[:2])
 def test_parameters_in_channels_last_are_saved_and_loaded(rank, stage, tmp_path):
-    def train_on(model, optimizer, steps):
-        for step in steps:
-            x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step)).to(rank.device)
-            model.layers(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    models = [Convolutions(seed).to(rank.device) for seed in range(2)]
-    runs = [(model, wrapped(stage, model.parameters(), **ADAMW)) for model in models]
-    train_on(*runs[0], range(2))
-    checkpoint.save(tmp_path / stage, *runs[0])
-    checkpoint.load(tmp_path / stage, *runs[1])
-    for model, optimizer in runs:
-        train_on(model, optimizer, (2, 3))
-    assert equal(*map(weights, models))
+    """They lie in memory otherwise than row by row."""
+    runs, x = [], torch.arange(96.0, device=rank.device).view(2, 3, 4, 4)
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 2), torch.nn.Conv2d(3, 3, 2)).to(rank.device)
+        runs.append((model, wrapped(stage, model.to(memory_format=torch.channels_last).parameters(), **ADAMW)))
+    for its in ((runs[0],), runs):
+        for model, optimizer in its:
+            for _ in range(2):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if len(its) == 1:
+            checkpoint.save(tmp_path / stage, *runs[0])
+            checkpoint.load(tmp_path / stage, *runs[1])
+    assert equal(*(weights(model) for model, _ in runs))
 
 
 @on_ranks(2, stage=SHARDED)
