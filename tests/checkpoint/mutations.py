@@ -2,7 +2,7 @@
 
     python -m tests.checkpoint.mutations [--number 2000] [--seed 0] [--json FILE]      # a part of make faults
 
-Each is loaded in a process beside, into a model that has been trained otherwise. It is refused, and model and optimizer
+Each is loaded into a model that has been trained otherwise. It is refused, and model and optimizer
 are what they were; or it is loaded, and then they step and save. Whatever else happens is wrong: another error, a
 change before the refusal, a step or a save that fails, a process that dies, more than 10 s or 1 GB, a file elsewhere.
 """
@@ -12,7 +12,6 @@ import collections
 import copy
 import json
 import math
-import multiprocessing
 import os
 import random
 import resource
@@ -226,56 +225,31 @@ def watch(folder):
     return seen
 
 
-def work(connection, seed, numbers, folder):
-    """In a process of its own, which may die."""
+def run(number, seed, folder):
+    """-> kind -> Counter of "refused", "loaded" and "wrong"."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    seen = watch(folder)
-    for number in numbers:
-        name, case = sorted(KINDS)[number % len(KINDS)], number // len(KINDS) % len(CASES)
+    seen, table = watch(folder), collections.defaultdict(collections.Counter)
+    for turn in range(number):
+        print(f"\r{turn}", end="", file=sys.stderr, flush=True)  # which it was, if the process dies
+        name, case = sorted(KINDS)[turn % len(KINDS)], turn // len(KINDS) % len(CASES)
         original, mutated = folder / f"original-{case}", folder / "mutated"
         if not original.exists():
             save_one(CASES[case], original)
         for path in (mutated, folder / "again"):
             shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(original, mutated)
-        mutate(random.Random(f"{seed} {number}"), name, mutated)
+        mutate(random.Random(f"{seed} {turn}"), name, mutated)
         answer = outcome(CASES[case], mutated, folder)
         if answer == "loaded" and name == "a bit of the manifest":
             answer = "loaded, with another value"
-        connection.send((number, name, f"{answer}; {seen.pop()}" if seen else answer))
-    dist.destroy_process_group()
-
-
-def run(number, seed=0, say=lambda line: None):
-    """-> kind -> Counter of "refused", "loaded" and "wrong"; and a line for each that is wrong."""
-    table, wrong, done = collections.defaultdict(collections.Counter), [], 0
-    context = multiprocessing.get_context("spawn")
-
-    def count(name, answer):
+        answer = f"{answer}; {seen.pop()}" if seen else answer
         is_right = answer in ("refused", "loaded")
         table[name][answer if is_right else "wrong"] += 1
         if not is_right:
-            wrong.append(f"{done} {name}: {answer[:500]}")
-            say(wrong[-1])
-
-    while done < number:
-        with tempfile.TemporaryDirectory() as folder:
-            here, there = context.Pipe()
-            process = context.Process(target=work, args=(there, seed, range(done, number), Path(folder).resolve()))
-            process.start()
-            there.close()
-            try:
-                while done < number:
-                    done, name, answer = here.recv()
-                    count(name, answer)
-                    done += 1
-            except EOFError:  # it has died
-                process.join()
-                count(sorted(KINDS)[done % len(KINDS)], f"the process ended with {process.exitcode}")
-                done += 1
-            process.join()
-    return dict(table), wrong
+            print(f"{turn} {name}: {answer[:500]}")
+    dist.destroy_process_group()
+    return table
 
 
 def main():
@@ -284,7 +258,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    table, wrong = run(args.number, args.seed, say=print)
+    with tempfile.TemporaryDirectory() as folder:
+        table = run(args.number, args.seed, Path(folder).resolve())
     rows = [MutationRow(name, *(table[name][key] for key in ("refused", "loaded", "wrong"))) for name in sorted(table)]
     for row in rows:
         print(f"{row.kind:32} {row.refused:5} refused {row.loaded:5} loaded, stepped and saved {row.wrong:5} wrong")
@@ -292,7 +267,7 @@ def main():
         result = MutationResult(args.number, args.seed, torch.__version__, date.today().isoformat(), rows)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(results.to_json(result))
-    sys.exit(bool(wrong))
+    sys.exit(any(row.wrong for row in rows))
 
 
 if __name__ == "__main__":

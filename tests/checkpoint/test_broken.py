@@ -42,6 +42,7 @@ from tests.checkpoint import (
 )
 from tests.checkpoint.mutations import CASES, KINDS, answer_of, made, mutate, save_one
 from tests.common import STAGES, Net, error_of, on_ranks, situation
+from tests.ranks import run_module
 
 WEIGHT, MOMENT = "model.embed.weight", "optimizer.state.embed.weight.exp_avg"
 
@@ -299,11 +300,12 @@ def outside_of(folder):
 # -------------------------------------------------------------------------------------------------------- thousands
 
 
-def test_whatever_is_changed_is_refused_or_loaded_stepped_and_saved():
+def test_whatever_is_changed_is_refused_or_loaded_stepped_and_saved(tmp_path):
     """A share of `python -m tests.checkpoint.mutations`: the seed is one that make faults doesn't have."""
-    table, wrong = mutations.run(5 * len(KINDS), seed=1)
-    assert not wrong, "\n".join(wrong)
-    assert table.keys() == KINDS.keys() and sum(answers["loaded"] for answers in table.values()) > 5
+    ended = run_module("tests.checkpoint.mutations", "--number", 5 * len(KINDS), "--seed", 1, "--json", tmp_path / "it")
+    assert ended.code == 0, ended
+    rows = json.loads((tmp_path / "it").read_text())["rows"]
+    assert {row["kind"] for row in rows} == KINDS.keys() and sum(row["loaded"] for row in rows) > 5
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import full_state, rank_files, ranks, reading, reshard, states, writing
+from checkpoint import full_state, load_full_state_dict, rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
 from checkpoint.ranks import LONGEST, at_own_pace, first_line
 from harness.meeting import Rank
@@ -379,7 +379,8 @@ OF_SAVE = [(writing, "names_of"), (writing, "packed"), (writing, "local_states")
 OF_RANK_0 = [(writing, "claim"), (writing, "complete_manifest"), (writing, "sealed"), (writing, "sync_folder")]
 OF_LOAD = [(reading, "names_of"), (reading, "pieces_of"), (reading, "manifest_of"), (reading, "verify_sizes"),
            (reading, "check"), (reading, "check_manifest_states"), (reading, "verify"), (reading, "read_box"),
-           (reading, "check_piece"), (reading, "install")]
+           (reading, "check_piece"), (reading, "prepared"), (reading, "install")]
+OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("what nobody thought of"),
           RuntimeError("several\nlines")]
 
@@ -414,9 +415,10 @@ def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, c
     if stage:
         found = full(optimizer)
         with nothing_changes(model, optimizer):
-            for call, module, name in ((lambda: full(optimizer), states, "describe"), (
-                    lambda: checkpoint.load_full_state_dict(optimizer, found), full_state, "pieces_of")):
-                assert "too little memory" in line_of(call, module, name, ERRORS[0])
+            assert "too little memory" in line_of(lambda: full(optimizer), states, "describe", ERRORS[0])
+            for module, name in OF_FULL_STATE:
+                line = line_of(lambda: load_full_state_dict(optimizer, found), module, name, ERRORS[0])
+                assert line == f"the state can't be loaded: rank {bad_rank}: too little memory"
 
 
 @on_ranks(2, stage=SHARDED)
