@@ -156,24 +156,6 @@ def test_a_run_goes_on_in_plain_torch_and_back(rank, stage):
     to_plain_and_back(rank, stage)
 
 
-@on_ranks(2, stage=STAGES)
-def test_how_a_process_computes_is_not_loaded(rank, stage, tmp_path):
-    """It may have been saved where another way is fast."""
-    params = [torch.nn.ParameterList([torch.ones(64, device=rank.device)]) for _ in range(2)]
-    ways = {"fused": False, "foreach": True}, {"fused": True, "foreach": False}
-    one, other = (wrapped(stage, its, **ADAMW, **way) for its, way in zip(params, ways))
-    params[0][0].sum().backward()
-    one.step()
-    checkpoint.save(tmp_path / stage, params[0], one)
-    for load in (lambda: load_full_state_dict(other, full_state_dict(one)),
-                 lambda: checkpoint.load(tmp_path / stage, params[1], other)):
-        load()
-        for group in (*other.param_groups, *other.optimizer.param_groups):
-            assert (group["fused"], group["foreach"], group["lr"]) == (True, False, ADAMW["lr"])
-    params[1][0].sum().backward()
-    other.step()
-
-
 DTYPES = [(F, torch.optim.AdamW, ADAMW), (B, torch.optim.AdamW, ADAMW), (H, torch.optim.SGD, {"lr": 1e-3})]
 
 
@@ -341,28 +323,9 @@ def test_each_rank_writes_its_part_only(rank, stage, tmp_path):
     assert all(abs(size - everything / 2) < 1000 for size in sizes)  # a shard ends where a vector of the CPU does
 
 
-@on_ranks(1, 2, stage=STAGES[:2])
-def test_parameters_in_channels_last_are_saved_and_loaded(rank, stage, tmp_path):
-    """They lie in memory otherwise than row by row."""
-    runs, x = [], torch.arange(96.0, device=rank.device).view(2, 3, 4, 4)
-    for _ in range(2):
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 2), torch.nn.Conv2d(3, 3, 2)).to(rank.device)
-        runs.append((model, wrapped(stage, model.to(memory_format=torch.channels_last).parameters(), **ADAMW)))
-    for its in ((runs[0],), runs):
-        for model, optimizer in its:
-            for _ in range(2):
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        if len(its) == 1:
-            checkpoint.save(tmp_path / stage, *runs[0])
-            checkpoint.load(tmp_path / stage, *runs[1])
-    assert equal(*(weights(model) for model, _ in runs))
-
-
 @on_ranks(2, stage=SHARDED)
 def test_names_are_those_of_the_bare_model(rank, stage, tmp_path):
-    """A layer or the model is compiled, and DDP is around it. A wrapper renames parameters in state_dict()."""
+    """A layer or the model is compiled, and DDP is around it."""
     model, optimizer = a_run(rank, stage)
     train(rank, model, optimizer, range(2))
     paths = [tmp_path / f"{stage}{number}" for number in range(3)]
@@ -383,25 +346,80 @@ def test_names_are_those_of_the_bare_model(rank, stage, tmp_path):
     other, second = a_run(rank, stage, seed=3)
     checkpoint.load(paths[1], other, second)
     assert equal(weights(other), before)
-    (model, optimizer), again = (small(rank, stage, checkpoint_wrapper(torch.nn.Linear(7, 7)), torch.nn.Linear(7, 3))
-                                 for _ in range(2))
-    checkpoint.save(tmp_path / f"{stage}renamed", model, optimizer)
-    checkpoint.load(tmp_path / f"{stage}renamed", *again)
-    assert equal(weights(again[0]), weights(model))
 
 
-@on_ranks(2, 3, stage=SHARDED)
-def test_what_all_ranks_have_is_saved_by_rank_0(rank, stage, tmp_path):
-    """Statistics of each rank's own, and a layer that is not in the optimizer."""
-    model, optimizer = small(rank, stage, torch.nn.Linear(7, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 7))
-    model.append(torch.nn.Linear(100, 3).to(rank.device))
-    own = [*model.buffers(), *model[-1].parameters()]
-    with torch.no_grad():
-        for tensor in own:
-            tensor.fill_(rank.rank + 1)
-    checkpoint.save(tmp_path / stage, model, optimizer)
-    checkpoint.load(tmp_path / stage, model, optimizer)
-    assert all(tensor.eq(1).all() for tensor in own)
+class WithNothing(torch.nn.Linear):
+    """An empty parameter, as a layer of no width has."""
+
+    def __init__(self):
+        super().__init__(7, 3)
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+
+
+def with_statistics():
+    """And with a layer that is not in the optimizer. Of such, and of buffers, those of rank 0 are saved."""
+    model = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(100, 3))
+    for tensor in [*model.buffers(), *model[2].requires_grad_(False).parameters()]:
+        tensor.fill_(1.0 + (dist.get_rank() if dist.is_initialized() else 0))
+    return model
+
+
+MODELS = {
+    "otherwise in memory": lambda: torch.nn.Conv2d(3, 3, 2).to(memory_format=torch.channels_last),
+    "renamed in state_dict()": lambda: torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(7, 7))),
+    "an empty parameter": WithNothing, "statistics": with_statistics,
+}
+ENTRIES = [{"a": 1, "b": {"c": 2.0}}, (0.9, 0.99), [1, 2], [torch.ones(2), 2], [{"k": 1}]]  # a user's, in a group
+LATER = dict(zip([None, *STAGES], [*STAGES, None]))
+
+
+@on_ranks(3, stage=[None, *STAGES], what=MODELS)
+def test_whatever_model_and_groups_there_are_training_goes_on(rank, stage, what, tmp_path):
+    """In another stage by files, in the same one by a dict. How a process computes is its own, and is not loaded.
+
+    A split into what decays and what doesn't may make an empty group; a schedule with NumPy's functions leaves its
+    numbers.
+    """
+    runs, later = [], LATER[stage]
+    if what == "otherwise in memory" and later in (*SHARDED, None):  # stages 3 and 4 refuse it
+        if stage in SHARDED:
+            return
+        later = None
+    for seed, its in enumerate((stage, later, stage)):
+        torch.manual_seed(seed)
+        model = MODELS[what]().to(rank.device)
+        groups = [{"params": trainable(model)}, {"params": [], "weight_decay": 0.0}]
+        runs.append((model, wrapped(its, groups, lr=0.01, fused=seed > 0, foreach=seed == 0)))
+
+    def step(model, optimizer):
+        for _ in range(2):
+            sum(param.square().sum() for param in trainable(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (model, optimizer), by_files, by_dict = runs
+    step(model, optimizer)
+    optimizer.param_groups[0].update({"lr": np.cos(1), **{f"mine {i}": entry for i, entry in enumerate(ENTRIES)}})
+    found, of_rank_0 = full(optimizer), copy.deepcopy(model.state_dict())
+    checkpoint.save(tmp_path / f"{stage}{what}", model, optimizer)
+    checkpoint.load(tmp_path / f"{stage}{what}", *by_files)
+    for name, tensor in of_rank_0.items():
+        if what == "statistics" and rank.rank and not name.startswith(("0.", "1.weight", "1.bias")):
+            tensor.fill_(1)
+    assert equal(weights(by_files[0]), of_rank_0)
+    by_dict[0].load_state_dict(model.state_dict())
+    load_full_state_dict(by_dict[1], found)
+    for _, its in (by_files, by_dict):
+        assert equal(full(its)["state"], found["state"])
+        for group in (its.param_groups[0], getattr(its, "optimizer", its).param_groups[0]):
+            assert (group["fused"], group["foreach"], group["lr"]) == (True, False, np.cos(1))
+        assert all(equal(its.param_groups[0][f"mine {i}"], entry) for i, entry in enumerate(ENTRIES))
+    for its in runs:
+        step(*its)
+        assert close([*its[0].parameters()][:2], [*model.parameters()][:2])
+    optimizer.param_groups[0]["mine"] = tmp_path  # what no load would read
+    with pytest.raises(checkpoint.CheckpointError, match="or a parameter group again: it holds pathlib"):
+        checkpoint.save(tmp_path / "two", model, optimizer)
 
 
 CHANGED = {  # optimizer -> made with, changed before it is saved, made with when it is loaded
@@ -434,54 +452,6 @@ def test_saved_hyperparameters_decide_what_is_loaded(rank, stage, case, tmp_path
     for its in zip(models, (plain, of_dict, of_files)):
         train(rank, *its, (4, 5))
     assert equal(weights(models[1]), weights(models[2])) and close(weights(models[1]), weights(models[0]))
-
-
-ENTRIES = [{"a": 1, "b": {"c": 2.0}}, (0.9, 0.99), [1, 2], [torch.ones(2), 2], [{"k": 1}], np.cos(1)]
-
-
-@on_ranks(2, stage=SHARDED)
-def test_entries_of_ones_own_in_parameter_groups(rank, stage, tmp_path):
-    """And numbers of NumPy, as a schedule leaves them that is written with its functions."""
-    (model, optimizer), (other, again) = small(rank, stage), small(rank, stage)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(1)).step()
-    assert type(optimizer.param_groups[0]["lr"]) is np.float64
-    optimizer.param_groups[0].update({f"mine {i}": entry for i, entry in enumerate(ENTRIES)})
-    checkpoint.save(tmp_path / stage, model, optimizer)
-    checkpoint.load(tmp_path / stage, other, again)
-    group = again.param_groups[0]
-    assert group["lr"] == optimizer.param_groups[0]["lr"] and len(group) == len(optimizer.param_groups[0])
-    assert all(equal(group[f"mine {i}"], entry) for i, entry in enumerate(ENTRIES[:-1]))
-    optimizer.param_groups[0]["mine"] = tmp_path  # what no load would read
-    with pytest.raises(checkpoint.CheckpointError, match="or a parameter group again: it holds pathlib"):
-        checkpoint.save(tmp_path / "two", model, optimizer)
-
-
-class WithNothing(torch.nn.Module):
-    """An empty parameter, as a layer of no width has."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.nothing = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.empty(0, 3))
-
-
-@on_ranks(2, first=[None, *STAGES], second=[STAGES[0], STAGES[2]])
-def test_empty_parameters_and_empty_groups_are_no_obstacle(rank, first, second, tmp_path):
-    """A step in each, with a checkpoint in between. A split into what decays and what doesn't may make such a group."""
-    path, expected = tmp_path / f"{first}{second}", WithNothing().to(rank.device)
-    plain = torch.optim.AdamW(expected.parameters(), fused=True)
-    for turn, stage in enumerate((first, second)):
-        model = WithNothing().to(rank.device)
-        optimizer = wrapped(stage, [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}])
-        if turn:
-            checkpoint.load(path, model, optimizer)
-            load_full_state_dict(optimizer, full(optimizer))
-        for its, trained in ((model, optimizer), (expected, plain)):
-            ((its.weight**2).sum() + its.nothing.sum()).backward()
-            trained.step()
-            trained.zero_grad()
-        if not turn:
-            checkpoint.save(path, model, optimizer)
-    assert torch.allclose(model.weight, expected.weight, rtol=1e-6)
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path):

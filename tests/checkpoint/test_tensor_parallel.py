@@ -1,29 +1,23 @@
 """Checkpoints of a tensor-parallel model: a file knows no mesh, and loads on any, or in plain torch."""
 
 import shutil
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
 import stage4_overlap
-from checkpoint.convert import convert, converted
+from checkpoint.convert import converted
 from checkpoint.manifest import manifest_of
 from checkpoint.states import owners_of
-from harness.meeting import Rank
 from tests.checkpoint import equal, flip_a_bit, nothing_changes, said_by_all, tamper, weights
 from tests.common import error_of
 from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
-
-ONE = Rank(0, 1, torch.device("cpu"), "gloo")
 
 
 @pytest.fixture
@@ -115,22 +109,6 @@ def test_from_mesh_to_mesh_to_plain_torch_and_back(on, tmp_path, dtype):
         if shape is None and dtype is not torch.float32:  # plain torch steps the 16 bits, and has them alone
             return
         assert equal(again["model"], first["model"]) and equal(again["optimizer"], first["optimizer"]), shape
-
-
-def test_convert_gives_plain_torch_and_torchs_own_checkpoints(on, tmp_path):
-    expected = on(4, start, (2, 2), tmp_path / "saved", torch.float32)
-    convert(tmp_path / "saved", tmp_path / "saved.pt")
-    convert(tmp_path / "saved", tmp_path / "saved.dcp", to="dcp")
-    found = torch.load(tmp_path / "saved.pt", weights_only=True)
-    model, optimizer = build(ONE, None, seed=1)
-    model.load_state_dict(found["model"])
-    set_optimizer_state_dict(model, optimizer, found["optimizer"])
-    step(ONE, model, optimizer, None, 9)
-    torch.testing.assert_close([param.data for param in model.parameters()], expected, rtol=1e-4, atol=1e-6)
-    weights = {name: torch.zeros_like(value) for name, value in found["model"].items()}
-    with warnings.catch_warnings(action="ignore"):  # one process is what there is
-        dcp.load({"model": weights}, checkpoint_id=tmp_path / "saved.dcp", no_dist=True)
-    assert equal(weights, found["model"])
 
 
 def refuses(rank, folders):
