@@ -96,20 +96,18 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
 
 def room_for(plan, params, pieces):
     """-> (index, path) -> Whole, in memory that all share; index -> path -> what this rank keeps of it. Empty yet."""
+    specs = []
+    for index, (_, cut, common) in plan.items():
+        specs += [(index, path, (*lead, local(params[index]).numel()), dtype) for path, (lead, dtype) in cut.items()]
+        specs += [(index, path, shape, dtype) for path, (shape, dtype) in common.items()]
+    n_bytes = collections.Counter()
+    for index, _, shape, dtype in specs:
+        n_bytes[params[index].device] = max(n_bytes[params[index].device], math.prod(shape) * dtype.itemsize)
+    shared = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in n_bytes.items()}
     wholes, own = {}, {index: {} for index in plan if index in pieces}
-    needed, shared = collections.Counter(), {}
-    specs = [(index, path, (*lead, local(params[index]).numel()), dtype, True)
-             for index, (_, cut, _) in plan.items() for path, (lead, dtype) in cut.items()]
-    specs += [(index, path, shape, dtype, False)
-              for index, (*_, common) in plan.items() for path, (shape, dtype) in common.items()]
-    for index, _, shape, dtype, _ in specs:
-        device = params[index].device
-        needed[device] = max(needed[device], math.prod(shape) * dtype.itemsize)
-    for device, n_bytes in needed.items():
-        shared[device] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    for index, path, shape, dtype, is_cut in sorted(specs, key=lambda spec: spec[0]):
+    for index, path, shape, dtype in specs:
         flat = shared[params[index].device][: math.prod(shape) * dtype.itemsize].view(dtype)
-        whole = wholes[index, path] = Whole(flat.view(shape), is_cut)
+        whole = wholes[index, path] = Whole(flat.view(shape), path in plan[index][1])
         if index in pieces:
             own[index][path] = whole.room_for(path, pieces[index])
     return wholes, own
@@ -137,7 +135,7 @@ class Whole(NamedTuple):
         if not self.is_cut:
             return self.tensor
         part = self.tensor[..., slice(*piece.in_whole)]
-        return part.reshape((*part.shape[:-1], *piece.main.shape))
+        return part.view((*part.shape[:-1], *piece.main.shape))
 
     def room_for(self, path, piece):
         """What the inner optimizer keeps of it, empty yet. It lies as the piece does: fused kernels don't look.

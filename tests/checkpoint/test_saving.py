@@ -246,7 +246,7 @@ def test_new_process_groups_and_optimizers_leave_nothing_behind(rank, stage, tmp
     found, n_groups = [], []
     for number in range(6):
         if number in (0, 5):
-            model, optimizer = small(rank, stage)
+            model, optimizer = small(rank, stage, torch.nn.Linear(7, 7, bias=False))  # of one parameter
         group = dist.new_group([0, 1])
         reshard(optimizer, group)
         future = checkpoint.save(tmp_path / f"{stage}{number}", model, optimizer, asynchronous=True)
