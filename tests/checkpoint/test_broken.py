@@ -209,8 +209,8 @@ WAYS = {
     "not a number for an offset": (in_a_range(3, float("nan")), "ranges of '"),
     "a range in no file": (in_a_range(2, "nowhere.bin"), "lies outside of its file"),
     "a list for a file": (in_a_range(2, []), "TypeError in it"),
-    "two tensors in the same bytes": (lambda m, _: m["tensors"][MOMENT].update(
-        ranges=m["tensors"][MOMENT + "_sq"]["ranges"]), "lies where another tensor does"),
+    "two tensors in the same bytes": (lambda m, _: m["tensors"][MOMENT].update(  # neighbours neither in a file nor here
+        ranges=m["tensors"]["optimizer.state.head.weight.exp_avg"]["ranges"]), "lies where another tensor does"),
     "a shape of many": (tensor(shape=[2**40]), "are not all of it"),
     "a shape of too many": (tensor(shape=[2**40, 2**40]), "a shape of too many elements"),
     "a shape below zero": (tensor(shape=[-5, -7]), "a shape of [-5, -7]"),
