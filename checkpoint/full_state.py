@@ -1,8 +1,10 @@
 """An optimizer's state as one dict, put together from its pieces and cut again, maybe on other ranks.
 
-One parameter travels at a time: beyond its own part and what it asked for, no rank ever holds more than that.
+One parameter travels at a time: beyond its own part, which is made anew beside the old one, and what it asked for, no
+rank ever holds more than that.
 """
 
+import collections
 import copy
 import math
 import pickle
@@ -18,12 +20,12 @@ from .optimizers import (
     all_params,
     check_hyperparameters,
     group_of,
-    inner_of,
     install,
     itself,
     local,
     packed_groups,
     pieces_of,
+    prepared,
     refuse_outsider,
 )
 from .ranks import errors_on_all, rank_and_size
@@ -79,26 +81,41 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
         return [load_full_state_dict(one, its) for one, its in zip(optimizer.optimizers, theirs, strict=True)]
     optimizer = itself(optimizer)
     refuse_outsider(optimizer)
-    group = group_of(optimizer)
+    group, params = group_of(optimizer), all_params(optimizer)
     groups, plan, tensors = broadcast_plan(optimizer, state_dict)
-    with errors_on_all("the state can't be loaded", group):
+    with errors_on_all("the state can't be loaded", group):  # takes all memory: what follows can't fail on one rank
         pieces = pieces_of(optimizer)
-    params, states = all_params(optimizer), {}
-    inner_of(optimizer).state.clear()
-    for index, (tree, cut, common) in plan.items():
-        own, param = {}, local(params[index])
-        for path, (lead, dtype) in cut.items():
-            whole = travel(tensors.get((index, path)), (*lead, param.numel()), dtype, param.device, 0, group, None)
-            if path == "main_param":
-                param.copy_(whole.view(param.shape))
-            if index in pieces:
-                own[path] = Whole(whole, True).cut_for(pieces[index])
-        for path, (shape, dtype) in common.items():
-            own[path] = travel(tensors.get((index, path)), shape, dtype, param.device, 0, group, None)
+        wholes, own = room_for(plan, params, pieces)
+        states = {index: filled(plan[index][0], own[index].get) for index in own}
+        ready = prepared(optimizer, states, groups)
+    for (index, path), whole in wholes.items():
+        travel(tensors.get((index, path)), whole.tensor.shape, whole.tensor.dtype, whole.tensor.device, 0, group, None,
+               whole.tensor)
+        if path == "main_param":
+            local(params[index]).copy_(whole.tensor.view(local(params[index]).shape))
         if index in pieces:
-            states[index] = filled(tree, own.get)
+            own[index][path].copy_(whole.part_for(pieces[index]))
     with errors_on_all("the state can't be loaded", group):
-        install(optimizer, states, groups)
+        install(optimizer, ready)
+
+
+def room_for(plan, params, pieces):
+    """-> (index, path) -> Whole, in memory that all share; index -> path -> what this rank keeps of it. Empty yet."""
+    specs = []
+    for index, (_, cut, common) in plan.items():
+        specs += [(index, path, (*lead, local(params[index]).numel()), dtype) for path, (lead, dtype) in cut.items()]
+        specs += [(index, path, shape, dtype) for path, (shape, dtype) in common.items()]
+    n_bytes = collections.Counter()
+    for index, _, shape, dtype in specs:
+        n_bytes[params[index].device] = max(n_bytes[params[index].device], math.prod(shape) * dtype.itemsize)
+    shared = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in n_bytes.items()}
+    wholes, own = {}, {index: {} for index in plan if index in pieces}
+    for index, path, shape, dtype in specs:
+        flat = shared[params[index].device][: math.prod(shape) * dtype.itemsize].view(dtype)
+        whole = wholes[index, path] = Whole(flat.view(shape), path in plan[index][1])
+        if index in pieces:
+            own[index][path] = whole.room_for(path, pieces[index])
+    return wholes, own
 
 
 class Whole(NamedTuple):
@@ -118,14 +135,28 @@ class Whole(NamedTuple):
         layout = {"shape": param.shape, "stride": param.stride()}
         return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
 
-    def cut_for(self, piece):
-        """What the inner optimizer keeps for a piece. In memory it lies as that does: fused kernels don't look."""
+    def part_for(self, piece):
+        """What is of a piece, in its shape."""
         if not self.is_cut:
             return self.tensor
         part = self.tensor[..., slice(*piece.in_whole)]
-        if part.dim() > 1:
-            return part.reshape((*part.shape[:-1], *piece.main.shape)).clone()
-        return torch.empty_like(piece.main, dtype=part.dtype).copy_(part.view(piece.main.shape))
+        return part.view((*part.shape[:-1], *piece.main.shape))
+
+    def room_for(self, path, piece):
+        """What the inner optimizer keeps of it, empty yet. It lies as the piece does: fused kernels don't look.
+
+        Floats have the piece's dtype, as torch's load_state_dict makes them, except the number of steps.
+        """
+        part, main = self.part_for(piece), piece.main
+        dtype = main.dtype if part.is_floating_point() and path != "step" else part.dtype
+        return torch.empty_like(main if part.shape == main.shape and self.is_cut else part, dtype=dtype)
+
+    def cut_for(self, piece):
+        """What the inner optimizer keeps for a piece."""
+        if not self.is_cut:
+            return self.tensor
+        part = self.part_for(piece)
+        return torch.empty_like(piece.main if part.shape == piece.main.shape else part, dtype=part.dtype).copy_(part)
 
 
 def filled(tree, tensor_of):

@@ -124,28 +124,50 @@ def packed_groups(optimizer) -> list[dict]:
     return groups
 
 
+class Ready(NamedTuple):
+    """What `install` puts in its place: everything is where it is needed, in the dtype that it is needed in."""
+
+    mains: list[tuple[torch.Tensor, torch.Tensor]]  # main parameter, its value
+    for_torch: dict[int, dict]  # for the inner optimizer's load_state_dict
+    ours: dict[torch.Tensor, dict]  # what that would change
+    groups: list[dict]
+
+
 @torch.no_grad()
-def install(optimizer, states, groups):
-    """Replace the inner optimizer's state by `states`, index -> name -> value, and all hyperparameters."""
+def prepared(optimizer, states, groups) -> Ready:
+    """Everything that can fail of taking over `states`, index -> name -> value, and hyperparameters."""
     inner, params = inner_of(optimizer), all_params(optimizer)
     place_of = {id(main): place for place, main in enumerate(all_params(inner))}
-    for_torch, ours = {}, {}
+    mains, for_torch, ours = [], {}, {}
     for index, piece in pieces_of(optimizer).items():
         state = dict(states.get(index, {}))
         main_param = state.pop("main_param", None)
         if piece.main.dtype != params[index].dtype:
             own = local(params[index]).reshape(-1)[piece.start : piece.stop]
-            piece.main.copy_(own if main_param is None else main_param)
+            mains.append((piece.main, own if main_param is None else main_param))
         kept = {key: placed(value, piece.main) for key, value in state.items() if not is_for_torch(key, value)}
-        for_torch[place_of[id(piece.main)]] = {key: value for key, value in state.items() if key not in kept}
+        rest = {key: value if key == "step" else placed(value, piece.main)
+                for key, value in state.items() if key not in kept}
+        for_torch[place_of[id(piece.main)]] = rest
         ours[piece.main] = kept
-    for group, saved in zip(optimizer.param_groups, groups):
-        group.update({key: like(group.get(key), value) for key, value in hyperparameters(saved).items()})
+    for_torch = {place: state for place, state in for_torch.items() if state}
+    taken = [{key: like(group.get(key), value) for key, value in hyperparameters(saved).items()}
+             for group, saved in zip(optimizer.param_groups, groups)]
+    return Ready(mains, for_torch, ours, taken)
+
+
+@torch.no_grad()
+def install(optimizer, ready):
+    """Replace the inner optimizer's state, and all hyperparameters."""
+    inner = inner_of(optimizer)
+    for main, value in ready.mains:
+        main.copy_(value)
+    for group, taken in zip(optimizer.param_groups, ready.groups):
+        group.update(taken)
     if inner is not optimizer:
         optimizer.pass_on_hyperparameters()
-    for_torch = {place: state for place, state in for_torch.items() if state}
-    inner.load_state_dict({"state": for_torch, "param_groups": inner.state_dict()["param_groups"]})
-    for main, kept in ours.items():
+    inner.load_state_dict({"state": ready.for_torch, "param_groups": inner.state_dict()["param_groups"]})
+    for main, kept in ready.ours.items():
         if kept:
             inner.state[main].update(kept)
 

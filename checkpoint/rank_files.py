@@ -61,14 +61,12 @@ def write_rank_file(path, parts) -> tuple[dict, dict]:
 
 
 def opened(folder, name):
-    """-> a file in `folder` itself, to be read: a regular one, and not where a link leads.
+    """-> a file in `folder`, to be read: a regular one, and not where a link leads. Its name has been checked.
 
     Raises:
         DamagedCheckpoint: it is something else.
         OSError: it is not there.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
-        raise DamagedCheckpoint(f"{name!r} is no name of a file in the folder")
     path = Path(folder) / name
     if path.is_symlink():
         raise DamagedCheckpoint(f"{name} is damaged: it is a link")

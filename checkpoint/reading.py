@@ -30,6 +30,7 @@ from .optimizers import (
     local,
     packed_groups,
     pieces_of,
+    prepared,
     ranks_of,
 )
 from .rank_files import read_box, read_part, verify, verify_sizes
@@ -74,10 +75,11 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
             check_piece(schemas[index], state, pieces[index].main, names[index])
         extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
+        ready = prepared(optimizer, states, groups)
     with errors_on_all(what, group):
         for name, tensor in untied(model).items():
             local(tensor).copy_(found.pop(name))
-        install(optimizer, states, groups)
+        install(optimizer, ready)
     return extra
 
 

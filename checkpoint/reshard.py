@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from .boxes import box_of
 from .full_state import filled, gather
-from .optimizers import all_params, install, itself, local, packed_groups, pieces_in_whole, refuse_no_group
+from .optimizers import all_params, install, itself, local, packed_groups, pieces_in_whole, prepared, refuse_no_group
 from .states import local_states
 
 
@@ -37,7 +37,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
         bring_to_all(param, {parts[index]: source for parts, source in sources.items()})
     del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
-    install(optimizer, own_pieces(optimizer, wholes), groups)
+    install(optimizer, prepared(optimizer, own_pieces(optimizer, wholes), groups))
 
 
 def own_pieces(optimizer, wholes) -> dict:

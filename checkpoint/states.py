@@ -144,15 +144,14 @@ def agree_on_states(optimizer, states, pieces, names, group):
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
             raise NotKept(theirs if rank == 0 else f"rank {rank}: {theirs}")
-    layouts, params, schemas = {}, all_params(optimizer), functools.cache(lambda: schemas_of(optimizer))
-    for index, param in enumerate(params):
+    layouts, schemas = {}, functools.cache(lambda: schemas_of(optimizer))
+    for index in range(len(all_params(optimizer))):
         parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
         for rank, (_, theirs) in enumerate(everyone):
             if index in theirs:
                 parts.setdefault(theirs[index][:2], (rank, theirs[index]))
         if any(part.tree != pack({}, None) for _, part in parts.values()):
-            says_nothing = local(param).numel() == 1  # what has the shape of one element may be a number for all
-            schema = schemas()[index] if says_nothing or steps_ranges(optimizer) else None
+            schema = schemas()[index] if steps_ranges(optimizer) else None  # whole ones are of the whole's shape
             layouts[index] = layout_of(list(parts.values()), fixed_paths(schema), names[index])
     return layouts, tensors
 

@@ -2,7 +2,7 @@
 
 A fused kernel reads as many elements of a moment as its parameter has, whatever there are: one that is too small is
 memory of others. So the optimizer is stepped once beside, on a parameter of that shape, without memory where it can be,
-and what is loaded must be what that step has made. Shown by tests/checkpoint/test_schema.py.
+and what is loaded must be what that step has made. Shown by tests/checkpoint/test_states.py.
 """
 
 import collections

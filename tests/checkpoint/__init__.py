@@ -1,0 +1,185 @@
+"""What the tests of checkpoints share: models, steps, how states are compared, how a checkpoint is changed by hand."""
+
+import collections
+import contextlib
+import copy
+import json
+import resource
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import full_state_dict
+from checkpoint.manifest import MANIFEST, sealed
+from tests.common import STAGES, Net, batch, loss_of, optimizer_of
+
+SHARDED = STAGES[2:]
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def wrapped(stage, params, cls=torch.optim.AdamW, **kwargs):
+    """A stage's optimizer; without stage a plain torch optimizer."""
+    if stage is None:
+        return cls(params, **{key: value for key, value in kwargs.items() if key != "process_group"})
+    sizes = {"bucket_cap_mb": 0.0003} if stage == STAGES[3] else {}
+    return optimizer_of(stage)(params, cls, **{**sizes, **kwargs})
+
+
+def a_run(rank, stage, group=None, seed=0, dtype=torch.float32, cls=torch.optim.AdamW, **kwargs):
+    """A model of odd sizes, and its optimizer on the ranks of `group`."""
+    model = Net(seed=seed, frozen_seed=seed).to(rank.device, dtype)
+    return model, wrapped(stage, model.parameters(), cls, process_group=group, **kwargs)
+
+
+def small(rank, stage, *layers, **kwargs):
+    """A model, and its optimizer after a step."""
+    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(7, 7)])).to(rank.device)
+    optimizer = wrapped(stage, model.parameters(), **kwargs)
+    model(torch.ones(2, 7, device=rank.device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def alone(*layers):
+    """The same without ranks, and in plain torch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(9, 9)]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, model[0].in_features)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def train(rank, model, optimizer, steps, alike=True):
+    """`alike`: every rank has the same batch, so that what comes out doesn't depend on how many there are."""
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x, y = (part.to(dtype) for part in batch(step, 0 if alike else rank.rank, device=rank.device))
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alike(one, other, same):
+    """Whether two values have the same keys, lengths and classes, and `same` tensors; on whichever device."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key], same) for key in one)
+    if isinstance(one, (list, tuple, collections.deque)):
+        is_same = type(one) is type(other) and getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
+        return is_same and len(one) == len(other) and all(alike(a, b, same) for a, b in zip(one, other))
+    if isinstance(one, torch.Tensor):
+        one, other = (getattr(value, "_local_tensor", value).detach().cpu() for value in (one, other))
+        return one.dtype == other.dtype and one.shape == other.shape and same(one, other)
+    return type(one) is type(other) and one == other
+
+
+def equal(one, other):
+    """To the bit."""
+    return alike(one, other, torch.equal)
+
+
+def close(one, other):
+    """Up to the order of a sum."""
+    return alike(one, other, lambda a, b: torch.allclose(a, b, rtol=1e-4, atol=1e-6))
+
+
+def full(optimizer):
+    return full_state_dict(optimizer, to_all=True)
+
+
+def weights(model):
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def nothing_changes(model, optimizer):
+    """In model, state and groups, on any rank."""
+    before = copy.deepcopy((weights(model), full(optimizer)))
+    yield
+    assert equal((weights(model), full(optimizer)), before)
+
+
+def said_by_all(line):
+    """-> `line`, which every rank must have."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, line)
+    assert set(everyone) == {line}, everyone
+    return line
+
+
+def on_rank_0(rank, function, *args):
+    """What one does with files; the others wait."""
+    dist.barrier()
+    if rank.rank == 0:
+        function(*args)
+    dist.barrier()
+
+
+def in_group(rank, ranks, function):
+    """function(process_group) on the ranks of a new group; None on the others, which wait for them."""
+    group = dist.new_group(ranks)
+    result = function(group) if rank.rank in ranks else None
+    dist.barrier()
+    return result
+
+
+def raising(error):
+    def function(*_, **__):
+        raise error
+    return function
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def tamper(folder, change):
+    """Change a checkpoint by `change(manifest, folder)`, and make all checksums right again.
+
+    It may return the text of the manifest, or replace that file.
+    """
+    file = folder / MANIFEST
+    before, manifest = file.read_bytes(), json.loads(file.read_bytes())
+    del manifest["crc32"]
+    text = change(manifest, folder)
+    files = manifest.get("files")
+    for name, written in files.items() if isinstance(files, dict) else ():
+        with contextlib.suppress(OSError, ValueError):
+            path = folder / str(name)[:200]
+            if "/" not in name and path.is_file() and not path.is_symlink() and path.stat().st_size < 10**8 \
+                    and isinstance(written, dict) and isinstance(written.get("crc32"), int):
+                written["crc32"] = zlib.crc32(path.read_bytes())
+    if file.is_file() and not file.is_symlink() and file.stat().st_size < 10**8 and file.read_bytes() == before:
+        file.write_bytes(sealed_text(text) if text else sealed(manifest))
+
+
+def sealed_text(text):
+    """JSON with its checksum, whatever it says."""
+    text = text.encode() if isinstance(text, str) else text
+    return b'{"crc32": %d, %b' % (zlib.crc32(text), text[1:]) if text[:1] == b"{" else text
+
+
+@contextlib.contextmanager
+def full_disk(n_bytes):
+    """The limit that a file of this process may have stands for the disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Exploit:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

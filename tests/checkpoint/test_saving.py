@@ -1,228 +1,219 @@
-"""What a cluster does to a save: a second run in the folder, a slow rank, a full disk, a failure nobody asks for."""
+"""What a cluster does to a save: a second run, a slow rank, a full disk, an error on one rank, one nobody asks for."""
 
+import contextlib
+import errno
+import gc
 import os
-import resource
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import weakref
 from concurrent.futures import wait
 from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import rank_files, ranks, reading, reshard, states, writing
+from checkpoint import full_state, load_full_state_dict, rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
-from checkpoint.optimizers import Piece
-from tests.common import STAGES, optimizer_of
+from checkpoint.ranks import LONGEST, at_own_pace, first_line
+from harness.meeting import Rank
+from tests.checkpoint import (
+    SHARDED,
+    a_run,
+    alone,
+    equal,
+    full,
+    full_disk,
+    in_group,
+    nothing_changes,
+    raising,
+    said_by_all,
+    small,
+    train,
+    weights,
+)
+from tests.common import STAGES, error_of, on_ranks, situation
 from tests.ranks import ROOT
 
+ONE = Rank(0, 1, torch.device("cpu"), "gloo")
 REFUSED = "can't be written: another run saves in .*: end it, or save in another folder"
 
 
-def made(rank, stage, group=None):
-    model = torch.nn.Linear(64, 64).to(rank.device)
-    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.AdamW, process_group=group)
-    model(torch.ones(1, 64, device=rank.device)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+def left_in(folder):
+    return {path.name for path in folder.iterdir()}
 
 
-class OtherRun:
-    """A process that saves `path`, then lives on until the `with` ends."""
-
-    def __init__(self, path, then=""):
-        script = f"""
-            import sys, torch, checkpoint
-            model = torch.nn.Linear(3, 3)
-            checkpoint.save({str(path)!r}, model, torch.optim.AdamW(model.parameters()), "other run")
-            {then}
-            print("saved", flush=True)
-            sys.stdin.read()
-        """
-        self.process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def __enter__(self):
-        assert self.process.stdout.readline() == "saved\n"
-        return self
-
-    def __exit__(self, *exception):
-        self.process.kill()
-        self.process.communicate()
+# ----------------------------------------------------------------------------------------------------------- two runs
 
 
-def save_beside(rank, stage, folder, is_refused):
-    model, optimizer = made(rank, stage)
-    if is_refused:
-        for asynchronous in (False, True):
-            with pytest.raises(checkpoint.CheckpointError, match=REFUSED) as refusal:
-                checkpoint.save(folder / "step-2", model, optimizer, asynchronous=asynchronous)
-            assert len(str(refusal.value).splitlines()) == 1
-        checkpoint.save(folder / "best-2", model, optimizer)  # which is no step of the other run
-        return str(refusal.value)
-    checkpoint.save(folder / "step-2", model, optimizer)
+@contextlib.contextmanager
+def other_run(path, then=""):
+    """A process that saves `path`, then lives on until the `with` ends. -> the line that it says before"""
+    script = f"""
+        import os, shutil, sys, time, torch, checkpoint
+        from tests.checkpoint import alone
+        checkpoint.save({str(path)!r}, *alone(), "other run")
+        {then}
+        print("saved", flush=True)
+        sys.stdin.read()
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def save_beside(rank, folder, is_refused):
+    model, optimizer = small(rank, STAGES[3])
+    if not is_refused:
+        return checkpoint.save(folder / "step-2", model, optimizer) and None
+    for asynchronous in (False, True):
+        line = error_of(lambda: checkpoint.save(folder / "step-2", model, optimizer, asynchronous=asynchronous))
+        assert re.search(REFUSED, said_by_all(line))
+    checkpoint.save(folder / "best-2", model, optimizer)  # which is no step of the other run
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("stage", STAGES[3:])
 @pytest.mark.parametrize("world_size", [2])
-def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(run, stage, tmp_path):
-    """Also between two saves of the first. What a dead one has left is removed, and what a living one writes is not."""
-    left = tmp_path / "step-1.0-0123456789ab-0.partial"
-    with OtherRun(tmp_path / "step-1"):
-        left.mkdir()
-        assert len(set(run(save_beside, stage, tmp_path, True))) == 1
-        assert left.exists() and checkpoint.latest(tmp_path).name == "best-2"
-    run(save_beside, stage, tmp_path, False)
-    assert not left.exists() and checkpoint.latest(tmp_path).name == "step-2"
+def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(run, tmp_path):
+    """Also between two saves of the first, and when it copies the folder: a lock of the process would be lost then.
+
+    What a dead one has left is removed, and what a living one writes is not. A worker that was forked from it and lives
+    on has no part in the lock.
+    """
+    left, child = tmp_path / "run" / "step-1.0-0123456789ab-0.partial", None
+    then = (f"shutil.copytree({str(tmp_path / 'run')!r}, {str(tmp_path / 'copy')!r}); child = os.fork(); "
+            "child or (os.closerange(0, 3), time.sleep(60), os._exit(0)); print(child, end=' ')")
+    try:
+        with other_run(tmp_path / "run" / "step-1", then) as line:
+            child = int(line.split()[0])
+            left.mkdir()
+            assert (tmp_path / "copy" / LOCK).exists()
+            run(save_beside, tmp_path / "run", True)
+            assert left.exists() and checkpoint.latest(tmp_path / "run").name == "best-2"
+        run(save_beside, tmp_path / "run", False)
+        assert not left.exists() and checkpoint.latest(tmp_path / "run").name == "step-2"
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
 
 
-def test_what_nobody_here_has_left_is_not_removed(tmp_path):
+def test_what_nobody_here_has_left_is_not_removed_and_a_lock_that_was_is_taken_anew(tmp_path):
     """A folder of the user's, another process group's, another series', and one that this process writes now."""
-    model = torch.nn.Linear(3, 3)
-    names = ["mine.partial", "step-1.partial", "step-1.1-0123456789ab-0.partial", "best-1.0-0123456789ab-0.partial"]
-    for name in [*names, f"step-2.0-{folders.token(os.getpid())}-77.partial", "step-3.0-0123456789ab-0.partial"]:
+    names = ["mine.partial", "step-1.partial", "step-1.1-0123456789ab-0.partial", "best-1.0-0123456789ab-0.partial",
+             f"step-2.0-{folders.token(os.getpid())}-77.partial"]
+    for name in [*names, "step-3.0-0123456789ab-0.partial"]:
         (tmp_path / name).mkdir()
-    checkpoint.save(tmp_path / "step-9", model, torch.optim.AdamW(model.parameters()))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *names, f"step-2.0-{folders.token(os.getpid())}-77.partial", "step-9", LOCK}
+    checkpoint.save(tmp_path / "step-9", *alone())
+    assert left_in(tmp_path) == {*names, "step-9", LOCK}
+    (tmp_path / LOCK).unlink()
+    checkpoint.save(tmp_path / "step-10", *alone())
+    assert (tmp_path / LOCK).exists()
 
 
-@pytest.mark.parametrize("why", ["no locks", "of another user"])
-def test_without_locks_it_saves_all_the_same(why, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(13, "Permission denied") if why == "of another user" else OSError(37, "No locks available")
-    monkeypatch.setattr(folders, "opened_lock" if why == "of another user" else "lock_byte", refuse)
+@pytest.mark.parametrize("name, number", [("opened_lock", errno.EACCES), ("lock_byte", errno.ENOLCK)])
+def test_without_locks_it_saves_all_the_same_and_two_runs_at_once_never_mix(name, number, tmp_path, monkeypatch):
+    """The second saves the same step as a whole while the first is in the middle of it."""
+    def second_in_between(*args):
+        monkeypatch.setattr(writing, "write_rank_file", write)
+        answer = write(*args)
+        checkpoint.save(tmp_path / "step-1", *alone(), 2)
+        return answer
+
+    monkeypatch.setattr(folders, name, raising(OSError(number, os.strerror(number))))
     (tmp_path / "step-3.0-0123456789ab-0.partial").mkdir()
-    model = torch.nn.Linear(3, 3)
-    checkpoint.save(tmp_path / "step-9", model, torch.optim.AdamW(model.parameters()))
-    assert checkpoint.latest(tmp_path).name == "step-9" and len(list(tmp_path.glob("*.partial"))) == 1
-
-
+    write = writing.write_rank_file
+    monkeypatch.setattr(writing, "write_rank_file", second_in_between)
+    assert error_of(lambda: checkpoint.save(tmp_path / "step-1", *alone(), 1)).endswith("it exists already")
+    assert checkpoint.load(tmp_path / "step-1", *alone()) == 2
+    assert left_in(tmp_path) - {LOCK} == {"step-1", "step-3.0-0123456789ab-0.partial"}
 
 
 @pytest.mark.parametrize("what", ["a fifo", "a dangling link", "a link to a file", "a folder"])
 def test_what_lies_in_the_place_of_the_lock_is_not_waited_for_and_not_followed(what, tmp_path):
-    (tmp_path / "run").mkdir()
     lock, elsewhere = tmp_path / "run" / LOCK, tmp_path / "elsewhere"
-    if what == "a fifo":
-        os.mkfifo(lock)
-    elif what == "a folder":
-        lock.mkdir()
-    else:
-        lock.symlink_to(elsewhere)
-        if what == "a link to a file":
-            elsewhere.write_text("mine")
-    model = torch.nn.Linear(3, 3)
-    with pytest.raises(checkpoint.CheckpointError, match=f"{LOCK} is no regular file: remove it"):
-        checkpoint.save(tmp_path / "run" / "step-9", model, torch.optim.AdamW(model.parameters()))
-    assert elsewhere.exists() == (what == "a link to a file")
-    assert [path.name for path in lock.parent.iterdir()] == [LOCK]
+    lock.parent.mkdir()
+    if what == "a link to a file":
+        elsewhere.write_text("mine")
+    os.mkfifo(lock) if what == "a fifo" else lock.mkdir() if what == "a folder" else lock.symlink_to(elsewhere)
+    assert f"{LOCK} is no regular file: remove it" in error_of(lambda: checkpoint.save(lock.parent / "1", *alone()))
+    assert elsewhere.exists() == (what == "a link to a file") and left_in(lock.parent) == {LOCK}
 
 
-@pytest.mark.waits
-def test_the_lock_stays_when_its_holder_copies_the_folder(tmp_path):
-    """One of the process would be lost with any descriptor of the file that it closes."""
-    copies = f"import shutil; shutil.copytree({str(tmp_path / 'run')!r}, {str(tmp_path / 'copy')!r})"
-    model = torch.nn.Linear(3, 3)
-    with OtherRun(tmp_path / "run" / "step-1", then=copies):
-        assert (tmp_path / "copy" / LOCK).exists()
-        with pytest.raises(checkpoint.FolderInUse, match=REFUSED):
-            checkpoint.save(tmp_path / "run" / "step-2", model, torch.optim.AdamW(model.parameters()))
+# ----------------------------------------------------------------------------------------------------- behind training
 
 
-@pytest.mark.waits
-def test_the_lock_ends_with_its_holder_and_not_with_a_child(tmp_path):
-    """A worker that was forked and lives on has no part in it."""
-    forks = ("import os, time; child = os.fork(); child or (os.closerange(0, 3), time.sleep(60), os._exit(0)); "
-             "print('forked', child, flush=True)")
-    model = torch.nn.Linear(3, 3)
-    other = OtherRun(tmp_path / "step-1", then=forks)
-    child = int(other.process.stdout.readline().split()[1])
-    with other:
-        pass
+@contextlib.contextmanager
+def held_back():
+    """Writing begins when the event that is yielded is set."""
+    let_go, write = threading.Event(), writing.write_rank_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "write_rank_file", lambda *args: (let_go.wait(30), write(*args))[1])
+        yield let_go
+
+
+@on_ranks(2, stage=[None, *STAGES])
+def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
+    """Model, state, groups, `extra`, and where it was begun. The next save waits for it."""
+    model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5))
+    train(rank, model, optimizer, range(2))
+    folder, here = tmp_path / f"{stage}", Path.cwd()
+    folder.mkdir(exist_ok=True)
+    extra, before = {"step": 1, "average": torch.zeros(20)}, (weights(model), full(optimizer))
+    before = [{name: value.clone() for name, value in before[0].items()}, before[1]]
+    os.chdir(folder)
     try:
-        checkpoint.save(tmp_path / "step-2", model, torch.optim.AdamW(model.parameters()))
+        with held_back() as let_go:
+            saving = checkpoint.save("one", model, optimizer, extra, asynchronous=True)
+            os.chdir(here)
+            before[1]["param_groups"][0]["lr"] = torch.tensor(0.5)
+            extra["step"], _ = 2, extra["average"].fill_(7)
+            optimizer.param_groups[0]["lr"].fill_(9)
+            train(rank, model, optimizer, (2, 3))
+            threading.Timer(0.2, let_go.set).start()
+            line = error_of(lambda: checkpoint.save(folder / "one", model, optimizer))
+        assert line.endswith("exists already") and saving.result(30) is None
     finally:
-        os.kill(child, signal.SIGKILL)
+        os.chdir(here)
+    again = a_run(rank, stage, seed=1, lr=torch.tensor(0.1))
+    assert equal(checkpoint.load(folder / "one", *again), {"step": 1, "average": torch.zeros(20)})
+    assert equal([weights(again[0]), full(again[1])], before)
 
 
-def test_a_lock_that_was_removed_is_taken_anew(tmp_path):
-    model = torch.nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(tmp_path / "step-1", model, optimizer)
-    (tmp_path / LOCK).unlink()
-    checkpoint.save(tmp_path / "step-2", model, optimizer)
-    assert (tmp_path / LOCK).exists()
-
-
-@pytest.mark.waits
-def test_without_locks_two_runs_at_once_never_mix(tmp_path, monkeypatch):
-    """The second saves the same step as a whole while the first is in the middle of it."""
-    def refuse(*args):
-        raise OSError(37, "No locks available")
-
-    def save(fill):
-        model = torch.nn.Linear(3, 3)
-        torch.nn.init.constant_(model.weight, fill)
-        checkpoint.save(tmp_path / "step-1", model, torch.optim.AdamW(model.parameters()), fill)
-
-    def second_in_between(*args):
-        monkeypatch.setattr(writing, "write_rank_file", write)
-        future = write(*args)
-        save(2)
-        return future
-
-    monkeypatch.setattr(folders, "lock_byte", refuse)
-    write = writing.write_rank_file
-    monkeypatch.setattr(writing, "write_rank_file", second_in_between)
-    with pytest.raises(checkpoint.CheckpointError, match="can't be written: it exists already"):
-        save(1)
-    model = torch.nn.Linear(3, 3)
-    assert checkpoint.load(tmp_path / "step-1", model, torch.optim.AdamW(model.parameters())) == 2
-    assert model.weight.eq(2).all() and {path.name for path in tmp_path.iterdir()} == {"step-1", LOCK}
-
-
-def not_enough(*args):
-    raise OSError(28, "No space left on device")
-
-
-def fails_behind(rank, stage, folder):
-    """On rank 1 the disk is full. Rank 0 alone asks how the second save went. -> what the third says"""
-    model, optimizer = made(rank, stage)
+@on_ranks(2, stage=STAGES)
+def test_a_failed_asynchronous_save_is_told_by_the_next(rank, stage, tmp_path):
+    """On rank 1 the disk is full. Rank 0 alone asks how the second save went, and the third save tells the others."""
+    model, optimizer = small(rank, stage)
+    folder = tmp_path / stage
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
-            patch.setattr(writing, "write_rank_file", not_enough)
+            patch.setattr(writing, "write_rank_file", raising(OSError(28, "No space left on device")))
         for name in ("one", "two"):
             saving = checkpoint.save(folder / name, model, optimizer, asynchronous=True)
-            if name == "two":
-                wait([saving])
-                if rank.rank == 0:
-                    with pytest.raises(checkpoint.CheckpointError, match="two can't be written: rank 1: No space left"):
-                        saving.result()
-            else:
-                with pytest.raises(checkpoint.CheckpointError, match="one can't be written: rank 1: No space") as told:
-                    checkpoint.save(folder / "none", model, optimizer)
-    with pytest.raises(checkpoint.CheckpointError) as told_again:
-        checkpoint.save(folder / "none", model, optimizer)
+            wait([saving])
+            if name == "two" and rank.rank == 0:
+                assert error_of(saving.result).endswith("two can't be written: rank 1: No space left on device")
+            if name == "one":
+                line = error_of(lambda: checkpoint.save(folder / "none", model, optimizer))
+                assert said_by_all(line).endswith("one can't be written: rank 1: No space left on device")
+    line = said_by_all(error_of(lambda: checkpoint.save(folder / "none", model, optimizer)))
+    assert line.endswith("rank 1: No space left on device")
     checkpoint.save(folder / "three", model, optimizer, asynchronous=True).result()
     checkpoint.save(folder / "four", model, optimizer)
-    return str(told.value), str(told_again.value)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2])
-def test_a_failed_asynchronous_save_is_told_by_the_next(run, stage, tmp_path):
-    (lines,) = set(run(fails_behind, stage, tmp_path))
-    assert [line.split(": ", 1)[1] for line in lines] == ["rank 1: No space left on device"] * 2
-    assert {path.name for path in tmp_path.iterdir()} == {"three", "four", LOCK}
+    assert left_in(folder) == {"three", "four", LOCK}
 
 
 @pytest.mark.waits
@@ -230,14 +221,12 @@ def test_a_failed_asynchronous_save_is_told_by_the_next(run, stage, tmp_path):
 def test_a_failed_asynchronous_save_is_told_at_the_end(asks, tmp_path):
     """One that the program has heard of is not told again."""
     script = f"""
-        import resource, signal, torch, checkpoint
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-        model = torch.nn.Linear(99, 99)
-        saving = checkpoint.save({str(tmp_path / "one")!r}, model, torch.optim.AdamW(model.parameters()),
-                                 asynchronous=True)
-        if {asks}:
+        import torch, checkpoint
+        from tests.checkpoint import alone, full_disk
+        with full_disk(10_000):
+            saving = checkpoint.save({str(tmp_path / "one")!r}, *alone(torch.nn.Linear(99, 99)), asynchronous=True)
             try:
-                saving.result()
+                {"saving.result()" if asks else "saving.exception()"}
             except checkpoint.CheckpointError:
                 pass
     """
@@ -251,135 +240,310 @@ def resources():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def moves_and_saves(rank, stage, folder):
-    """-> descriptors and threads after each move to a new process group of the same ranks."""
-    model, optimizer = made(rank, stage)
-    found = []
-    for number in range(5):
+@on_ranks(2, stage=SHARDED)
+def test_new_process_groups_and_optimizers_leave_nothing_behind(rank, stage, tmp_path):
+    """Neither groups, descriptors and threads nor tensors. Who writes behind waits no longer than the group."""
+    found, n_groups = [], []
+    for number in range(6):
+        if number in (0, 5):
+            model, optimizer = small(rank, stage, torch.nn.Linear(7, 7, bias=False))  # of one parameter
         group = dist.new_group([0, 1])
         reshard(optimizer, group)
-        checkpoint.save(folder / f"step-{number}", model, optimizer, asynchronous=True).result()
+        future = checkpoint.save(tmp_path / f"{stage}{number}", model, optimizer, asynchronous=True)
+        future.result(30)
+        kept = weakref.ref(future)
+        del future
         reshard(optimizer, None)
         dist.destroy_process_group(group)
         found.append(resources())
-    return found[1:]
+        n_groups.append(len(dist.distributed_c10d._world.pg_names))
+        deadline = time.monotonic() + 120
+        while kept() is not None and time.monotonic() < deadline:  # the thread has yet to turn to something else
+            gc.collect()
+        assert kept() is None  # nor what it may have of the tensors, if it has failed
+    assert len(set(n_groups)) == 1 and all(last <= first for first, last in zip(found[1], found[4])), found
+    checkpoint.save(tmp_path / f"{stage}last", model, optimizer, asynchronous=True).result()
+    _, group = writing.writer_of(optimizer, None)  # the one that has written it
+    ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
+    assert ours == writers != dist.distributed_c10d.default_pg_timeout
 
 
-@pytest.mark.parametrize("stage", STAGES[2:])
-@pytest.mark.parametrize("world_size", [2])
-def test_new_process_groups_leave_nothing_behind(run, stage, tmp_path):
-    for found in run(moves_and_saves, stage, tmp_path):
-        assert all(last <= first for first, last in zip(found[0], found[-1])), found
+@on_ranks(4, stage=SHARDED)
+def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(rank, stage, tmp_path):
+    """torch names a group of some ranks after how many groups a rank is in: different names would be a hang."""
+    dist.new_group([0, 3])
+
+    def save(group):
+        model, optimizer = a_run(rank, stage, group)
+        path = tmp_path / f"{stage}{'some' if group else 'all'}"
+        checkpoint.save(path, model, optimizer, asynchronous=True).result(30)
+
+    save(None)
+    told = in_group(rank, [0, 1, 2], lambda group: error_of(lambda: save(group)))
+    assert (tmp_path / f"{stage}all").exists() and not (tmp_path / f"{stage}some").exists()
+    assert told is None or "process groups: save without asynchronous" in told
 
 
-def late(function, seconds):
-    def after(*args, **kwargs):
-        time.sleep(seconds)
-        return function(*args, **kwargs)
-    return after
+@pytest.mark.parametrize("stage", SHARDED)
+def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
+    optimizer = None
+    for name in ("one", "other"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            if optimizer is None:
+                model, optimizer = small(ONE, stage)
+            checkpoint.save(tmp_path / name, model, optimizer, asynchronous=True).result(30)
+        finally:
+            dist.destroy_process_group()
+        assert (tmp_path / name / "manifest.json").exists()
 
 
-def slow(rank, stage, folder):
-    """On rank 1 each disk is slower than any collective of this group would wait."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    model, optimizer = made(rank, stage, group)
-    with pytest.MonkeyPatch.context() as patch:
+def test_a_checkpoint_whose_group_is_gone_is_none(tmp_path):
+    """As the thread of an asynchronous save finds it: here there is no group, and there were two ranks."""
+    (tmp_path / "one.partial").mkdir()
+    parts = {"a": rank_files.whole(torch.ones(2))}
+    line = error_of(lambda: writing.write(tmp_path / "one", tmp_path / "one.partial", parts, {"ranks": 2}, None))
+    assert "the process group was destroyed meanwhile" in line and not (tmp_path / "one").exists()
+
+
+# --------------------------------------------------------------------------------------------- slow and missing ranks
+
+
+@on_ranks(2)
+def test_ranks_wait_for_each_other_at_the_end_of_their_work(rank, tmp_path):
+    """Rank 0 is done when it begins: it goes on no earlier than rank 1, who writes a file in the end."""
+    with at_own_pace("it", None):
         if rank.rank == 1:
-            for module, name in ((writing, "collect"), (states, "refuse_unclaimed"), (writing, "write_rank_file"),
-                                 (rank_files, "checksum"), (reading, "install")):
-                patch.setattr(module, name, late(getattr(module, name), 2.2))
-        else:
-            patch.setattr(writing, "finish", late(writing.finish, 2.2))
+            time.sleep(0.3)
+            (tmp_path / "file").touch()
+    assert (tmp_path / "file").exists()
+
+
+def slow(rank, folder):
+    """On each rank each disk is slower than any collective of this group would wait."""
+    def late(function):
+        return lambda *args, **kwargs: (time.sleep(2.2), function(*args, **kwargs))[1]
+
+    model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=2)))
+    of_rank_1 = ((writing, "collect"), (states, "refuse_unclaimed"), (writing, "write_rank_file"),
+                 (rank_files, "checksum"), (reading, "install"))
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in of_rank_1 if rank.rank else [(writing, "finish")]:
+            patch.setattr(module, name, late(getattr(module, name)))
         checkpoint.save(folder / "one", model, optimizer)
         checkpoint.load(folder / "one", model, optimizer)
 
 
-@pytest.mark.waits
-@pytest.mark.parametrize("stage", STAGES[3:])
-@pytest.mark.parametrize("world_size", [2])
-def test_a_slow_rank_is_waited_for(run, stage, tmp_path):
-    run(slow, stage, tmp_path)
-
-
-def stop(*_, **__):
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def missing(rank, stage, folder, where):
+def missing(rank, folder, where):
     """Rank 1 doesn't come, or stops in the middle of its work, until rank 0 has noticed. -> what rank 0 says"""
+    def stop(*_, **__):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     everyone = [None, None]
     dist.all_gather_object(everyone, os.getpid())
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    model, optimizer = made(rank, stage, group)
+    model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "SILENT_S", 2)
         if rank.rank == 0:
-            with pytest.raises(dist.DistError) as error:
-                checkpoint.save(folder / "one", model, optimizer)
+            line = error_of(lambda: checkpoint.save(folder / "one", model, optimizer), dist.DistError)
             os.kill(everyone[1], signal.SIGCONT)
             dist.barrier()
-            return str(error.value)
+            return line
         if where == "not there":
             stop()
         else:
-            patch.setattr(writing, "write_rank_file" if where == "writes" else "collect", stop)
-            with pytest.raises((RuntimeError, checkpoint.CheckpointError)):  # rank 0 has gone on
+            patch.setattr(writing, where, stop)
+            with pytest.raises(RuntimeError):  # rank 0 has gone on
                 checkpoint.save(folder / "one", model, optimizer)
         dist.barrier()
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("where, seconds", [("not there", 3), ("writes", 2), ("collects", 2)])
-@pytest.mark.parametrize("stage", STAGES[3:])
+@pytest.mark.parametrize("where, seconds", [("not there", 3), ("write_rank_file", 2), ("collect", 2)])
 @pytest.mark.parametrize("world_size", [2])
-def test_a_missing_rank_is_named(run, stage, where, seconds, tmp_path):
-    line, _ = run(missing, stage, tmp_path, where)
+def test_a_slow_rank_is_waited_for_and_a_missing_one_is_named(run, where, seconds, tmp_path):
+    if where == "not there":
+        run(slow, tmp_path / "slow")
+    line, _ = run(missing, tmp_path, where)
     assert line == (f"checkpoint {tmp_path}/one can't be written: rank 1 is missing: nothing was heard of it for "
                     f"{seconds} s")
     assert not (tmp_path / "one").exists()
 
 
-def test_a_full_disk_says_so_each_time(tmp_path):
-    """In the middle of a tensor. The limit stands for the disk."""
-    model, line = torch.nn.Linear(300, 300), f"checkpoint {tmp_path}/one can't be written: File too large"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-    try:
-        for asynchronous in (False, True, False):
-            with pytest.raises(checkpoint.CheckpointError) as refusal:
-                checkpoint.save(tmp_path / "one", model, torch.optim.AdamW(model.parameters()),
-                                asynchronous=asynchronous).result()
-            assert str(refusal.value) == line and not list(tmp_path.glob("one*"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+# -------------------------------------------------------------------------- an error on one rank is an error on all
+# What save and load call, one after the other; what only rank 0 does is named so.
+
+OF_SAVE = [(writing, "names_of"), (writing, "packed"), (writing, "local_states"), (states, "refuse_unclaimed"),
+           (states, "describe"), (writing, "check_states"), (writing, "collect"), (writing, "packed_states"),
+           (writing, "write_rank_file")]
+OF_RANK_0 = [(writing, "claim"), (writing, "complete_manifest"), (writing, "sealed"), (writing, "sync_folder")]
+OF_LOAD = [(reading, "names_of"), (reading, "pieces_of"), (reading, "manifest_of"), (reading, "verify_sizes"),
+           (reading, "check"), (reading, "check_manifest_states"), (reading, "verify"), (reading, "read_box"),
+           (reading, "check_piece"), (reading, "prepared"), (reading, "install")]
+OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
+ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("what nobody thought of"),
+          RuntimeError("several\nlines")]
 
 
-def test_leads_that_differ_are_no_stack():
-    """Of two ranks that keep stacks of 2 and of 3: one of them would be read as the other."""
-    parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, Piece(0, 5, torch.zeros(5)))[0])
-             for rank in (0, 1)]
-    with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
-        states.layout_of(parts, set(), "weight")
+@on_ranks(2, case=[(None, 1), (STAGES[3], 0), (STAGES[3], 1)])
+def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, case, tmp_path):
+    """Nobody waits for a time-out, whose line would be another."""
+    stage, bad_rank = case
+    model, optimizer = a_run(rank, stage)
+    train(rank, model, optimizer, range(1))
+    path = tmp_path / f"{stage}{bad_rank}" / "one"
 
+    def line_of(call, module, name, error):
+        with situation(name), pytest.MonkeyPatch.context() as patch:
+            if rank.rank == bad_rank:
+                patch.setattr(module, name, raising(error))
+            return said_by_all(error_of(call, checkpoint.CheckpointError, states.NotKept))
 
-def damaged(rank, stage, path):
-    """-> what a rank says of a checkpoint of which one file is damaged. Only one rank reads that file."""
-    model, optimizer = made(rank, stage)
+    for number, (module, name) in enumerate(OF_SAVE + OF_RANK_0 * (bad_rank == 0)):
+        line = line_of(lambda: checkpoint.save(path, model, optimizer, asynchronous=number % 2 == 1).result(),
+                       module, name, ERRORS[number % len(ERRORS)])
+        assert line.startswith(f"checkpoint {path} can't be written: ")
+        dist.barrier()
+        assert not path.parent.exists() or left_in(path.parent) <= {LOCK}, name
     checkpoint.save(path, model, optimizer)
-    if rank.rank == 0:
-        content = bytearray((path / "rank-00001.bin").read_bytes())
-        content[len(content) // 2] ^= 1
-        (path / "rank-00001.bin").write_bytes(content)
+    train(rank, model, optimizer, range(1, 2))
+    for number, (module, name) in enumerate(OF_LOAD):
+        with nothing_changes(model, optimizer) if name != "install" else contextlib.nullcontext():
+            line = line_of(lambda: checkpoint.load(path, model, optimizer), module, name, ERRORS[number % len(ERRORS)])
+        assert line.startswith(f"checkpoint {path} can't be loaded: rank {bad_rank}: ")
+    checkpoint.load(path, model, optimizer)
+    if stage:
+        found = full(optimizer)
+        with nothing_changes(model, optimizer):
+            line = line_of(lambda: full(optimizer), states, "describe", ERRORS[0])
+            assert line == ("rank 1: too little memory" if bad_rank else "too little memory")
+            for module, name in OF_FULL_STATE:
+                line = line_of(lambda: load_full_state_dict(optimizer, found), module, name, ERRORS[0])
+                assert line == f"the state can't be loaded: rank {bad_rank}: too little memory"
+
+
+@on_ranks(2, stage=SHARDED)
+def test_an_interrupt_in_a_save_stays_one(rank, stage, tmp_path):
+    """Ctrl-C comes to rank 0; the others say so; nothing is left; the next save works."""
+    model, optimizer = a_run(rank, stage)
+    path = tmp_path / stage / "one"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 0:
+            patch.setattr(writing, "write_rank_file", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt if rank.rank == 0 else checkpoint.CheckpointError) as caught:
+            checkpoint.save(path, model, optimizer)
+    assert rank.rank == 0 or "rank 0: KeyboardInterrupt" in str(caught.value)
     dist.barrier()
-    before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(checkpoint.CheckpointError) as refusal:
-        checkpoint.load(path, model, optimizer)
-    assert all(map(torch.equal, before, model.parameters()))
-    return str(refusal.value)
+    assert left_in(path.parent) == {LOCK}
+    dist.barrier()
+    checkpoint.save(path, model, optimizer)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_ranks_say_the_same_of_a_damaged_checkpoint(run, stage, world_size, tmp_path):
-    (line,) = set(run(damaged, stage, tmp_path / "one"))
-    assert "rank-00001.bin is damaged: " in line and len(line.splitlines()) == 1
+@on_ranks(2, stage=SHARDED)
+def test_a_place_that_cannot_be_written_is_one_line_and_nothing_is_left(rank, stage, tmp_path):
+    """A full disk on the last rank; a file for a folder; a folder for each rank, where a path is relative."""
+    model, optimizer = a_run(rank, stage)
+    train(rank, model, optimizer, range(2))
+    folder, here = tmp_path / stage, Path.cwd()
+    own = folder / str(rank.rank)
+    own.mkdir(parents=True)
+    (folder / "file").touch()
+    for path, words in ((folder / "full" / "one", ": rank 1: File too large"), ("/proc/checkpoint", ": "),
+                        (folder / "file" / "one", ": .*file is no folder"), (own.parent, "it exists already"),
+                        (f"{folder}/a\0b", "embedded null byte"), ("one", "isn't here: all need the same folder")):
+        with situation(path), nothing_changes(model, optimizer):
+            if path == "one":
+                os.chdir(own)
+            with full_disk(1000) if rank.rank and "large" in words else contextlib.nullcontext():
+                line = said_by_all(error_of(lambda: checkpoint.save(path, model, optimizer)))
+            os.chdir(here)
+            assert re.search(f"can't be written.*{words}", line), line
+    assert not left_in(own) - {LOCK} and left_in(folder / "full") == {LOCK}
+    assert "there is no such folder" in error_of(lambda: checkpoint.load(f"{folder}/a\0b", model, optimizer))
+    train(rank, model, optimizer, (2,))
+
+
+class Scaled(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 2.0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Cloned(torch.nn.Linear):
+    """What frameworks do so that a `state_dict()` doesn't change while it is written."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "bias"] = destination[prefix + "bias"].clone()
+
+
+@on_ranks(2, stage=SHARDED)
+def test_what_would_not_be_loaded_again_is_not_saved(rank, stage, tmp_path):
+    """A model that can't be, is another on each rank, or whose extra no load would read; nor is it loaded into."""
+    path = tmp_path / stage / "one"
+    checkpoint.save(path, *small(rank, stage))
+    for kind, words in ((Scaled, "0._extra_state, .*pass it as `extra`"),
+                        (Cloned, "a copy of 0.bias, .*could not be loaded")):
+        its = small(rank, stage, kind(7, 7))
+        for call in (checkpoint.save, checkpoint.load):
+            line = error_of(lambda: call(path if call is checkpoint.load else path.with_name("two"), *its),
+                            checkpoint.UnfitModel)
+            assert re.search(words, line), line
+    model = torch.nn.Linear(3 + rank.rank, 3)
+    line = error_of(lambda: checkpoint.save(path.with_name("two"), model, torch.optim.AdamW(model.parameters())))
+    assert said_by_all(line).endswith("the ranks have different models: weight isn't the same on ranks 0 and 1")
+    extra = np.zeros(2) if rank.rank else {"step": 1}
+    line = error_of(lambda: checkpoint.save(path.with_name("two"), *small(rank, stage), extra))
+    assert "rank 1: load() can't read `extra` or a parameter group again: it holds numpy" in line
+    assert left_in(path.parent) == {"one", LOCK}
+
+
+# --------------------------------------------------------------------------------------------------------------- disks
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EMFILE], ids=errno.errorcode.get)
+def test_what_the_disk_cannot_read_is_damage(number, tmp_path, monkeypatch):
+    """So that a run takes the checkpoint before. Too many open files are none."""
+    checkpoint.save(tmp_path / "one", *alone())
+    monkeypatch.setattr(reading, "verify", raising(OSError(number, os.strerror(number))))
+    with pytest.raises(checkpoint.CheckpointError, match=os.strerror(number)) as refusal:
+        checkpoint.load(tmp_path / "one", *alone())
+    assert isinstance(refusal.value, checkpoint.DamagedCheckpoint) == (number != errno.EMFILE)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO], ids=errno.errorcode.get)
+def test_a_folder_that_cannot_be_synced_is_no_error_where_file_systems_do_not_know_that(number, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        return fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(checkpoint.CheckpointError, match="Input/output error") if number == errno.EIO \
+            else contextlib.nullcontext():
+        checkpoint.save(tmp_path / "one", *alone())
+        assert (tmp_path / "one" / "manifest.json").exists()
+
+
+def test_a_line_of_an_error_can_be_printed():
+    line = first_line(ValueError("name \x1b[31mred\x07\x00 " + "x" * 10_000_000))
+    assert line.isprintable() and line.startswith(r"name \x1b[31mred\x07\x00 xxx") and len(line) <= LONGEST + 2
+
+
+def nested(depth):
+    return 1 if depth == 0 else [nested(depth - 1)]
+
+
+def test_what_load_would_not_read_is_not_saved(tmp_path):
+    """As deep, and as large, as load takes it, and no more."""
+    for extra, words in ((nested(52), "it is nested deeper than 50"),
+                         ([0] * 4_000_000, "its manifest has 12.* bytes, load.. reads 8.*: put large values")):
+        assert re.search(words, error_of(lambda: checkpoint.save(tmp_path / "one", *alone(), extra)))
+    assert left_in(tmp_path) == {LOCK}
+    for number, extra in enumerate((nested(51), [0] * 100_000)):
+        checkpoint.save(tmp_path / str(number), *alone(), extra)
+        assert checkpoint.load(tmp_path / str(number), *alone()) == extra

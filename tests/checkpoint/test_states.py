@@ -1,21 +1,22 @@
-"""States as users' optimizers have them: dicts, lists, deques, stacks, what comes later. Kept, or refused by name."""
+"""States as users' optimizers have them: kept, or refused by name, before anything is changed."""
 
 import collections
 import copy
-import resource
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
-from checkpoint import convert as converts
-from checkpoint import full_state_dict, load_full_state_dict, reshard
-from checkpoint.convert import FORMATS
-from tests.checkpoint.test_checkpoint import SHARDED
-from tests.common import STAGES, optimizer_of
-from tests.ranks import run_module
+from checkpoint import full_state_dict, load_full_state_dict, reshard, states
+from checkpoint.optimizers import Piece
+from guard.schema import Schema, Spec, check_state, described, schema_of
+from tests.checkpoint import SHARDED, a_run, close, equal, full, nothing_changes, said_by_all, train, weights, wrapped
+from tests.common import STAGES, batch, error_of, loss_of, on_ranks, situation
 
 
 class Keeps(torch.optim.Optimizer):
@@ -30,6 +31,9 @@ class Keeps(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param.add_(self.direction(self.state[param], param, param.grad), alpha=-group["lr"])
+
+    def direction(self, state, param, grad):
+        return grad
 
 
 class DictOfTensors(Keeps):
@@ -54,11 +58,11 @@ class Stack(Keeps):
 
 
 class History(Keeps):
-    """The last gradients, in a deque, and what goes with them: numbers, a text, a flag, nothing."""
+    """The last gradients, in a deque, and what goes with them: numbers, a text, a flag, nothing, empty containers."""
 
     def direction(self, state, param, grad):
         if not state:
-            state.update(past=collections.deque(maxlen=2), steps=[], way="up", done=False, none=None,
+            state.update(past=collections.deque(maxlen=2), steps=[], way="up", done=False, none=None, more={},
                          pair=(torch.zeros_like(param), 0), counts=torch.zeros(3, dtype=torch.int64))
         state["past"].append(grad.clone())
         state["steps"].append(len(state["steps"]))
@@ -80,159 +84,67 @@ class Later(Keeps):
         return grad
 
 
-class Empty(Keeps):
-    """A container that is not filled yet."""
-
-    def direction(self, state, param, grad):
-        if not state:
-            state.update(past=[], more={}, sum=torch.zeros_like(param))
-        return state["sum"].add_(grad)
+KEPT = [DictOfTensors, Stack, History, Later]
 
 
-KEPT = [DictOfTensors, Stack, History, Later, Empty]
+@on_ranks(3, cls=KEPT)
+def test_a_state_that_can_be_cut_goes_on_in_every_stage_and_in_plain_torch(rank, cls, tmp_path):
+    """By a dict, by files, by a move. What a user adds to it comes along."""
+    plain = a_run(rank, None, cls=cls)
+    previous = None
+    for turn, stage in enumerate([STAGES[3], STAGES[0], None, STAGES[2], STAGES[1]]):
+        path, steps = tmp_path / f"{cls.__name__}{turn}", (2 * turn, 2 * turn + 1)
+        model, optimizer = a_run(rank, stage, seed=turn, cls=cls)
+        if turn:
+            checkpoint.load(path.with_name(f"{cls.__name__}{turn - 1}"), model, optimizer)
+            by_dict = wrapped(stage, copy.deepcopy(model).parameters(), cls)
+            load_full_state_dict(by_dict, previous)
+            assert equal(full(optimizer)["state"], previous["state"]) and equal(full(by_dict), full(optimizer))
+        train(rank, model, optimizer, steps)
+        train(rank, *plain, steps)
+        if stage in SHARDED:
+            reshard(optimizer, None)
+        checkpoint.save(path, model, optimizer)
+        previous = full(optimizer)
+        assert close(weights(model), weights(plain[0]))
+        assert close(previous["state"], plain[1].state_dict()["state"])
+    for state in optimizer.state.values():
+        state["frozen since"] = 3
+    checkpoint.save(path.with_name(f"{cls.__name__}flagged"), model, optimizer)
+    again = a_run(rank, stage, cls=cls)
+    checkpoint.load(path.with_name(f"{cls.__name__}flagged"), *again)
+    assert again[1].state and all(state["frozen since"] == 3 for state in again[1].state.values())
 
 
-def made(rank, stage, cls, seed=0):
-    """Odd sizes, one parameter of one element, and none of it in one place."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 17), nn.Tanh(), nn.Linear(17, 17), nn.Linear(17, 1)).to(rank.device)
-    if stage is None:
-        return model, cls(model.parameters())
-    sizes = {"bucket_cap_mb": 0.001} if stage == STAGES[3] else {}
-    return model, optimizer_of(stage)(model.parameters(), cls, **sizes)
-
-
-def train(rank, model, optimizer, steps):
-    """Every rank has the same batch."""
-    for step in steps:
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(rank.device)
-        (model(x) - 1).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def is_close(one, other):
-    """To rounding: 3 ranks' mean of the same three numbers may be another one."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_close(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, collections.deque)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(is_close, one, other))
-    if isinstance(one, torch.Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape
-        return same and torch.allclose(one.cpu(), other.cpu(), rtol=1e-4, atol=1e-6)
-    return one == other
-
-
-def equal(one, other):
-    """To the bit, on whichever device."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, collections.deque)):
-        same = type(one) is type(other) and getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
-        return same and len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
-    return type(one) is type(other) and one == other
-
-
-def carried(rank, stage, cls, path):
-    """By a dict, by files, by a move; and then training goes on as it would have in plain torch."""
-    plain_model, plain = made(rank, None, cls)
-    train(rank, plain_model, plain, range(4))
-    model, optimizer = made(rank, stage, cls)
-    train(rank, model, optimizer, range(4))
-    full = full_state_dict(optimizer, to_all=True)
-    assert is_close(full["state"], plain.state_dict()["state"])
-    runs = [(model, optimizer)]
-    by_dict = made(rank, stage, cls, seed=1)
-    by_dict[0].load_state_dict(model.state_dict())
-    load_full_state_dict(by_dict[1], full)
-    runs.append(by_dict)
-    checkpoint.save(path, model, optimizer)
-    runs.append(made(rank, stage, cls, seed=2))
-    checkpoint.load(path, *runs[-1])
-    if stage in SHARDED:
-        runs.append(made(rank, stage, cls))
-        train(rank, *runs[-1], range(4))
-        reshard(runs[-1][1], None)
-    for _, its_optimizer in runs:
-        assert equal(full_state_dict(its_optimizer, to_all=True)["state"], full["state"])
-    train(rank, plain_model, plain, (4, 5))
-    for one, its_optimizer in runs:
-        train(rank, one, its_optimizer, (4, 5))
-        assert is_close(dict(one.state_dict()), dict(plain_model.state_dict()))
-        assert is_close(full_state_dict(its_optimizer, to_all=True)["state"], plain.state_dict()["state"])
-
-
-@pytest.mark.parametrize("stage", STAGES[1:])
-@pytest.mark.parametrize("world_size", [3])
-def test_a_state_that_can_be_cut_is_carried(run, stage, tmp_path):
-    for number, cls in enumerate(KEPT):
-        folder_of_it = tmp_path / str(number)
-        folder_of_it.mkdir()
-        print(cls)  # pytest shows what was the last
-        run(carried, stage, cls, folder_of_it / "one")
-
-
-def into_other_stages(rank, stages, cls, path):
-    plain_model, plain = made(rank, None, cls)
-    train(rank, plain_model, plain, range(2 * len(stages)))
-    for number, stage in enumerate(stages):
-        model, optimizer = made(rank, stage, cls, seed=number)
-        if number:
-            checkpoint.load(path / str(number - 1), model, optimizer)
-        train(rank, model, optimizer, (2 * number, 2 * number + 1))
-        checkpoint.save(path / str(number), model, optimizer)
-    assert is_close(dict(model.state_dict()), dict(plain_model.state_dict()))
-
-
-@pytest.mark.parametrize("cls", KEPT)
-@pytest.mark.parametrize("world_size", [2])
-def test_it_goes_on_in_every_stage_and_in_plain_torch(run, cls, tmp_path):
-    run(into_other_stages, [STAGES[3], STAGES[0], None, STAGES[2], STAGES[1]], cls, tmp_path)
-
-
-def lbfgs(rank, path):
+@on_ranks(1, 2)
+def test_torchs_lbfgs_goes_on(rank, tmp_path):
     """Its state has lists, which were lost."""
+    runs = [a_run(rank, None, seed=seed, cls=torch.optim.LBFGS, max_iter=3, history_size=4) for seed in range(2)]
+
     def step(model, optimizer):
         def closure():
             optimizer.zero_grad()
-            loss = (model(torch.ones(4, 8)) - 1).pow(2).mean() + sum(p.pow(2).sum() for p in model.parameters()) * 0.01
+            loss = loss_of(model, *batch(0, 0, device=rank.device))
             loss.backward()
             return loss
         optimizer.step(closure)
 
-    def a_run(seed):
-        torch.manual_seed(seed)
-        model = nn.Linear(8, 3)
-        return model, torch.optim.LBFGS(model.parameters(), max_iter=3, history_size=4)
-
-    one, other = a_run(0), a_run(1)
     for _ in range(3):
-        step(*one)
-    checkpoint.save(path, *one)
-    checkpoint.load(path, *other)
-    assert equal(other[1].state_dict()["state"], one[1].state_dict()["state"])
-    for run in (one, other):
-        step(*run)
-    assert all(map(torch.equal, one[0].parameters(), other[0].parameters()))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_torchs_lbfgs_goes_on(run, tmp_path):
-    run(lbfgs, tmp_path / "one")
+        step(*runs[0])
+    checkpoint.save(tmp_path / "one", *runs[0])
+    checkpoint.load(tmp_path / "one", *runs[1])
+    assert equal(*(optimizer.state_dict()["state"] for _, optimizer in runs))
+    for its in runs:
+        step(*its)
+    assert equal(*(weights(model) for model, _ in runs))
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-class Thing:
-    pass
-
-
 class AnObject(Keeps):
     def direction(self, state, param, grad):
-        state["thing"] = Thing()
+        state["thing"] = Keeps
         return grad
 
 
@@ -247,175 +159,317 @@ class ATextForAKey(Keeps):
         super().step()
         self.state["global"] = {"steps": 1}
 
-    def direction(self, state, param, grad):
-        return grad
-
 
 class AddsToItsDict(Keeps):
-    def direction(self, state, param, grad):
-        return grad
-
     def state_dict(self):
         return {**super().state_dict(), "own": 3}
 
 
 class OfEachPiece(Keeps):
-    """As many numbers as its piece has elements, and one more: neither the parameter's shape nor one for all."""
+    """As many numbers as suit its piece: neither the parameter's shape nor one for all."""
 
     def direction(self, state, param, grad):
-        state["wide"] = torch.ones(param.numel() + 20)
+        state["wide"] = torch.ones(param.numel() + 20 + dist.get_rank())
+        return grad
+
+
+class OnOneRank(Keeps):
+    """What no rank has would be whatever lies in memory."""
+
+    def direction(self, state, param, grad):
+        if dist.get_rank() == 0:
+            state["sum"] = torch.zeros_like(param)
         return grad
 
 
 REFUSED = {
-    AnObject: "the state of (parameter 0|0.weight) has thing, which can't be kept: "
-              "it holds tests.checkpoint.test_states.Thing",
-    ANamedTuple: "the state of (parameter 0|0.weight) has pair.inner, which can't be kept: it holds .*Pair",
+    AnObject: "the state of (parameter .|scale) has thing, which can't be kept: it holds builtins.type",
+    ANamedTuple: "the state of (parameter .|scale) has pair.inner, which can't be kept: it holds .*Pair",
     ATextForAKey: "optimizer.state has an entry for 'global', which is no parameter",
     AddsToItsDict: r"AddsToItsDict.state_dict\(\) has own, which is of no parameter",
-    OfEachPiece: "wide in the state of .* has shape .* on rank 0 and .* on rank 1",
+    OfEachPiece: "wide in the state of .* has shape .* on rank . and .* on rank .",
+    OnOneRank: "the state of .* has sum for some of its elements only",
 }
 
 
-def refused(rank, stage, cls, path):
-    model, optimizer = made(rank, stage, cls)
+@on_ranks(3, stage=[None, *STAGES], cls=REFUSED)
+def test_a_state_that_cannot_be_kept_is_refused_at_the_call_on_every_rank(rank, stage, cls, tmp_path):
+    if cls in (OfEachPiece, OnOneRank) and stage not in SHARDED:
+        return  # others have it whole
+    model, optimizer = a_run(rank, stage, cls=cls)
     train(rank, model, optimizer, range(1))
-    calls = {"full_state_dict": lambda: full_state_dict(optimizer),
-             "save": lambda: checkpoint.save(path, model, optimizer),
-             "asynchronous save": lambda: checkpoint.save(path, model, optimizer, asynchronous=True)}
+    calls = [lambda: full_state_dict(optimizer), lambda: checkpoint.save(tmp_path / "one", model, optimizer),
+             lambda: checkpoint.save(tmp_path / "one", model, optimizer, asynchronous=True)]
     if stage in SHARDED:
-        calls["reshard"] = lambda: reshard(optimizer, None)
-    before = copy.deepcopy(dict(model.state_dict()))
-    for call in calls.values():
-        with pytest.raises(RuntimeError, match=REFUSED[cls]) as refusal:
-            call()
-        assert len(str(refusal.value).splitlines()) == 1
-    assert not list(path.parent.iterdir()) and equal(dict(model.state_dict()), before)
+        calls.append(lambda: reshard(optimizer, None))
+    before = copy.deepcopy(weights(model))
+    for call in calls:
+        line = error_of(call)
+        assert re.search(REFUSED[cls], line), line
+    assert not list(tmp_path.iterdir()) and equal(weights(model), before)
     train(rank, model, optimizer, range(1))  # nobody waits for anybody
 
 
-@pytest.mark.parametrize("stage, cls", [(stage, cls) for stage in (None, *STAGES) for cls in REFUSED
-                                        if cls is not OfEachPiece or stage in SHARDED])  # others have it whole
-@pytest.mark.parametrize("world_size", [2])
-def test_a_state_that_cannot_be_kept_is_refused_at_the_call_on_every_rank(run, stage, cls, tmp_path):
-    run(refused, stage, cls, tmp_path / "one")
+def test_leads_that_differ_are_no_stack():
+    """Of two ranks that keep stacks of 2 and of 3: one of them would be read as the other."""
+    parts = [(rank, states.describe({"last": torch.zeros(2 + rank, 5)}, Piece(0, 5, torch.zeros(5)))[0])
+             for rank in (0, 1)]
+    with pytest.raises(states.NotKept, match="last in the state of weight has shape .2, 5. on rank 0 and .3, 5. on"):
+        states.layout_of(parts, set(), "weight")
 
 
-def flagged(rank, stage, path):
-    """What a user adds to a state comes along."""
-    model, optimizer = made(rank, stage, Stack)
-    train(rank, model, optimizer, range(1))
-    for state in optimizer.state.values():
-        state["frozen since"] = 3
-    checkpoint.save(path, model, optimizer)
-    other, again = made(rank, stage, Stack)
-    checkpoint.load(path, other, again)
-    assert again.state and all(state["frozen since"] == 3 for state in again.state.values())
+# --------------------------------------------------------------------------------------------------------------- schema
+
+CLASSES = {"Adadelta": {}, "Adafactor": {}, "Adagrad": {}, "Adam": {"amsgrad": True}, "AdamW": {"fused": True},
+           "Adamax": {}, "ASGD": {}, "Muon": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"centered": True},
+           "Rprop": {}, "SGD": {"momentum": 0.9}}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2])
-def test_what_a_user_adds_to_a_state_is_loaded(run, stage, tmp_path):
-    run(flagged, stage, tmp_path / "one")
+def of_a_class(optimizer, param):
+    (group,) = optimizer.param_groups
+    options = {key: value for key, value in group.items() if key != "params"}
+    return schema_of(type(optimizer), options, {}, param.shape, param.dtype, param.device)
 
 
-# -------------------------------------------------------------------------------------------------------------- convert
+def test_what_an_optimizer_keeps_fits_its_schema_at_each_step():
+    for cls in [*CLASSES, *KEPT]:
+        with situation(cls):
+            param = nn.Parameter(torch.ones(5, 7))
+            optimizer = cls([param]) if isinstance(cls, type) else getattr(torch.optim, cls)([param], **CLASSES[cls])
+            schema = of_a_class(optimizer, param)
+            assert schema is not None
+            for _ in range(5):
+                param.grad = torch.randn(5, 7)
+                optimizer.step()
+                check_state(schema, described(dict(optimizer.state[param])), param.shape, "it")
+            assert schema.from_start == (cls == "Adagrad")
+    param = nn.Parameter(torch.ones(5))
+    assert of_a_class(torch.optim.LBFGS([param]), param) is None  # it can't be stepped alone
 
 
-def saved(rank, stage, path):
-    model, optimizer = made(rank, stage, torch.optim.AdamW)
+def test_no_memory_is_taken_for_the_trial_where_a_class_reads_no_values():
+    """16 TB would be."""
+    options = {"lr": 0.1, "fused": True}
+    schema = schema_of(torch.optim.AdamW, options, {}, torch.Size([2**20, 2**20]), torch.float32, torch.device("cpu"))
+    assert schema.entries["exp_avg"].shape == (2**20, 2**20)
+
+
+NUMBER, LIKE_IT = Spec((), torch.float32), Spec((5, 7), torch.float32)
+SCHEMA = Schema({"step": NUMBER, "sum": LIKE_IT, "n": 3, "text": "a", "last": Spec((2, 5, 7), torch.float32),
+                 "pair": (NUMBER, 1), "past": [LIKE_IT]}, False, (5, 7))
+FITS = {"step": Spec((), torch.float32, 2.0), "sum": Spec((5, 7), torch.bfloat16), "n": 9, "text": "b",
+        "last": Spec((3, 5, 7), torch.float32), "pair": (NUMBER, 2), "past": [LIKE_IT] * 4}
+MISFITS = [("sum", Spec((1,), torch.float32)), ("sum", Spec((7, 5), torch.float32)),
+           ("sum", Spec((1, 5, 7), torch.float32)), ("last", LIKE_IT), ("last", Spec((0, 5, 7), torch.float32)),
+           ("sum", Spec((5, 7), torch.int64)), ("sum", Spec((5, 7), torch.float8_e5m2)), ("step", 2.0), ("n", "3"),
+           ("n", Spec((), torch.int64, 3)), ("sum", None), ("pair", [NUMBER, 2]), ("pair", (NUMBER, 2, 1)),
+           ("past", LIKE_IT), ("past", [1]), ("step", Spec((), torch.float32, float("nan"))),
+           ("step", Spec((), torch.float32, -1.0)), ("slow", Spec((5, 6), torch.float32)),
+           ("slow", {"a": [Spec((3,), torch.int8)]})]
+
+
+def test_what_fits_a_schema_is_taken_and_what_does_not_is_refused_by_name():
+    check_state(SCHEMA, FITS, (5, 7), "it")
+    check_state(SCHEMA, {}, (5, 7), "it")  # it was never stepped
+    more = {"slow": LIKE_IT, "since": 3, "deep": {"a": [Spec((), torch.int8, 1)]}}
+    check_state(SCHEMA, {**FITS, **more}, (5, 7), "it")  # of later steps
+    for name, value in MISFITS:
+        with situation((name, value)):
+            with pytest.raises(ValueError, match=f"{name}.* in the state of it is of another optimizer: "):
+                check_state(SCHEMA, {**FITS, name: value}, (5, 7), "it")
+    for missing in FITS:  # entries belong together
+        with situation(missing), pytest.raises(ValueError, match="is of another optimizer: .*keeps step, sum, n"):
+            check_state(SCHEMA, {key: value for key, value in FITS.items() if key != missing}, (5, 7), "it")
+
+
+# ------------------------------------------------------------------------------------------- a dict of something else
+# what is wrong -> function(full state, index of a matrix): changes it, or returns another; what is said.
+
+
+def entry(key, change):
+    def of(found, index):
+        state = found["state"][index]
+        state[key] = change(state[key])
+        if state[key] is None:
+            del state[key]
+    return of
+
+
+def group_says(**options):
+    return lambda found, _: found["param_groups"][0].update(options)
+
+
+def exchanged(found, index):
+    """Two parameters of other shapes have changed places: an honest mistake."""
+    other = min(found["state"])
+    found["state"][index], found["state"][other] = found["state"][other], found["state"][index]
+
+
+def of_dtensors(found, index):
+    """What fully_shard leaves on each rank is a part of the moments, of the same global shape."""
+    state = found["state"][index]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {**found, "state": {**found["state"], index: {
+        key: value if key == "step" else distribute_tensor(value, mesh, [Shard(0)]) for key, value in state.items()}}}
+
+
+MISFIT = "the state of parameter [0-9]+ is of another optimizer"
+OF_A_STATE = {
+    "one element": entry("exp_avg", lambda value: value.reshape(-1)[:1].clone()),
+    "a row less": entry("exp_avg_sq", lambda value: value[:-1].clone()),
+    "another kind": entry("exp_avg", lambda value: value.int()),
+    "a stack": entry("exp_avg", lambda value: value[None].clone()),
+    "an empty stack": entry("exp_avg", lambda value: value.new_empty(0, *value.shape)),
+    "two counts": entry("step", lambda value: value.repeat(2)),
+    "a count that is no number": entry("step", lambda value: value * float("nan")),
+    "a number for a moment": entry("exp_avg", lambda value: 0.0),
+    "none": entry("exp_avg", lambda value: None),
+}
+NO_DICT = "must pass a dict"
+WRONG = {
+    **{what: (change, MISFIT) for what, change in OF_A_STATE.items()},
+    "no dict": (lambda found, _: 3, NO_DICT), "no groups": (lambda found, _: {"state": {}}, NO_DICT),
+    "another model": (lambda found, _: {**found, "param_groups": [{"params": [0]}]}, r"groups of \[1\] parameters"),
+    "another optimizer": (lambda found, i: {**found, "state": {i: {"momentum_buffer": torch.zeros(5, 7)}}},
+                          "of another optimizer: momentum_buffer, this one keeps step, exp_avg"),
+    "names": (lambda found, i: {**found, "state": {"embed.weight": found["state"][i]}},
+              "a state of 'embed.weight': parameters must be indices"),
+    "groups without parameters": (lambda found, _: {**found, "param_groups": [{"lr": 1.0}]}, "be read: KeyError"),
+    "what can't be sent": (group_says(mine=lambda: 0), "can't be read: (Attribute|Pickling)Error"),  # as Python has it
+    "exchanged": (exchanged, f"exp_avg in {MISFIT}: float32 of|main_param in the state of"),
+    "dtensors": (of_dtensors, "is a DTensor in this state_dict, the parameter is a Parameter"),
+    "amsgrad": (group_says(amsgrad=True), "is of another optimizer: .*this one keeps .*max_exp_avg_sq"),
+    "a lr of nan": (group_says(lr=float("nan")), "lr of group 0 is 'nan', here it is 0.001"),
+    "two lrs": (group_says(lr=torch.ones(2)), "lr of group 0 is 'tensor"),
+    "betas": (group_says(betas=(5, -1.0)), "Invalid beta parameter"),
+    "an infinite decay": (group_says(weight_decay=10**400), "weight_decay of group 0 is '1000"),
+    "eps": (group_says(eps=-1.0), "Invalid epsilon value: -1.0"),
+    "a number for a flag": (group_says(amsgrad=3), "amsgrad of group 0 is '3', here it is False"),
+}
+NO_MAIN_PARAM = "main_param in the state of parameter [0-9]+ is .*, and none of shape"
+MAIN_PARAMS = {what: (entry("main_param", change), NO_MAIN_PARAM) for what, change in {
+    "whole numbers": lambda value: value.view(torch.int32), "a row less": lambda value: value[:-1],
+    "8 bits": lambda value: value.to(torch.float8_e5m2), "bool": lambda value: value.bool(),
+    "one element": lambda value: value[:1, :1], "a stack": lambda value: value[None],
+    "no tensor": lambda value: 1.0}.items()}
+
+
+@on_ranks(2, stage=[None, *STAGES[1:]])
+def test_a_state_dict_of_something_else_is_refused_on_every_rank(rank, stage):
+    dtype, wrong = torch.float32, WRONG
+    if stage in SHARDED:  # what is wrong with main parameters there too
+        dtype, wrong = torch.bfloat16, {**WRONG, **MAIN_PARAMS}
+    model, optimizer = a_run(rank, stage, fused=True, dtype=dtype)
     train(rank, model, optimizer, range(2))
-    checkpoint.save(path, model, optimizer, {"step": 2, "rank": rank.rank})
-    return {name: value.cpu() for name, value in model.state_dict().items()}, full_state_dict(optimizer, to_all=True)
+    found = full(optimizer)
+    index = next(i for i, state in found["state"].items() if state["exp_avg"].shape == (7, 5))
+    for what, (change, words) in wrong.items():
+        with situation(what), nothing_changes(model, optimizer):
+            its = copy.deepcopy(found)
+            its = change(its, index) or its
+            with pytest.raises(ValueError, match=words) as refusal:
+                load_full_state_dict(optimizer, its if rank.rank == 0 else {})
+            said_by_all(str(refusal.value))
 
 
-def convert(*arguments):
-    return run_module("checkpoint", "convert", *arguments)
+@on_ranks(2, stage=[None, *STAGES])
+def test_a_state_of_other_names_is_refused(rank, stage, tmp_path):
+    """Of an optimizer that is called SGD too, but keeps what Adam does. And one that lacks what its groups ask for."""
+    runs = [a_run(rank, stage, cls=cls, lr=0.01, **kwargs) for cls, kwargs in (
+        (torch.optim.SGD, {"momentum": 0.9}), (type("SGD", (torch.optim.Adam,), {}), {}))]
+    train(rank, *runs[0], range(1))
+    checkpoint.save(tmp_path / f"{stage}", *runs[0])
+    message = "the state of .* is of another optimizer: momentum_buffer, this one keeps step, exp_avg, exp_avg_sq"
+    with pytest.raises(checkpoint.ForeignCheckpoint, match=message):
+        checkpoint.load(tmp_path / f"{stage}", *runs[1])
+    with pytest.raises(ValueError, match=message):
+        load_full_state_dict(runs[1][1], full_state_dict(runs[0][1]))
+    train(rank, *runs[1], range(1))
+    runs[1][1].param_groups[0]["amsgrad"] = True
+    with pytest.raises(checkpoint.CheckpointError, match="of another optimizer: .*keeps .*max_exp_avg_sq"):
+        checkpoint.save(tmp_path / "other", *runs[1])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2])
-def test_a_checkpoint_is_converted_to_one_file(run, stage, tmp_path):
-    model, full = run(saved, stage, tmp_path / "one")[0]
-    ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.code == 0, ran.stderr
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    names = list(model)
-    assert equal(found["model"], model) and found["extra"] == [{"step": 2, "rank": rank} for rank in range(2)]
-    assert equal(found["optimizer"]["state"], {names[index]: state for index, state in full["state"].items()})
-    (group,), (expected,) = found["optimizer"]["param_groups"], full["param_groups"]
-    assert group == {**expected, "params": names}
+# ------------------------------------------------------------------------------------------- a stage's own state_dict
 
 
-def saved_alone(path):
-    model = nn.Linear(100, 100)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 100)).sum().backward()
+@on_ranks(2, stage=STAGES[1:])
+def test_a_stages_own_state_dict_is_checked_before_anything_changes(rank, stage):
+    is_16_bit = stage in SHARDED
+    model, optimizer = a_run(rank, stage, fused=True, dtype=torch.bfloat16 if is_16_bit else torch.float32)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
     optimizer.step()
-    checkpoint.save(path, model, optimizer, {"step": 2})
-    return model
+    before = copy.deepcopy(optimizer.state_dict())
+    name = max(before["state"], key=lambda name: before["state"][name]["exp_avg"].numel())
+    index = [name for group in before["param_groups"] for name in group["params"]].index(name)
+    for what, change in OF_A_STATE.items():
+        wrong = copy.deepcopy(before)
+        change(wrong, name)
+        for param in wrong.get("main_params", {}).values():
+            param.fill_(7)
+        line = error_of(lambda: optimizer.load_state_dict(wrong), ValueError)
+        assert f"the state of parameter {index} of this rank is of another optimizer" in line, what
+    if is_16_bit:
+        index, main_param = next(iter(before["main_params"].items()))
+        for wrong in (main_param[:-1], main_param.int()):
+            words = f"main_params of this state_dict doesn't fit parameter {index}: "
+            with pytest.raises(ValueError, match=words):
+                optimizer.load_state_dict({**before, "main_params": {**before["main_params"], index: wrong}})
+    assert equal(optimizer.state_dict(), before)
 
 
-def test_a_checkpoint_is_converted_for_torchs_tools(tmp_path):
-    model = saved_alone(tmp_path / "one")
-    for to, name in (("torch", "one.pt"), ("dcp", "one.dcp")):
-        ran = convert(tmp_path / "one", "--to", to)
-        assert ran.code == 0 and f"{tmp_path}/{name}: 2 tensors of the model" in ran.stdout
-    dcp_to_torch_save(tmp_path / "one.dcp", tmp_path / "again.pt")
-    one, again = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "again.pt"))
-    assert equal(one, again) and equal(one["model"], dict(model.state_dict()))
-
-
-def test_what_cannot_be_converted_is_one_line(tmp_path):
-    ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and "there is no such folder" in ran.stderr
-    assert not (tmp_path / "model.pt").exists()
-    saved_alone(tmp_path / "one")
-    (tmp_path / "model.pt").write_text("mine")
-    ran = convert(tmp_path / "one", tmp_path / "model.pt")
-    assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and "it exists already" in ran.stderr
-    assert (tmp_path / "model.pt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_a_conversion_to_a_full_disk_leaves_nothing_behind(to, tmp_path, monkeypatch):
-    """The limit stands for the disk: 10 kB of 120 are written."""
-    saved_alone(tmp_path / "one")
-    (tmp_path / "to").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            converts.convert(tmp_path / "one", tmp_path / "to" / "it", to)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list((tmp_path / "to").iterdir())
-
-
-def an_empty_group(rank, stage, path):
-    """As a split into what decays and what doesn't may make one."""
-    def a_run(value):
-        model = torch.nn.ParameterList([torch.full((9,), value, device=rank.device)])
-        groups = [{"params": list(model)}, {"params": [], "weight_decay": 0.0}]
-        return model, optimizer_of(stage)(groups, torch.optim.AdamW, lr=0.1)
-
-    def step(model, optimizer):
-        model[0].square().sum().backward()
+@on_ranks(1, 2, stage=SHARDED)
+def test_a_stages_own_state_dict_of_another_kind_is_refused(rank, stage):
+    """Main parameters of their own are in one of the two only, or it is of another stage."""
+    def made(stage, dtype):
+        weight = nn.Parameter(torch.ones(64, dtype=dtype, device=rank.device))
+        optimizer = wrapped(stage, [weight], torch.optim.SGD, lr=0.1, momentum=0.9)
+        weight.sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
-
-    model, optimizer = a_run(1.0)
-    step(model, optimizer)
-    checkpoint.save(path, model, optimizer)
-    full = checkpoint.full_state_dict(optimizer, to_all=True)
-    again, again_optimizer = a_run(7.0)
-    checkpoint.load(path, again, again_optimizer)
-    checkpoint.load_full_state_dict(again_optimizer, full)
-    step(model, optimizer)
-    step(again, again_optimizer)
-    assert torch.equal(model[0], again[0])
+        return optimizer
+    f, b = torch.float32, torch.bfloat16
+    for other, (theirs, ours) in ((STAGES[0], (f, f)), (stage, (f, b)), (stage, (b, f))):
+        state_dict, optimizer = made(other, theirs).state_dict(), made(stage, ours)
+        before = copy.deepcopy(optimizer.state_dict())
+        assert "use full_state_dict" in error_of(lambda: optimizer.load_state_dict(state_dict), ValueError)
+        assert equal(optimizer.state_dict(), before)
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_a_checkpoint_with_an_empty_group(run, stage, tmp_path):
-    run(an_empty_group, stage, tmp_path / "one")
+@on_ranks(1, 2, stage=SHARDED)
+def test_main_parameters_are_loaded_into_their_own(rank, stage):
+    """Groups that were added later lie elsewhere. Loaded where ranks have the same ranges: in stage 3 not so on two."""
+    def made(n_at_once):
+        params = [nn.Parameter(torch.full((32, 32), 1.0 + n, dtype=torch.bfloat16)).to(rank.device) for n in range(2)]
+        optimizer = wrapped(stage, [{"params": [param]} for param in params[:n_at_once]], lr=0.01)
+        for param in params[n_at_once:]:
+            optimizer.add_param_group({"params": [param]})
+        return params, optimizer
+
+    (params, optimizer), (others, again) = made(1), made(2)
+    sum(param.square().sum() for param in params).backward()
+    optimizer.step()
+    full(optimizer)  # waits for the parameters
+    for param, other in zip(params, others):
+        other.data.copy_(param)
+    if rank.world_size == 1 or stage == STAGES[3]:
+        again.load_state_dict(optimizer.state_dict())
+        assert equal(full(again), full(optimizer))
+    else:
+        assert "full_state_dict()" in error_of(lambda: again.load_state_dict(optimizer.state_dict()), ValueError)
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_moment_lies_in_memory_as_its_parameter_does(rank, stage):
+    """One element that says it is many: a fused kernel would read what lies behind it."""
+    params = nn.ParameterList(torch.ones(4097, device=rank.device) for _ in range(2))
+    optimizer = wrapped(stage, params, fused=True)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    state_dict = optimizer.state_dict()
+    for state in state_dict["state"].values():
+        state["exp_avg"] = torch.ones(1, device=rank.device).expand(state["exp_avg"].shape)
+    optimizer.load_state_dict(state_dict)
+    for state in optimizer.optimizer.state.values():
+        assert state["exp_avg"].untyped_storage().nbytes() >= state["exp_avg"].numel() * 4
+        assert state["exp_avg"].eq(1).all()

@@ -1,28 +1,23 @@
 """Checkpoints of a tensor-parallel model: a file knows no mesh, and loads on any, or in plain torch."""
 
-import json
 import shutil
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
 import stage4_overlap
-from checkpoint.convert import convert, converted
-from checkpoint.manifest import MANIFEST, manifest_of, sealed, unsealed
+from checkpoint.convert import converted
+from checkpoint.manifest import manifest_of
 from checkpoint.states import owners_of
-from harness.meeting import Rank
+from tests.checkpoint import equal, flip_a_bit, nothing_changes, said_by_all, tamper, weights
+from tests.common import error_of
 from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
-
-ONE = Rank(0, 1, torch.device("cpu"), "gloo")
 
 
 @pytest.fixture
@@ -94,15 +89,6 @@ def go_on(rank, shape, before, after, dtype):
     return [whole(param).float() for param in model.parameters()]
 
 
-def equal(one, other):
-    """To the bit, of nested dicts and lists."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
 JOURNEY = [(4, (4, 1)), (2, (1, 2)), (1, None), (4, (2, 2)), (4, (1, 4))]
 
 
@@ -125,40 +111,16 @@ def test_from_mesh_to_mesh_to_plain_torch_and_back(on, tmp_path, dtype):
         assert equal(again["model"], first["model"]) and equal(again["optimizer"], first["optimizer"]), shape
 
 
-def test_convert_gives_plain_torch_and_torchs_own_checkpoints(on, tmp_path):
-    expected = on(4, start, (2, 2), tmp_path / "saved", torch.float32)
-    convert(tmp_path / "saved", tmp_path / "saved.pt")
-    convert(tmp_path / "saved", tmp_path / "saved.dcp", to="dcp")
-    found = torch.load(tmp_path / "saved.pt", weights_only=True)
-    model, optimizer = build(ONE, None, seed=1)
-    model.load_state_dict(found["model"])
-    set_optimizer_state_dict(model, optimizer, found["optimizer"])
-    step(ONE, model, optimizer, None, 9)
-    torch.testing.assert_close([param.data for param in model.parameters()], expected, rtol=1e-4, atol=1e-6)
-    weights = {name: torch.zeros_like(value) for name, value in found["model"].items()}
-    with warnings.catch_warnings(action="ignore"):  # one process is what there is
-        dcp.load({"model": weights}, checkpoint_id=tmp_path / "saved.dcp", no_dist=True)
-    assert equal(weights, found["model"])
-
-
 def refuses(rank, folders):
     """-> what each of the folders is refused with, after which model and optimizer are what they were."""
     model, optimizer = build(rank, (2, 2), seed=1)
     step(rank, model, optimizer, (2, 2), 0)
-    before = [local(param).clone() for param in model.parameters()], checkpoint.full_state_dict(optimizer, to_all=True)
-    said = []
-    for folder in folders:
-        with pytest.raises(checkpoint.CheckpointError) as refusal:
-            checkpoint.load(folder, model, optimizer)
-        said.append((type(refusal.value), str(refusal.value)))
-    now = [local(param) for param in model.parameters()], checkpoint.full_state_dict(optimizer, to_all=True)
-    assert all(map(torch.equal, now[0], before[0]))
-    for index, state in before[1]["state"].items():
-        assert all(torch.equal(local(value), local(now[1]["state"][index][key])) for key, value in state.items())
-    return said
+    with nothing_changes(model, optimizer):
+        return [said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), kind))
+                for folder, kind in folders]
 
 
-def foreign(rank, folder):
+def save_another(rank, folder):
     model, optimizer = build(rank, None)
     model.up.weight.data = torch.zeros(12, 8)
     checkpoint.save(folder, model, optimizer)
@@ -171,42 +133,31 @@ CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
         [[6, 5, 0], [8]], [[12, -1], [8]], [[6.0, 5], [8]], [{"6": 1}, [8]], {"0": [6, 5]}, None))]
 
 
-@pytest.fixture
-def saved(on, tmp_path):
-    on(4, start, (2, 2), tmp_path / "saved", torch.float32)
-    return tmp_path / "saved"
-
-
 def with_cuts(cuts, saved, folder):
     """A copy of a checkpoint in which one tensor is said to be cut otherwise."""
-    shutil.copytree(saved, folder)
-    manifest = json.loads(unsealed((saved / MANIFEST).read_bytes())[0])
-    assert manifest["tensors"]["model.up.weight"].pop("cuts") == [[6, 5], [8]]
-    manifest["tensors"]["model.up.weight"]["cuts"] = cuts
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    def change(manifest, _):
+        assert manifest["tensors"]["model.up.weight"]["cuts"] == [[6, 5], [8]]
+        manifest["tensors"]["model.up.weight"]["cuts"] = cuts
+
+    tamper(shutil.copytree(saved, folder), change)
     return folder
 
 
-def test_cuts_that_are_none_of_the_tensor_are_damage(saved, tmp_path):
+def test_what_is_damaged_or_of_another_model_is_refused_on_every_rank(on, tmp_path):
+    """Cuts that are none of the tensor, a bit, another model."""
+    saved, (damaged, foreign) = tmp_path / "saved", (checkpoint.DamagedCheckpoint, checkpoint.ForeignCheckpoint)
+    on(4, start, (2, 2), saved, torch.float32)
     for number, (cuts, words) in enumerate(CUTS):
-        with pytest.raises(checkpoint.DamagedCheckpoint, match=words):
+        with pytest.raises(damaged, match=words):
             manifest_of(with_cuts(cuts, saved, tmp_path / f"{number}"))
-
-
-def test_what_is_damaged_or_of_another_model_is_refused_on_every_rank(on, saved, tmp_path):
-    damaged = with_cuts([[6, 4], [8]], saved, tmp_path / "cuts")
-    shutil.copytree(saved, tmp_path / "file")
-    content = bytearray((saved / "rank-00003.bin").read_bytes())
-    content[7] ^= 1
-    (tmp_path / "file" / "rank-00003.bin").write_bytes(content)
+    flip_a_bit(shutil.copytree(saved, tmp_path / "bit") / "rank-00003.bin")
     (tmp_path / "other").mkdir()
-    on(1, foreign, tmp_path / "other" / "saved")
-    said = on(4, refuses, [damaged, tmp_path / "file", tmp_path / "other" / "saved"])
-    wanted = [(checkpoint.DamagedCheckpoint, "the cuts of 'model.up.weight' are not all of it"),
-              (checkpoint.DamagedCheckpoint, "rank-00003.bin is damaged"),
-              (checkpoint.ForeignCheckpoint, "up.weight: the checkpoint has it with shape (12, 8), the model has it")]
-    for (kind, line), (expected, words) in zip(said, wanted, strict=True):
-        assert kind is expected and words in line, line
+    on(1, save_another, tmp_path / "other" / "saved")
+    folders = [tmp_path / "0", tmp_path / "bit", tmp_path / "other" / "saved"]
+    said = on(4, refuses, list(zip(folders, (damaged, damaged, foreign))))
+    wanted = ["the cuts of 'model.up.weight' are not all of it", "rank-00003.bin is damaged",
+              "up.weight: the checkpoint has it with shape (12, 8), the model has it"]
+    assert all(words in line for words, line in zip(wanted, said, strict=True)), said
 
 
 def strided(rank, folder):
@@ -248,7 +199,7 @@ def moves(rank, folder):
     checkpoint.reshard(optimizer, both)
     step(rank, model, optimizer, (2, 2), 5)
     step(rank, other, straight, (2, 2), 5)
-    assert_equal(model, other)
+    assert equal(weights(model), weights(other))
     checkpoint.save(folder / "2x2", model, optimizer)
     checkpoint.reshard(optimizer, alone)
     if rank.rank < 2:
@@ -256,7 +207,7 @@ def moves(rank, folder):
         checkpoint.load(folder / "2x2", loaded, by)
         step(rank, model, optimizer, (1, 2), 6)
         step(rank, loaded, by, (1, 2), 6)
-        assert_equal(model, loaded)
+        assert equal(weights(model), weights(loaded))
         checkpoint.save(folder / "1x2", model, optimizer)
     else:
         with pytest.raises(checkpoint.CheckpointError, match="in no process group since reshard"):
@@ -265,16 +216,11 @@ def moves(rank, folder):
     checkpoint.load(folder / "1x2", other, straight)
     step(rank, model, optimizer, (2, 2), 7)
     step(rank, other, straight, (2, 2), 7)
-    assert_equal(model, other)
+    assert equal(weights(model), weights(other))
     if rank.rank:
         alone = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(RuntimeError, match="must be called with it, and no other|must move to as many"):
         checkpoint.reshard(optimizer, alone)
-
-
-def assert_equal(model, other):
-    for (name, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(param), local(expected)), name
 
 
 @pytest.mark.parametrize("world_size", [4])

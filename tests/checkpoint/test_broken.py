@@ -1,0 +1,447 @@
+"""Checkpoints that are damaged, of something else, or changed by somebody who made the checksums right again.
+
+Refused on every rank, in one line. Nothing runs, nothing hangs, nothing is written elsewhere or changed, and no memory
+is taken without bound.
+"""
+
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from checkpoint import reading, writing
+from checkpoint.folder import LOCK
+from tests.checkpoint import (
+    ADAMW,
+    SHARDED,
+    Exploit,
+    a_run,
+    alone,
+    equal,
+    flip_a_bit,
+    full,
+    mutations,
+    nothing_changes,
+    on_rank_0,
+    raising,
+    said_by_all,
+    small,
+    tamper,
+    train,
+    weights,
+    wrapped,
+)
+from tests.checkpoint.mutations import CASES, KINDS, answer_of, made, mutate, save_one
+from tests.common import STAGES, Net, error_of, on_ranks, situation
+from tests.ranks import run_module
+
+WEIGHT, MOMENT = "model.embed.weight", "optimizer.state.embed.weight.exp_avg"
+
+# ------------------------------------------------------------------------------------------------------- ways to tamper
+# name -> (function(manifest, folder): changes the one, or files in the other, or returns the manifest's text; the line)
+
+
+def a_file(manifest):
+    return max(name for name in manifest["files"])
+
+
+def renamed(name):
+    """Whatever refers to a file refers to `name` now, where it is, if it can be."""
+    def change(m, folder):
+        old = a_file(m)
+        to = str(folder.parent / "outside" / "x") if name == "absolute" else name
+        m["files"][to] = m["files"].pop(old)
+        for tensor in m["tensors"].values():
+            tensor["ranges"] = [[start, stop, to if file == old else file, at]
+                                for start, stop, file, at in tensor["ranges"]]
+        if "/" in to:
+            (folder / to).parent.mkdir(exist_ok=True)
+            (folder / old).rename(folder / to)
+    return change
+
+
+def replaced(make, name=None):
+    """`make(path, outside)` puts something in the place of a file, which lies outside then."""
+    def change(m, folder):
+        path = folder / (name or a_file(m))
+        outside = folder.parent / "outside" / path.name
+        path.rename(outside)
+        make(path, outside)
+    return change
+
+
+def instead(text, old="ranks"):
+    """The manifest's JSON with `text` in the place of an entry."""
+    def change(m, _):
+        m[old] = "here"
+        return json.dumps(m).replace('"here"', text)
+    return change
+
+
+def written(text):
+    return lambda m, folder: (folder / "manifest.json").write_bytes(text(m, folder))
+
+
+def tensor(key=MOMENT, **changes):
+    return lambda m, _: m["tensors"][key].update(changes)
+
+
+def ranges(change, key=None):
+    """change(ranges of a tensor); by default of a moment of which each rank has written a part."""
+    def of(m, _):
+        moments = [name for name in m["tensors"] if name.endswith("exp_avg")]
+        found = m["tensors"][key or max(moments, key=lambda name: len(m["tensors"][name]["ranges"]))]["ranges"]
+        assert key or len({file for _, _, file, _ in found}) > 1
+        change(found)
+    return of
+
+
+def in_a_range(place, value):
+    return ranges(lambda found: found[0].__setitem__(place, value))
+
+
+def of_a_file(**changes):
+    return lambda m, _: m["files"][a_file(m)].update(changes)
+
+
+def option(key, value):
+    def change(m, _):
+        options = m["groups"][0]["options"]["dict"]
+        options[:] = [pair for pair in options if pair[0] != key] + [[key, value]]
+    return change
+
+
+def entry(key, value):
+    def change(m, _):
+        next(pair for pair in m["states"]["embed.weight"]["dict"] if pair[0] == key)[1] = value
+    return change
+
+
+def extra(value):
+    return lambda m, _: m["extra"].__setitem__(0, value)
+
+
+def tuples(m, _):
+    for _ in range(60):
+        m["extra"][0] = {"tuple": [m["extra"][0]]}
+
+
+def single_elements(m, _):
+    tensor = m["tensors"]["extra.0.average"]
+    ((_, stop, file, offset),) = tensor["ranges"]
+    tensor["ranges"] = [[i, i + 1, file, offset + 4 * i] for i in range(stop)]
+
+
+def a_large_file(m, folder):
+    """Of nothing, whose checksum would be right."""
+    os.truncate(folder / a_file(m), 2**33)
+    m["files"][a_file(m)]["bytes"] = 2**33
+
+
+def a_number_for_a_moment(m, folder):
+    entry("exp_avg", 0.0)(m, folder)
+    m["tensors"].pop(MOMENT)
+
+
+DAMAGE = {  # where nobody makes the checksums right; function(folder)
+    "a bit": (lambda folder: flip_a_bit(folder / "rank-00001.bin"), "now it is 2204 bytes with checksum"),
+    "a file cut": (lambda folder: os.truncate(folder / "rank-00000.bin", 1000), "now it is 1000 bytes"),
+    "many bytes": (lambda folder: os.truncate(folder / "rank-00000.bin", 2**40), "now it is 1099511627776 bytes"),
+    "no file": (lambda folder: (folder / "rank-00001.bin").unlink(), "now it is missing"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it is not complete: manifest.json is missing"),
+    "a manifest cut": (lambda folder: os.truncate(folder / "manifest.json", 100), "its checksum is that of another"),
+    "a large manifest": (lambda folder: os.truncate(folder / "manifest.json", 2**40), "it has more than 8749056 bytes"),
+    "nothing": (shutil.rmtree, "there is no such folder"),
+}
+WAYS = {
+    "a file above": (renamed("../outside/x"), "file '../outside/x'"),
+    "a file by its absolute path": (renamed("absolute"), "file '/"),
+    "a file without a name": (renamed(""), "file ''"),
+    "a file called dot": (renamed("."), "file '.'"),
+    "a file with a zero byte in its name": (renamed("x\0"), "file 'x\\x00'"),
+    "the manifest as a file": (renamed("manifest.json"), "file 'manifest.json'"),
+    "a link to outside": (replaced(lambda path, outside: path.symlink_to(outside)), "it is a link"),
+    "a link to /dev/zero": (replaced(lambda path, _: path.symlink_to("/dev/zero")), "it is a link"),
+    "a fifo": (replaced(lambda path, _: os.mkfifo(path)), "it is no regular file"),
+    "a folder for a file": (replaced(lambda path, _: path.mkdir()), "it is no regular file"),
+    "the manifest as a link": (replaced(lambda path, outside: path.symlink_to(outside), "manifest.json"),
+        "it is a link"),
+    "the manifest as a fifo": (replaced(lambda path, _: os.mkfifo(path), "manifest.json"), "it is no regular file"),
+    "a pickle for a manifest": (written(lambda _, folder: pickle.dumps(Exploit(folder.parent / "outside" / "ran"))),
+        "codec can't decode byte 0x80"),
+    "a list for a manifest": (written(lambda *_: b"[]"), "it has no checksum of itself"),
+    "a manifest without its checksum": (written(lambda m, _: json.dumps(m).encode()), "it has no checksum of itself"),
+    "another weight decay": (written(lambda _, folder: (folder / "manifest.json").read_bytes().replace(
+        b'["weight_decay", 0.1]', b'["weight_decay", 0.9]')), "its checksum is that of another"),
+    "10,000 lists in each other": (instead("[" * 10_000 + "]" * 10_000), "RecursionError in it"),
+    "60 MB of lists": (instead("[" + "[]," * 20_000_000 + "0]"), "it has more than 8749056 bytes"),
+    "a number of a million digits": (instead("9" * 1_000_000), "Exceeds the limit (4300 digits)"),
+    "a key twice": (lambda m, _: json.dumps(m)[:-1] + ', "ranks": 2}', "a key comes twice"),
+    "tuples in each other": (tuples, "values nested deeper than 50"),
+    "ranges of one element": (single_elements, "is in too many ranges"),
+    "8 GB of nothing": (a_large_file, "has bytes of no tensor"),
+    "another format": (lambda m, _: m.update(format=99), "this program reads 1 and 2"),
+    "the other byte order": (lambda m, _: m.update(byteorder="big"), "its numbers are 'big', here they are little"),
+    "no ranks": (lambda m, _: m.update(ranks=0), "ranks"),
+    "more ranks than extras": (lambda m, _: m.update(ranks=10**9), "extra"),
+    "an entry more": (lambda m, _: m.update(code="print(1)"), "it has other entries"),
+    "an entry less": (lambda m, _: m.pop("extra") and None, "it has other entries"),
+    "more bytes than there are": (of_a_file(bytes=10**15), "has bytes of no tensor"),
+    "less than no bytes": (of_a_file(bytes=-1), "file 'rank-00001.bin'"),
+    "a text for a checksum": (of_a_file(crc32="0"), "file 'rank-00001.bin'"),
+    "a range less": (ranges(lambda found: found.pop()), "are not all of it"),
+    "no range": (ranges(lambda found: found.clear()), "are not all of it"),
+    "a range twice": (ranges(lambda found: found.append(found[-1])), "ranges of '"),
+    "ranges that overlap": (ranges(lambda found: found[0].__setitem__(1, found[0][1] + 1)), "ranges of '"),
+    "a range beyond the tensor": (ranges(lambda found: found[-1].__setitem__(1, 10**6)), "are not all of it"),
+    "a range that starts below zero": (in_a_range(0, -1), "ranges of '"),
+    "an offset below zero": (in_a_range(3, -1), "ranges of '"),
+    "an offset beyond the file": (in_a_range(3, 10**12), "lies outside of its file"),
+    "not a number for an offset": (in_a_range(3, float("nan")), "ranges of '"),
+    "a range in no file": (in_a_range(2, "nowhere.bin"), "lies outside of its file"),
+    "a list for a file": (in_a_range(2, []), "TypeError in it"),
+    "two tensors in the same bytes": (lambda m, _: m["tensors"][MOMENT].update(  # neighbours neither in a file nor here
+        ranges=m["tensors"]["optimizer.state.head.weight.exp_avg"]["ranges"]), "lies where another tensor does"),
+    "a shape of many": (tensor(shape=[2**40]), "are not all of it"),
+    "a shape of too many": (tensor(shape=[2**40, 2**40]), "a shape of too many elements"),
+    "a shape below zero": (tensor(shape=[-5, -7]), "a shape of [-5, -7]"),
+    "a shape of a text": (tensor(shape="57"), "a shape of 57"),
+    "a parameter of another shape": (tensor(WEIGHT, shape=[7, 5]), "the shape of '"),
+    "a moment of another shape": (tensor(shape=[7, 5]), "the shape of '"),
+    "a dtype that is none": (tensor(dtype="load"), "KeyError in it"),
+    "a dtype of more bytes": (tensor(dtype="complex128"), "lies where another tensor does"),
+    "a dtype of another kind": (tensor(dtype="int32"), "is of another optimizer: int32"),
+    "a parameter of another kind": (tensor(WEIGHT, dtype="int32"), "embed.weight is torch.int32 there"),
+    "a count of another kind": (entry("step", {"data": ["int32", [], "AAAAAA=="]}), "is of another optimizer: int32"),
+    "more dimensions before than there are": (tensor(n_lead=3), "dimensions of '"),
+    "dimensions before that others have not": (tensor(n_lead=1), "are not all of it"),
+    "dimensions before below zero": (tensor(n_lead=-1), "dimensions of '"),
+    "an entry more in a tensor": (tensor(layout="sparse"), "tensor 'optimizer.state.embed.weight.exp_avg'"),
+    "a tensor that nobody claims": (lambda m, _: m["tensors"].update(
+        more={**m["tensors"][MOMENT], "ranges": [], "shape": [0]}), "nobody claims 'more'"),
+    "a tensor less": (lambda m, _: m["tensors"].pop(MOMENT) and None, "KeyError in it"),
+    "a name less": (lambda m, _: m["model"].remove("embed.weight"), "parameters of the groups"),
+    "a name twice": (lambda m, _: m["model"].append("embed.weight"), "model"),
+    "another optimizer": (lambda m, _: m.update(optimizer="SGD"), "it is of SGD, this optimizer is AdamW"),
+    "groups of other parameters": (lambda m, _: m["groups"][0]["params"].reverse(),
+        "its parameter groups are 10 from tied.bias"),
+    "a group less": (lambda m, _: m["groups"].clear(), "a state of no parameter"),
+    "a text for a learning rate": (option("lr", "fast"), "lr of group 0 is 'fast', here it is 0.001"),
+    "a number for betas": (option("betas", 0.9), "betas of group 0 is '0.9', here it is (0.9, 0.999)"),
+    "parameters in the options": (option("params", []), "groups"),
+    "a tensor of the files in the options": (option("mine", {"tensor": MOMENT}), "a tensor as 'tensor'"),
+    "a state of no parameter": (lambda m, _: m["states"].update(nothing=m["states"].pop("embed.weight")),
+        "a state of no parameter"),
+    "a state of nothing": (lambda m, _: m["states"].update({"embed.weight": {"dict": []}}),
+        "the state of 'embed.weight'"),
+    "a moment that is another one's": (entry("exp_avg", {"piece": MOMENT + "_sq"}), "a tensor is claimed twice"),
+    "a moment that is nowhere": (entry("exp_avg", {"piece": "nowhere"}), "KeyError in it"),
+    "a moment that is whole on each rank": (entry("exp_avg", {"tensor": MOMENT}), "is of another optimizer: float32"),
+    "a number for a moment": (a_number_for_a_moment, "is of another optimizer: 0.0, not"),
+    "a count of another shape": (entry("step", {"data": ["float32", [2], "AAAAAAAAAAA="]}),
+        "is of another optimizer: float32"),
+    "a pickle in a state": (entry("step", {"pickle": "gASVAAAA"}), "a tensor as 'pickle'"),
+    "a text for a count": (entry("step", {"data": ["float32", [], "?"]}), "Only base64 data is allowed"),
+    "fewer bytes than a tensor has": (entry("step", {"data": ["float32", [], "AAA="]}), "2 bytes for a tensor"),
+    "a large tensor of few bytes": (entry("step", {"data": ["float32", [2**40], "AAAAAA=="]}),
+        "4 bytes for a tensor"),
+    "a deque below zero": (extra({"deque": [-1, [1]]}), "maxlen must be non-negative"),
+    "a list for a key": (extra({"dict": [[[1], 2]]}), "TypeError in it"),
+    "two kinds at once": (extra({"dict": [], "list": []}), "a value of no known kind"),
+    "an extra that is nowhere": (extra({"tensor": "nowhere"}), "KeyError in it"),
+    "an extra that is a piece": (extra({"piece": "extra.0.average"}), "a tensor as 'piece'"),
+}
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_was_damaged_or_tampered_with_is_refused(rank, tmp_path):
+    """And one that was only written anew, with the same content, is loaded."""
+    model, optimizer = a_run(rank, STAGES[3], **ADAMW)
+    train(rank, model, optimizer, range(2))
+    whole = tmp_path / "whole"
+    saved = {"step": 2, "average": torch.arange(100.0)}
+    checkpoint.save(whole, model, optimizer, saved)
+    on_rank_0(rank, tamper, whole, lambda *_: None)
+    model, optimizer = a_run(rank, STAGES[3], seed=7)
+    train(rank, model, optimizer, range(1))
+
+    def begin(folder, what):
+        shutil.copytree(whole, folder)
+        (folder.parent / "outside").mkdir()
+        DAMAGE[what][0](folder) if what in DAMAGE else tamper(folder, WAYS[what][0])
+
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number, what in enumerate([*DAMAGE, *WAYS]):
+        folder = tmp_path / str(number) / "one"
+        with situation(what), nothing_changes(model, optimizer):
+            on_rank_0(rank, begin, folder, what)
+            outside, began = outside_of(folder), time.process_time()
+            line = said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), checkpoint.CheckpointError))
+            assert line.startswith(f"checkpoint {folder} can't be loaded: ") and len(line) < 700
+            assert {**DAMAGE, **WAYS}[what][1] in line, line
+            assert time.process_time() - began < 10 and outside_of(folder) == outside
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 600_000  # KiB
+    assert equal(checkpoint.load(whole, model, optimizer), saved)
+
+
+def outside_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*") if folder not in path.parents}
+
+
+# -------------------------------------------------------------------------------------------------------- thousands
+
+
+def test_whatever_is_changed_is_refused_or_loaded_stepped_and_saved(tmp_path):
+    """A share of `python -m tests.checkpoint.mutations`: the seed is one that make faults doesn't have."""
+    ended = run_module("tests.checkpoint.mutations", "--number", 5 * len(KINDS), "--seed", 1, "--json", tmp_path / "it")
+    assert ended.code == 0, ended
+    rows = json.loads((tmp_path / "it").read_text())["rows"]
+    assert {row["kind"] for row in rows} == KINDS.keys() and sum(row["loaded"] for row in rows) > 5
+
+
+@on_ranks(2)
+def test_two_ranks_say_the_same_of_whatever_is_changed(rank, tmp_path):
+    chance, answers = random.Random(0), []
+    for turn in range(60):
+        case, name = 2 + turn % 3, sorted(KINDS)[turn % len(KINDS)]
+        original, mutated = tmp_path / f"original-{case}", tmp_path / f"mutated-{turn}"
+        dist.barrier()
+        if not original.exists():
+            dist.barrier()
+            save_one(CASES[case], original)
+        on_rank_0(rank, lambda: (shutil.copytree(original, mutated), mutate(chance, name, mutated)))
+        its = made(CASES[case], 1)
+        answers.append(said_by_all(answer_of(mutated, *its)))
+        mutations.step(*its)
+    assert 25 < sum(answer != "loaded" for answer in answers) < 60 and all(map(str.isprintable, answers))
+    assert all(answer == "loaded" or "can't be loaded: " in answer for answer in answers)
+
+
+def test_what_is_wrong_is_found_and_the_checksums_are_made_right_again(monkeypatch, tmp_path):
+    """A load that changes first, one that ends in another error, one that lets pass what can't be stepped."""
+    save_one(CASES[0], tmp_path / "one")
+    for turn in range(10):  # else all that is tried is the checksum
+        shutil.copytree(tmp_path / "one", tmp_path / str(turn))
+        mutate(random.Random(turn), "bytes of a file", tmp_path / str(turn))
+        checkpoint.load(tmp_path / str(turn), *made(CASES[0], 1))
+
+    def changes_first(path, model, optimizer):
+        model[0].weight.data.fill_(7)
+        raise checkpoint.CheckpointError("too late")
+
+    def lets_pass(path, model, optimizer):
+        optimizer.param_groups[0]["lr"] = "fast"
+
+    for load, answer in ((changes_first, "changed before it was refused: too late"), (lets_pass, "loaded; then Type"),
+                         (raising(IndexError("nobody thought of it")), "IndexError: nobody thought of it")):
+        monkeypatch.setattr(checkpoint, "load", load)
+        assert mutations.outcome(CASES[0], tmp_path / "one", tmp_path).startswith(answer)
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------- of something else
+
+
+def other_shape(rank):
+    model = Net(seed=0).to(rank.device)
+    model.up = torch.nn.Linear(5, 12).to(rank.device)
+    return model, wrapped(SHARDED[0], model.parameters())
+
+
+def other_groups(rank):
+    model = Net(seed=0).to(rank.device)
+    params = list(model.parameters())
+    return model, wrapped(SHARDED[1], [{"params": params[:4]}, {"params": params[4:]}])
+
+
+FOREIGN = [
+    (lambda rank: small(rank, SHARDED[1]), "it is of another model: 0.weight: the checkpoint doesn't have it"),
+    (other_shape, r"of another model: up.weight: the checkpoint has it with shape \(11, 5\), the model .*\(12, 5\)"),
+    (lambda rank: a_run(rank, SHARDED[0], cls=torch.optim.SGD, lr=0.1), "it is of AdamW, this optimizer is SGD"),
+    (lambda rank: a_run(rank, SHARDED[1], cls=type("AdamW", (torch.optim.Adagrad,), {})),
+     "the state of scale is of another optimizer: .*exp_avg_sq.*, this one keeps step, sum"),
+    (other_groups, "its parameter groups are 10 from .* to .*, this optimizer's 4 from .* and 6 from"),
+]
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_changed(rank, tmp_path):
+    model, optimizer = a_run(rank, STAGES[3])
+    for turn in range(2):
+        train(rank, model, optimizer, range(1))
+        checkpoint.save(tmp_path / str(turn), model, optimizer)
+    for make, words in FOREIGN:
+        its = make(rank)
+        with situation(words), nothing_changes(*its):
+            line = error_of(lambda: checkpoint.load(tmp_path / "0", *its), checkpoint.ForeignCheckpoint)
+            assert re.search(words, said_by_all(line)), line
+    with nothing_changes(model, optimizer):
+        line = error_of(lambda: checkpoint.load(tmp_path / str(rank.rank), model, optimizer))
+        assert line.endswith("the ranks read different checkpoints")
+
+
+def test_load_unpickles_nothing(tmp_path, monkeypatch):
+    """In one process: ranks send each other pickles, which are no files."""
+    its, others = alone(), alone()
+    checkpoint.save(tmp_path / "one", *its, {"average": torch.arange(100.0), "text": "three"})
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, raising(AssertionError("something was unpickled")))
+    assert checkpoint.load(tmp_path / "one", *others)["text"] == "three"
+    assert equal(weights(others[0]), weights(its[0])) and equal(full(others[1]), full(its[1]))
+
+
+# --------------------------------------------------------------------------------------- neither half read, nor saved
+
+
+@on_ranks(2, stage=STAGES[1::2])
+def test_what_cannot_be_read_to_its_end_changes_nothing(rank, stage, tmp_path):
+    """On rank 1 the disk breaks at the last tensor, after everything has been checked."""
+    read = reading.read_box
+
+    def read_until(path, stored, *args):
+        if rank.rank == 1 and stored.shape == (100,):
+            raise OSError(5, "Input/output error")
+        return read(path, stored, *args)
+
+    model, optimizer = a_run(rank, stage)
+    train(rank, model, optimizer, range(1))
+    checkpoint.save(tmp_path / stage, model, optimizer, torch.arange(100.0))
+    train(rank, model, optimizer, range(1))
+    with pytest.MonkeyPatch.context() as patch, nothing_changes(model, optimizer):
+        patch.setattr(reading, "read_box", read_until)
+        line = error_of(lambda: checkpoint.load(tmp_path / stage, model, optimizer), checkpoint.DamagedCheckpoint)
+    assert said_by_all(line).endswith("rank 1: Input/output error")
+
+
+LOST = {  # function(path, entries, written): after the last rank has written its file
+    "a range": lambda path, entries, _: next(one for one in entries.values() if one["ranges"])["ranges"].pop(),
+    "bytes": lambda path, *_: os.truncate(path, path.stat().st_size - 1), "a file": lambda path, *_: path.unlink(),
+}
+
+
+@on_ranks(2, stage=STAGES[1::2], what=LOST)
+def test_what_could_not_be_loaded_is_not_saved(rank, stage, what, tmp_path):
+    write = writing.write_rank_file
+
+    def changed(path, parts):
+        answer = write(path, parts)
+        LOST[what](path, *answer)
+        return answer
+
+    model, optimizer = a_run(rank, stage)
+    train(rank, model, optimizer, range(1))
+    path = tmp_path / f"{stage}{what}" / "one"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(writing, "write_rank_file", changed)
+        line = said_by_all(error_of(lambda: checkpoint.save(path, model, optimizer)))
+    assert "one can't be written: " in line and [left.name for left in path.parent.iterdir()] == [LOCK]
