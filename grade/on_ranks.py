@@ -447,13 +447,13 @@ def in_one_process(run, world_size, combine=mean, kept=None, misses=False, weigh
     The other arguments make known mistakes. combine: what becomes of the ranks' gradients of a parameter. kept: of a
     parameter what its gradient begins with after a step, and misses: that nothing is added to it. weights: how often
     each micro-batch counts. forgets: the state is new in each step, with `resume` in the third; restarts: the lr there
-    is that of the "start", or of the last "step". always: gradients are scaled to max_norm, also where they are smaller. hyper: (hyperparameters of the groups now,
-    at the start) -> those that the step uses.
+    is that of the "start", or of the last "step". always: gradients are scaled to max_norm, also where they are
+    smaller. hyper: (hyperparameters of the groups now, at the start) -> those that the step uses.
     """
     model = run.model(seed=0)
     optimizer_cls, kwargs = run.settings()
     optimizer = optimizer_cls(run.params(model), **kwargs)
-    at_start = hyperparameters(optimizer)
+    now = at_start = hyperparameters(optimizer)
     scheduler, params = run.scheduler(optimizer), list(model.parameters())
     snapshots, norms = [flat(params)], []
     for step in range(run.steps):
