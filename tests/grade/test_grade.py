@@ -261,7 +261,7 @@ def exercise(tmp_path, monkeypatch):
     return exercise
 
 
-@pytest.mark.parametrize("stage", skeleton.EMPTY)
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_empty_exercise_is_told_what_to_fill_in(grade, exercise, stage):
     """Each of its functions says so itself, in a line."""
     number = stage.removeprefix("stage")[0]
@@ -282,10 +282,10 @@ def test_an_exercise_is_written_to_a_new_folder(what, to, line, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-@pytest.mark.parametrize("stage", skeleton.EMPTY)
+@pytest.mark.parametrize("stage", STAGES)
 def test_how_many_bodies_an_exercise_has(stage):
     """docs/exercise.md says it, and the files."""
-    counts = {file: len(asked) for file, asked in skeleton.EMPTY[stage].items() if asked}
+    counts = {Path(path).name: len(asked) for path, asked in skeleton.asked_of(stage).items() if asked}
     _, section = DOCS.split(f"### Stage {stage[5]}: ")
     said = section.partition("\n\n")[2].partition("\n\n")[0]
     expected = [f"{count} {'bodies ' if number == 0 else ''}of `{file}`"
@@ -349,7 +349,7 @@ def test_a_variant_that_is_not_written_yet_is_told_what_to_fill_in(workers, caps
 
 
 def test_every_variant_is_an_exercise():
-    assert {path.removesuffix(".py") for path, asked in skeleton.VARIANTS.items() if asked} == variants.CASES.keys()
+    assert {Path(path).stem for path, asked in skeleton.asked_of("variants").items() if asked} == variants.CASES.keys()
     assert {what.split()[0] for what in WRONG_VARIANTS} == variants.CASES.keys()
     assert {path.stem for path in (ROOT / "variants").glob("[a-z]*.py")} == (variants.CASES.keys() - {"chained"}) | {
         "by_bucket"}
