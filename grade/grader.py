@@ -5,7 +5,7 @@ from pathlib import Path
 from grade import on_ranks
 from harness.workers import WorkerError, Workers
 
-LIMITS_S = 8, 20  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
+LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
 LAST_S = 600  # where neither is seen
 UNKNOWN = "the figures don't give one away"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
