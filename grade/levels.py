@@ -78,7 +78,11 @@ def by_hand(world_size, hint=None, **case):
 
 
 def without_zero_grad(grader):
-    by_hand(2, steps=2, zero=False)(grader, gone=grader.facts.says_gone)
+    try:
+        by_hand(2, steps=2, zero=False)(grader, gone=grader.facts.says_gone)
+    except Wrong as wrong:
+        wrong.is_of_values = False  # the first step is right, and it is the one that is recorded
+        raise
 
 
 def of_16_bits(grader):

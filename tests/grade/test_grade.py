@@ -146,7 +146,7 @@ def test_wrong_values_end_with_the_recorder_where_there_is_one(grade, is_there, 
     monkeypatch.setattr(grader, "SHOW", tmp_path if is_there else tmp_path / "show")
     last = complaint(grade(graded.Summed))[-1]
     assert (last == "see       make show STAGE=summed") == is_there
-    for what in (graded.NoStep, graded.Raises, "five", graded.LeavesZeroGradToTorch):
+    for what in (graded.NoStep, graded.Raises, "five", graded.LeavesZeroGradToTorch, graded.NotZeroed):
         assert "make show" not in grade(what)
 
 
