@@ -1,6 +1,6 @@
 """What runs on every rank while a package is graded, and what a rank tells meanwhile.
 
-A rank tells the process that grades (by `launch.event`) of each collective as it begins, where it stands still, and
+A rank tells the process that grades (by `workers.event`) of each collective as it begins, where it stands still, and
 what it has raised: a rank that is killed afterwards can't tell any more.
 """
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -965,6 +966,15 @@ class ResumesLate(Whole):
         self.optimizer.load_state_dict(saved[0])
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(own))
+
+
+class Slow(Right):
+    """One rank computes for a while, and the other waits for it: no hang."""
+    def step(self):
+        until = time.monotonic() + 5 * (self.rank == 0)
+        while time.monotonic() < until:
+            pass
+        super().step()
 
 
 class Forks(Right):

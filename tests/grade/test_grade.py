@@ -95,12 +95,18 @@ def test_what_a_wrong_optimizer_is_told(grade, cls):
 def test_what_is_graded_is_said_where_it_stands():
     """No class of graded.py is left out."""
     assert {cls for cls in vars(graded).values() if isinstance(cls, type) and cls.__module__ == graded.__name__} == {
-        *WRONG, *RIGHT, graded.Whole, graded.Forks, graded.UnfilledBuffer, graded.NotCopiedBucket}
+        *WRONG, *RIGHT, graded.Whole, graded.Forks, graded.Slow, graded.UnfilledBuffer, graded.NotCopiedBucket}
 
 
 def test_five_is_no_class(grade):
     assert complaint(grade("five"))[:3] == [
         "the interface", "expected  DistributedOptimizer is a class", "came      its type is int"]
+
+
+def test_who_computes_for_long_does_not_hang(package, workers, monkeypatch):
+    """The limit is of standing still: a machine that is busy with others makes all ranks slow."""
+    monkeypatch.setattr(grader, "LIMITS_S", (3, 60))
+    assert passes(1, Grader(package(graded.Slow), workers), only=BY_HAND)
 
 
 def test_a_package_that_replaces_the_grader_as_it_steps_is_told_so(grade):
