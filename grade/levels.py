@@ -77,9 +77,9 @@ def by_hand(world_size, hint=None, **case):
     return check
 
 
-def without_zero_grad(grader):
+def without_zero_grad(grader, gone=False):
     try:
-        by_hand(2, steps=2, zero=False)(grader, gone=grader.facts.says_gone)
+        by_hand(2, steps=2, zero=False)(grader, gone=gone)
     except Wrong as wrong:
         wrong.is_of_values = False  # the first step is right, and it is the one that is recorded
         raise
@@ -440,8 +440,10 @@ LEVELS = {  # level -> (name, checks: (name, function, of which classes))
         ("a scheduler that writes betas, too", trains(2, optimizer="AdamW", schedule="cycle"), of_all),
         ("three micro-batches equal one large batch", trains(2, optimizer="SGD", micro_batches=3), of_all),
         ("the same, inside no_sync()", trains(2, optimizer="SGD", micro_batches=3, no_sync=True), of_the_whole),
-        ("parameters of 16 bits", of_16_bits, of_all),
         ("a loop without zero_grad()", without_zero_grad, of_all),
+        ("parameters of 16 bits", of_16_bits, of_all),
+        ("gradients are gone after a step, as it says", lambda grader: without_zero_grad(grader, gone=True),
+         lambda facts: facts.says_gone),
         ("clip_grad_norm_ equals torch's on the whole model",
          trains(2, optimizer="SGD", max_norms=(0.05, 100.0, 0.05)), of_the_whole),
         ("state_dict() and load_state_dict() go on where they left off",

@@ -895,7 +895,7 @@ class NeverZeroes(Stage3):
         pass
 
 
-@told("a loop without zero_grad()", f"{MOVES}0.3 after two steps", "came      0.45 wherever it has moved: 3 times as",
+@told("gradients are gone after a step", f"{MOVES}0.3 after two", "came      0.45 wherever it has moved: 3 times",
       "cause     gradients of the step before are added: the docstring of step() says that they are gone")
 class NeverEmpties(Stage4):
     """Adds to the gradients of the step before, until zero_grad() is called."""
