@@ -1,16 +1,24 @@
-"""What elements that were stepped by hand say about the mistake: they start at 0, 1, 2, …, so each can be decoded.
+"""A step by hand, and what its elements say about the mistake: they start at 0, 1, 2, …, so each can be decoded.
 
 An element is where it should be, or where it was, or it holds what another should, padding, or a gradient.
 """
 
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 
 from grade.grader import UNKNOWN, Wrong, shorten
+from grade.on_ranks import LR, Run
 
 SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
 TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
 OWN = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
 NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
+TOO_EARLY = "nothing is sent after the inner optimizer has stepped: what it steps must travel after that, not before"
+STALE = "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"
+UNAWAITED = "a collective with async_op=True returns a work: wait() for it before what it brings is read"
+UNFINISHED = "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
 DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
 OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
 NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
@@ -21,18 +29,85 @@ NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
 }
 ORDER = "gradients come in another order on rank 1: what leaves must leave in one order, the same on every rank"
 USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
+NEVER_EMPTY = "gradients of the step before are added: the docstring of step() says that they are gone"
+ALMOST = "almost right, to two or three digits: something travels or is summed in 16 bits"
 WRONG_PLACE = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
 PADDING = "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
 GRADIENT = "a gradient was taken for a parameter: copy what was stepped"
 
 
-def explain(case, seen):
-    """Raises Wrong unless every element is where `case`, a ByHand, takes it. seen: a Seen of each rank."""
+@dataclass(frozen=True)
+class ByHand(Run):
+    """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some is
+    another's. reverse: on rank 1 gradients come in the other order.
+    """
+
+    steps: int = 1
+    numels: tuple = (4, 4, 4, 4)
+    scales: tuple = (1, 1, 1, 1)
+    dtype: torch.dtype = torch.float32
+    options: tuple = ()  # further arguments of the constructor: ("name", value), …
+    lr: float = LR
+    reverse: bool = False
+    gone: bool = False  # gradients, after a step: without zero_grad() they may add up, as in torch, or not
+
+    def start(self):
+        return torch.arange(float(sum(self.numels)))
+
+    def grad(self, rank):
+        return torch.cat([torch.full((n,), float(2**rank * s)) for n, s in zip(self.numels, self.scales)])
+
+    def model(self, seed):
+        return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in self.start().split(self.numels))
+
+    def make(self, candidate, model):
+        return candidate.make(list(model), torch.optim.SGD, lr=self.lr, **dict(self.options))
+
+    def loss(self, model, number, rank):
+        terms = list(zip(model, self.scales))[:: -1 if self.reverse and rank == 1 else 1]
+        return sum((param * scale).sum() for param, scale in terms) * 2**rank  # the last term's gradient is the first
+
+
+@dataclass(frozen=True)
+class Constructed(ByHand):
+    """Rank r begins with r everywhere; gradients are 0."""
+
+    def model(self, seed):
+        return nn.ParameterList(nn.Parameter(torch.full((4,), float(seed))) for _ in range(4))
+
+    def loss(self, model, number, rank):
+        return sum(param.sum() * 0 for param in model)
+
+
+def explain(case, seen, finishes=False):
+    """Raises Wrong unless every element is where `case`, a ByHand, takes it, and nothing is still under way.
+
+    seen: a Seen of each rank. finishes: whether the class has finish_param_sync().
+    """
+    cause = UNFINISHED if finishes else UNAWAITED
+    for rank, one in enumerate(seen):
+        if one.unawaited:
+            kinds = [entry.kind for entry in one.unawaited]
+            counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+            place = f" ({one.unawaited[0].place})" if one.unawaited[0].place else ""
+            came = shorten(f"rank {rank} has not waited for {counts} when its step ends{place}")
+            break
+    else:
+        return explain_values(case, seen)
+    try:
+        explain_values(case, seen)
+    except Wrong as wrong:
+        lines = dict(wrong.lines)
+        raise Wrong(lines["expected"], [lines["came"], came], cause) from None
+    raise Wrong("every collective has arrived when a step ends", came, cause)
+
+
+def explain_values(case, seen):
     start, d = case.start(), len(seen)
     grads = [case.grad(rank) for rank in range(d)]
     mean, lr = sum(grads) / d, case.lr
-    came = [one.came for one in seen]
-    allowed = [case.steps] if case.zero else [2, 3]  # gradients of step 1 may be used up, or add up as in torch
+    came = [one.snapshots[-1] for one in seen]
+    allowed = [case.steps] if case.zero or case.gone else [2, 3]  # gradients of step 1 are used up, or add up
 
     def near(a, b):
         return (a - b).abs() <= lr / 1000
@@ -48,8 +123,10 @@ def explain(case, seen):
     factor = ratios[0].item()
     if torch.allclose(ratios, ratios[:1], rtol=1e-3) and not any(abs(factor - times) < 1e-3 for times in allowed):
         figure = "" if len(set(case.scales)) > 1 else f"{lr * factor * mean[0]:.3g} wherever it has moved: "
-        raise Wrong(expected, figure + times_as_far(factor), cause_of(factor, d, lr, is_fed=[
-            one.grad is not None and abs(one.grad / mean.mean().item() - 1) < 1e-3 for one in seen]))
+        fed = [one.inner[0].grads for one in seen if one.inner]
+        cause = NEVER_EMPTY if case.gone and abs(factor - 3) < 1e-3 else cause_of(factor, d, lr, is_fed=[
+            grads is not None and abs(grads.mean() / mean.mean() - 1) < 1e-3 for grads in fed])
+        raise Wrong(expected, figure + times_as_far(factor), cause)
     own = torch.stack(grads)
     is_right = (ratios - 1).abs().max() < 1e-3
     if not is_right and all(near(move * lr, own * lr)[:, ~stay].any(dim=0).all() for move, stay in zip(moved, stays)):
@@ -66,36 +143,41 @@ def explain(case, seen):
                     "nobody owns these parameters, or their gradients have not arrived")
     if any(stay.any() for stay in stays):
         some = [f"elements {spans(stay)} on rank {rank}" for rank, stay in enumerate(stays) if stay.any()]
-        raise Wrong(expected, shorten(f"not moved: {', '.join(some)}; elsewhere they have"), NOT_RECEIVED)
+        own = [near((start - lr * mean)[:, None], one.inner[0].own).any(dim=1) if one.inner else ~stays[0]
+               for one in seen]  # the inner optimizer of a rank has stepped these
+        is_own = all((stay <= its).all() for stay, its in zip(stays, own))
+        cause = TOO_EARLY if not any(one.after_inner for one in seen) else STALE if is_own else NOT_RECEIVED
+        raise Wrong(expected, shorten(f"not moved: {', '.join(some)}; elsewhere they have"), cause)
     raise Wrong(expected, figures(moved, stays, lr), ORDER if case.reverse else UNKNOWN)
 
 
 def in_words(case, d, mean, allowed):
     """-> what is expected."""
-    sums = " + ".join(map(str, range(1, d + 1)))
+    sums = " + ".join(str(2**rank) for rank in range(d))
     if len(set(case.scales)) > 1:
         figure = f"{', '.join(f'{case.lr * value:.3g}' for value in dict.fromkeys(mean.tolist()))} of the parameters"
     elif not case.zero:
-        figure = " or ".join(f"{case.lr * times * mean[0]:g}" for times in allowed) + " after two steps"
+        figure = " or ".join(f"{case.lr * times * mean[0]:.3g}" for times in allowed) + " after two steps"
     else:
-        figure = f"{case.lr:g} · ({sums}) / {d} = {case.lr * mean[0]:g}"
+        figure = f"{case.lr:g} · ({sums}) / {d} = {case.lr * mean[0]:.3g}"
     return f"every element moves by lr × mean gradient, {figure}, on every rank"
 
 
 def nothing_moved(start, seen, near):
     """-> (what came, the cause)."""
-    stepped = [(rank, ~near(one.own, start)) for rank, one in enumerate(seen) if one.own is not None]
+    stepped = [(rank, ~near(one.inner[0].model, start)) for rank, one in enumerate(seen) if one.inner]
     stepped = [f"rank {rank} elements {spans(mask)}" for rank, mask in stepped if mask.any()]
     if stepped:
         return shorten(f"nothing has moved in the end; in between {', '.join(stepped)} had"), OVERWRITTEN
-    fed = [one.fed for one in seen]
+    fed = ["nothing" if not one.inner or not len(one.inner[0].own) else "no gradients" if one.inner[0].grads is None
+           else "gradients" if one.inner[0].grads.any() else "zeros" for one in seen]
     return "nothing has moved, on any rank", NOTHING[max(fed, key=list(NOTHING).index)]
 
 
 def times_as_far(factor):
-    if abs(factor - round(factor)) < 1e-2 and factor > 0.5:
+    if abs(factor - round(factor)) < 1e-2 and factor > 1.5:
         return f"{round(factor)} times as far"
-    if factor > 0 and abs(1 / factor - round(1 / factor)) < 1e-2 and factor > 0.02:
+    if abs(factor - 1) > 1e-2 and factor > 0.02 and abs(1 / factor - round(1 / factor)) < 1e-2:
         return f"1/{round(1 / factor)} as far"
     return f"{factor:.3g} times the mean gradient"
 
@@ -104,8 +186,10 @@ def cause_of(factor, d, lr, is_fed):
     """-> why every element that has moved has moved `factor` times too far. is_fed: of each rank, whether the inner
     optimizer got the mean gradient."""
     divisor = d / factor
+    if abs(factor - 1) < 1e-2:
+        return ALMOST
     known = [(d, SUMMED), (1 / d, TWICE_AVERAGED), (1e-3 / lr, DEFAULTS), (-1, "step against the gradient")]
-    if all(is_fed) and abs(factor * lr - 1e-3) > 1e-5:
+    if len(is_fed) == d and all(is_fed) and abs(factor * lr - 1e-3) > 1e-5:
         return "the inner optimizer has the right gradients, and another lr than the constructor's"
     for value, cause in known:
         if abs(factor - value) < 1e-2 * abs(value):
@@ -117,15 +201,13 @@ def cause_of(factor, d, lr, is_fed):
 
 def mixed_up(moved, grads, case, d):
     """Averages of two ranks' gradients of different parameters -> a sentence, or "" if there is none."""
-    names = [f"{start}-{start + n - 1}" for n, start in
-             ((n, sum(case.numels[:k])) for k, n in enumerate(case.numels))]
-    values = [[grad[sum(case.numels[:k])].item() for k in range(len(names))] for grad in grads]  # [rank][parameter]
-    for k, other in ((k, other) for k in range(len(names)) for other in range(len(names)) if k != other):
-        part = moved.split(case.numels)[k]
-        for rank in range(2):
-            if ((part - (values[rank][k] + values[1 - rank][other]) / d).abs() < 1e-3).any():
-                return (f"of elements {names[k]} rank {rank}'s gradient was averaged with rank {1 - rank}'s of "
-                        f"elements {names[other]}")
+    parts = list(zip(*(grad.split(case.numels) for grad in [torch.arange(float(sum(case.numels))), moved, *grads])))
+    names = [f"{index[0]:g}-{index[-1]:g}" for index, *_ in parts]
+    for k, other, rank in ((k, other, rank) for k in range(len(parts)) for other in range(len(parts)) if k != other
+                           for rank in range(2)):
+        if ((parts[k][1] - (parts[k][2 + rank][0] + parts[other][3 - rank][0]) / d).abs() < 1e-3).any():
+            return (f"of elements {names[k]} rank {rank}'s gradient was averaged with rank {1 - rank}'s of "
+                    f"elements {names[other]}")
     return ""
 
 

@@ -1,14 +1,12 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
-import functools
 from pathlib import Path
 
 from grade import on_ranks
 from harness.workers import WorkerError, Workers
 
-START_S = 60  # to start the ranks
-IMPORT_S = 20  # to import what is graded
-LIMIT_S = 8  # of a check, which takes a second or less
+LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
+LAST_S = 600  # where neither is seen
 UNKNOWN = "the figures don't give one away"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
@@ -24,10 +22,11 @@ SHOW = Path(__file__).resolve().parents[1] / "show"  # the recorder of a step, w
 class Wrong(Exception):
     """What was expected, what came (a line, or a list of two), and the likely cause, or None."""
 
-    is_of_values = True  # a recorded step shows more
+    is_of_values = True  # a recorded step shows more, where it is the first that is wrong
 
-    def __init__(self, expected, came, cause=UNKNOWN):
+    def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
+        self.is_of_values = self.is_of_values and step == 1
         first, *more = [came] if isinstance(came, str) else came
         lines = [("expected", expected), ("came", first), *(("", line) for line in more), ("cause", cause)]
         self.lines = [(what, line) for what, line in lines if line]
@@ -45,40 +44,48 @@ class Grader:
     def __init__(self, package, workers=None):
         self.package = package
         self.workers = {} if workers is None else workers  # by world size
+        self.answers = {}  # a run that two checks ask for is done once
 
     def close(self):
         for workers in self.workers.values():
             workers.close()
 
-    @functools.cached_property
+    @property
     def facts(self):
         """Facts of the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
-        return self.run(2, on_ranks.look, limit_s=IMPORT_S)[0]
+        return self.run(2, on_ranks.look)[0]
 
     @property
     def is_core(self):
         return self.facts.name == "ShardedOptimizer"
 
-    def run(self, world_size, function, *args, limit_s=None, hint=None):
-        """-> [function(candidate, *args) of rank 0, 1, …]. Ends within `limit_s` or LIMIT_S seconds.
+    def run(self, world_size, function, *args, hint=None):
+        """-> [function(candidate, *args) of rank 0, 1, …]. hint: the likely cause where an exception has no other."""
+        key = world_size, function, args
+        if key not in self.answers:
+            self.answers[key] = self._run(world_size, function, args, hint)
+        return self.answers[key]
 
-        hint: the likely cause where an exception has no other.
-        """
-        limit_s = limit_s or LIMIT_S
+    def _run(self, world_size, function, args, hint):
         if world_size not in self.workers:
-            self.workers[world_size] = Workers(world_size, timeout_s=START_S)
-            self.workers[world_size].run(on_ranks.get_ready)
-        workers = self.workers[world_size]
-        workers.timeout_s = limit_s
+            self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
         told = []  # (rank, what it tells)
+
+        def hear(rank, message):
+            told.append((rank, message))
+            last = dict(told)  # of each rank
+            doing = {kind for kind, *_ in last.values()}
+            if len(last) == world_size and "stuck" in doing and doing <= {"stuck", "ended"}:
+                raise WorkerError("all ranks stand still")
+
         try:
-            return workers.run(on_ranks.watched, self.package, limit_s - 1, function, *args,
-                               on_event=lambda *message: told.append(message))
+            return self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
+                                                on_event=hear)
         except WorkerError as error:
-            raise failure(str(error), told, world_size, limit_s, hint) from None
+            raise failure(str(error), told, world_size, hint) from None
 
 
-def failure(error, told, world_size, limit_s, hint=None):
+def failure(error, told, world_size, hint=None):
     """-> a NotRun that names the rank, from what the ranks have told."""
     by_rank = [[message for rank, message in told if rank == one] for one in range(world_size)]
     parting = first_difference(by_rank)
@@ -102,7 +109,7 @@ def failure(error, told, world_size, limit_s, hint=None):
     for rank, messages in enumerate(by_rank):
         doings.setdefault(doing(messages), []).append(str(rank))
     first, *others = [f"rank {', '.join(ranks)} {what}" for what, ranks in doings.items()]
-    return NotRun(f"every rank ends this check, within {limit_s} seconds", [shorten(first), shorten("; ".join(others))],
+    return NotRun("every rank ends this check", [shorten(first), shorten("; ".join(others))],
                   parting or "all ranks have called the same collectives: look at what else is waited for")
 
 
@@ -125,10 +132,10 @@ def doing(messages):
     stuck = [message[1] for message in messages if message[0] == "stuck"]
     if messages and messages[-1][0] == "ended":
         return f"has ended; its last was {last or 'no collective'}"
-    if last and (not stuck or last.endswith(f"({stuck[0]})")):
+    if last and (not stuck or last.endswith(f"({stuck[-1]})")):
         return f"hangs in {last}"
-    return f"hangs in {stuck[0] if stuck and stuck[0] else 'code of others'}, " + (f"after {last}" if last else
-                                                                               "before any collective")
+    place = stuck[-1] if stuck and stuck[-1] else "code of others"
+    return f"hangs in {place}, {f'after {last}' if last else 'before any collective'}"
 
 
 def first_difference(told):

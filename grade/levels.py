@@ -6,14 +6,26 @@ compared with results of known mistakes: what one process computes that sums whe
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from grade import on_ranks
-from grade.by_hand import DEFAULTS, NOT_RECEIVED, OWN, SUMMED, TWICE_AVERAGED, explain, spans
+from grade.by_hand import (
+    ALMOST,
+    DEFAULTS,
+    NOT_RECEIVED,
+    OWN,
+    SUMMED,
+    TWICE_AVERAGED,
+    ByHand,
+    Constructed,
+    explain,
+    spans,
+)
 from grade.grader import UNKNOWN, NotRun, Wrong, shorten
-from grade.on_ranks import ByHand, Run, in_one_process, mean
+from grade.on_ranks import Run, in_one_process, mean, play
 
 KEPT = "gradients of the step before are added again: zero_grad() must forget them"
 NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
@@ -42,11 +54,12 @@ def interface(grader):
 
 
 def ranges(grader):
-    """Of stage 3's buffer, before anything is built on it."""
+    """Of stage 3's buffer, before anything is built on it. In the last case a parameter ends where the shard begins."""
     cases = {((3, 5, 2), (0, 4, 12), 0, 8): [(0, 0, 3, 0), (1, 0, 4, 4)],
              ((3, 5, 2), (0, 4, 12), 8, 16): [(1, 4, 5, 0), (2, 0, 2, 4)],
-             ((20,), (0,), 8, 16): [(0, 8, 16, 0)]}
-    answers = grader.run(2, on_ranks.ranges, list(cases))[0]
+             ((20,), (0,), 8, 16): [(0, 8, 16, 0)],
+             ((8, 8, 8), (0, 8, 16), 8, 16): [(1, 0, 8, 0)]}
+    answers = grader.run(2, on_ranks.ranges, tuple(cases))[0]
     for (case, due), came in zip(cases.items(), answers):
         if came != due:
             numels, starts, first, stop = case
@@ -60,8 +73,16 @@ def by_hand(world_size, hint=None, **case):
     """-> a check."""
     def check(grader, **more):
         one = ByHand(**case, **more)
-        explain(one, grader.run(world_size, on_ranks.by_hand, one, hint=hint))
+        explain(one, grader.run(world_size, play, one, hint=hint), "finish_param_sync" not in grader.facts.missing)
     return check
+
+
+def without_zero_grad(grader, gone=False):
+    try:
+        by_hand(2, steps=2, zero=False)(grader, gone=gone)
+    except Wrong as wrong:
+        wrong.is_of_values = False  # the first step is right, and it is the one that is recorded
+        raise
 
 
 def of_16_bits(grader):
@@ -74,7 +95,7 @@ def of_16_bits(grader):
 
 def constructor(grader):
     expected = "the constructor gives every rank the parameters of rank 0: here 0 everywhere"
-    answers = grader.run(2, on_ranks.constructed)
+    answers = [one.snapshots for one in grader.run(2, play, Constructed())]
     for rank, (value, _) in enumerate(answers):
         if value.any():
             raise Wrong(expected, f"elements {spans(value != 0)} of rank {rank} are {value[value != 0][0].item():g}",
@@ -92,25 +113,27 @@ def equals_one_process(grader, world_size, run, otherwise=UNKNOWN):
 
     otherwise: the cause where no known mistake computes the same.
     """
-    answers = grader.run(world_size, on_ranks.train, run)
-    ranks = [snapshots for snapshots, _, _ in answers]
+    answers = grader.run(world_size, play, run)
+    ranks = [one.snapshots for one in answers]
     reference, norms = in_one_process(run, world_size)
-    check_norms(answers, norms, run, world_size)
-    for step in range(len(reference)):
-        after = f"after step {run.steps - len(reference) + step + 1}"
+    check_norms([one.norms[:1] for one in answers], norms, run, world_size)
+    for step in range(1, len(reference)):
+        number = run.steps if run.prefetch else step
+        after = f"after step {number}"
         for rank in range(1, world_size):
             if not torch.equal(ranks[rank][step], ranks[0][step]):
                 raise Wrong("all ranks have the same parameters after every step",
                             f"{after}, {difference(ranks[rank][step], ranks[0][step])}"
-                            f" between rank 0 and rank {rank}", differs_by_rank(ranks, step, run, world_size))
+                            f" between rank 0 and rank {rank}", differs_by_rank(ranks, step, run, world_size),
+                            step=number)
         if not close(ranks[0][step], reference[step]):
-            found = (wrong_hyperparameters(ranks[0][step], run, world_size) if run.groups and step == 0 else None) or (
+            found = (wrong_hyperparameters(ranks[0][step], run, world_size) if run.groups and step == 1 else None) or (
                 difference(ranks[0][step], reference[step]) + " from one process",
                 likely(ranks[0], reference, run, world_size) or otherwise)
             raise Wrong(f"{world_size} ranks train like one process that has the batches of all",
-                        f"{after}, {found[0]}", found[1])
-    if run.no_sync and answers[0][2]:
-        raise Wrong("no communication inside no_sync()", f"{answers[0][2]} collectives in {run.steps} steps",
+                        f"{after}, {found[0]}", found[1], step=number)
+    if answers[0].in_no_sync:
+        raise Wrong("no communication inside no_sync()", f"{answers[0].in_no_sync} collectives in {run.steps} steps",
                     "gradients must stay on their rank until a backward pass outside of it, or step()")
 
 
@@ -133,11 +156,23 @@ def likely(came, reference, run, world_size):
          {"weights": list(range(n, 0, -1))}),
         ("micro-batches are averaged: their gradients add up, as in torch", n > 1, run, {"weights": [1 / n] * n}),
         ("the norm is right, and the gradients were not scaled by max_norm / norm",
-         run.max_norm, replace(run, max_norm=None), {}),
+         run.max_norms, replace(run, max_norms=()), {}),
+        ("gradients are scaled also where their norm is below max_norm: the factor is at most 1", run.max_norms, run,
+         {"always": True}),
         ("the state is lost: load_state_dict() leaves the inner optimizer as new", run.resume, run, {"forgets": True}),
+        ("the lr of a scheduler is lost: state_dict() has the groups' hyperparameters, too", run.resume, run,
+         {"restarts": "start"}),
+        ("the lr that is loaded is that of the last step: a scheduler has changed the outer groups since", run.resume,
+         run, {"restarts": "step"}),
+        ("state and lr are lost: load_state_dict() leaves both as new", run.resume, run,
+         {"restarts": "start", "forgets": True}),
         (SUMMED, True, run, {"combine": sum}),
         (TWICE_AVERAGED, True, run, {"combine": lambda grads: mean(grads) / len(grads)}),
-        (KEPT, True, run, {"zeroes": False}),
+        (KEPT, True, run, {"kept": lambda param: param.grad}),
+        ("parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed",
+         True, run, {"kept": lambda param: param.detach().clone(), "misses": True}),
+        ("gradients were added to parameters: the buffer must be zeroed when these have been copied out", True, run,
+         {"kept": lambda param: param.detach().clone()}),
         (DEFAULTS, True, replace(run, defaults=True), {}),
         ("the optimizer's state is new in each step: make the inner optimizer once, in the constructor",
          run.optimizer != "SGD", run, {"forgets": True}),
@@ -146,13 +181,13 @@ def likely(came, reference, run, world_size):
     for cause, is_possible, other_run, arguments in known:
         if is_possible and all(map(close, came, in_one_process(other_run, world_size, **arguments)[0])):
             return cause
-    own = torch.stack([snapshots[0] for snapshots, _ in with_own_gradients(run, world_size)])
-    if torch.isclose(own, came[0], rtol=1e-4, atol=2e-6).any(dim=0).all():  # of each element, that of its owner
-        return OWN
     first_wrong = next(step for step, due in enumerate(reference) if not close(came[step], due))
-    before, due = [on_ranks.flat(on_ranks.model_of(0)), *reference][first_wrong : first_wrong + 2]
+    own = torch.stack([snapshots[1] for snapshots, _ in with_own_gradients(run, world_size)])
+    if first_wrong == 1 and torch.isclose(own, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():  # that of its owner
+        return OWN
+    before, due = reference[first_wrong - 1 : first_wrong + 1]
     if not run.prefetch and (came[first_wrong] - due).abs().max() < 0.01 * (due - before).abs().max():
-        return "almost right, to two or three digits: something travels or is summed in 16 bits"
+        return ALMOST
     return ""
 
 
@@ -161,7 +196,7 @@ def wrong_hyperparameters(came, run, world_size):
 
     That step is done here with every group's lr and every group's weight decay, and compared parameter by parameter.
     """
-    model, constructor = on_ranks.model_of(0), run.settings()[1]
+    model, constructor = run.model(0), run.settings()[1]
     names, numels = zip(*((name, param.numel()) for name, param in model.named_parameters()))
     in_group_0 = [any(param is other for other in run.params(model)[0]["params"]) for param in model.parameters()]
     n_groups = len(run.params(model))
@@ -171,7 +206,7 @@ def wrong_hyperparameters(came, run, world_size):
         def hyper(now, start, whose=(("lr", lr_of), ("weight_decay", decay_of))):
             sources = {"constructor": constructor, "no": {"weight_decay": 0}, **dict(enumerate(start))}
             return [{**own, **{key: sources.get(source, own)[key] for key, source in whose}} for own in now]
-        after = in_one_process(replace(run, steps=1), world_size, hyper=hyper)[0][0]
+        after = in_one_process(replace(run, steps=1), world_size, hyper=hyper)[0][1]
         stepped[lr_of, decay_of] = after.split(numels)
     matches = [next((how for how, values in stepped.items() if close(values[index], value)), None)
                for index, value in enumerate(came.split(numels))]
@@ -196,7 +231,7 @@ def differs_by_rank(ranks, step, run, world_size):
     own = [snapshots for snapshots, _ in with_own_gradients(run, world_size)]
     if all(close(ranks[rank][step], own[rank][step]) for rank in range(world_size)):
         return OWN
-    if step and any((snapshots[step] == snapshots[step - 1]).any() for snapshots in ranks):
+    if any((snapshots[step] == snapshots[step - 1]).any() for snapshots in ranks):
         return NOT_RECEIVED
     return "not every rank receives what its owner has stepped"
 
@@ -213,7 +248,7 @@ def close(a, b):
 
 def difference(came, expected):
     """-> "2.weight, 2.bias differ by up to 0.12", of two (numel,)."""
-    names, numels = zip(*((name, param.numel()) for name, param in on_ranks.model_of(0).named_parameters()))
+    names, numels = zip(*((name, param.numel()) for name, param in Run().model(0).named_parameters()))
     is_equal = torch.equal if close(came, expected) else close  # two ranks may differ by the last bits, and mustn't
     differing = [name for name, a, b in zip(names, came.split(numels), expected.split(numels)) if not is_equal(a, b)]
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
@@ -225,29 +260,48 @@ def trains(world_size, otherwise=UNKNOWN, **run):
     return lambda grader: equals_one_process(grader, world_size, Run(**run), otherwise)
 
 
+@dataclass(frozen=True)
+class Layers(Run):
+    """Eight layers, whose state and traffic are counted."""
+
+    optimizer: str = "AdamW"
+    steps: int = 2
+    n_layers: int = 8
+    counts, frees = True, False
+
+    def model(self, seed):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(self.n_layers)))
+
+    def loss(self, model, number, rank):
+        return model(torch.ones(2, 64)).sum()
+
+
+NUMEL, LARGEST, N_TENSORS = 8 * 65 * 64, 64 * 64, 16
+
+
 def state(grader, world_size):
     """Elements of AdamW's two moments. A rank may have more than 1/d by the size of the largest parameter.
 
     Padding has zeros for moments: a vector's width a tensor and shard is no fault.
     """
-    answers = grader.run(world_size, on_ranks.state_elements)
-    held, padding = [real for real, _, _, _ in answers], sum(zeros for _, zeros, _, _ in answers)
-    _, _, whole, largest = answers[0]
-    shares = ", ".join(f"{count / whole:.0%} on rank {rank}" for rank, count in enumerate(held))
+    answers = grader.run(world_size, play, Layers())
+    (held, padding), whole = zip(*(one.state for one in answers)), 2 * NUMEL
+    shares, padding = ", ".join(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(held)), sum(padding)
     expected = f"AdamW's state exists once, about 1/{world_size} on each rank"
     if sum(held) > whole:
         cause = ("every rank steps every parameter: give the inner optimizer only what this rank owns"
                  if min(held) >= whole else "some parameters are stepped on several ranks, or padding isn't zero")
-        raise Wrong(expected, f"{sum(held) / whole:.3g} times in all: {shares}", cause)
+        raise Wrong(expected, f"{sum(held) - whole} of its {whole} elements more than once: {shares}", cause)
     if sum(held) < whole:
-        raise Wrong(expected, f"{sum(held) / whole:.0%} of it in all: {shares}",
+        raise Wrong(expected, f"{whole - sum(held)} of its {whole} elements on no rank: {shares}",
                     "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
     if padding > 0.1 * whole:
         raise Wrong(expected, f"{1 + padding / whole:.3g} times, with padding: {padding} elements of zeros",
                     "pad a shard by less: to a multiple of d, or of 64 bytes")
-    is_much = padding > 2 * on_ranks.N_TENSORS * (world_size - 1 + 16 * world_size)
+    is_much = padding > 2 * N_TENSORS * (world_size - 1 + 16 * world_size)
     notes = [f"state      {shares}{f'; and {padding / whole:.1%} padding, more than is due' if is_much else ''}"]
-    if max(held) > whole / world_size + largest:
+    if max(held) > whole / world_size + 2 * LARGEST:
         notes.append("unequal    sharing out by elements saves more: the largest parameter first, to who has least")
     return notes
 
@@ -267,27 +321,47 @@ TOO_MANY = {  # kind -> bytes that suffice, in 4Ψ · (d-1)/d; why there are mor
 
 
 def ladder(grader):
-    found = grader.run(2, on_ranks.traffic)[0]
-    unit = 4 * found["numel"] / 2  # 4Ψ · (d-1)/d bytes, d = 2
-    by_kind = {kind: count / unit for kind, count in found["wire_bytes"].items()}
-    sent = sum(by_kind.values())
-    collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
-    native = sent - by_kind.get("reduce_scatter", 0) / 2  # gloo's sends twice what it has to
-    if native > 3 * 1.2:
-        over = {kind: by_kind[kind] - due for kind, (due, _) in TOO_MANY.items() if kind in by_kind}
-        worst = max(over, key=over.get, default=None)
-        cause = TOO_MANY[worst][1] if worst and over[worst] > 0 else "gradients need 2 of them, and parameters 1"
-        raise Wrong("at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
-                    f"{sent:.2f} · 4Ψ · (d-1)/d bytes, in {collectives}", cause)
+    """Judged with four ranks, too: with two, a rank that gives all it has to all others sends no more than a sum."""
+    for world_size in (4, 2):
+        one = grader.run(world_size, play, Layers())[0]
+        unit, by_kind = 4 * NUMEL * (world_size - 1) / world_size, {}
+        for entry in one.entries:
+            by_kind[entry.kind] = by_kind.get(entry.kind, 0) + entry.wire_bytes / unit
+        counts = [f"{sum(entry.kind == kind for entry in one.entries)} {kind}" for kind in by_kind]
+        sent, collectives = sum(by_kind.values()), ", ".join(counts)
+        of = f"with {world_size} ranks, " * (world_size > 2)
+        native = sent - by_kind.get("reduce_scatter", 0) / 2  # gloo's sends twice what it has to
+        if native > 3 * 1.2:
+            over = {kind: by_kind[kind] - due for kind, (due, _) in TOO_MANY.items() if kind in by_kind}
+            worst = max(over, key=over.get, default=None)
+            cause = TOO_MANY[worst][1] if worst and over[worst] > 0 else "gradients need 2 of them, and parameters 1"
+            raise Wrong("at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
+                        f"{of}{sent:.2f} · 4Ψ · (d-1)/d bytes, in {collectives}", cause)
+        held = one.held / NUMEL
+        if world_size == 4 and held > 16 * 1.05:
+            raise Wrong("fewer bytes a parameter held after a step than DDP with AdamW holds: 16", f"{of}{held:.2f}",
+                        "beside parameters and gradients a rank holds its own 1/d, and no whole copy")
+    large = {entry.kind for entry in one.entries if entry.size >= 1024}  # flags and norms are smaller
     rungs = [stage for stage, (kinds, times) in LADDER.items()
-             if kinds == found["large"] and times <= sent <= 1.25 * times]  # padding is sent, too
+             if kinds == large and times <= sent <= 1.25 * times]  # padding is sent, too
     stage = f"the collectives and bytes of stage {rungs[0]}" if rungs else "none of the four stages sends that"
-    early = f"{found['during_backward'] or 'none'} of them in the backward pass"
     ideal = f"; {native:.2g} where a reduce-scatter is no all-reduce, as gloo's is" if native < sent else ""
     return [f"ladder     {stage}",
-            f"a step     {collectives}; {early}",
+            f"a step     {collectives}; {one.in_backward or 'none'} of them in the backward pass",
             f"sent       {sent:.2f} · 4Ψ · (d-1)/d bytes a rank{ideal} (DDP alone: 2)",
-            f"held       {found['live'] / found['numel']:.2f} bytes a parameter after a step (DDP with AdamW: 16)"]
+            f"held       {held:.2f} bytes a parameter after a step (DDP with AdamW: 16)"]
+
+
+def overlap(grader):
+    """What travels before the bucket that the first layer waits for has come by then, too."""
+    awaited = grader.run(2, play, Layers(prefetch=True, steps=3))[0].awaited
+    is_all = awaited and awaited[-1]
+    if is_all:
+        cause = ("a module waits for its own parameters alone: module.parameters(recurse=False)" if all(awaited) else
+                 "what the forward pass reads first must leave first: that is the last bucket of the backward pass")
+        raise Wrong("the first layer computes while the parameters of others are under way",
+                    f"it has waited for {sum(awaited)} of {len(awaited)} messages, the last one too", cause, step=2)
+    return [f"prefetch   the first layer waits for {sum(awaited)} of {len(awaited)} messages"]
 
 
 # ------------------------------------------------------------------------------------------------------------- level 2
@@ -306,7 +380,7 @@ def is_an_optimizer(grader):
 
 def check_norms(answers, norms, run, world_size):
     """What clip_grad_norm_ has returned in the first step, on every rank, against torch's on the whole model."""
-    came = [of_rank[0] for _, of_rank, _ in answers if of_rank]
+    came = [of_rank[0] for of_rank in answers if of_rank]
 
     def are(*values):
         return all(math.isclose(norm, value, rel_tol=1e-4) for norm, value in zip(came, values * len(came)))
@@ -320,7 +394,7 @@ def check_norms(answers, norms, run, world_size):
              (SUMMED, are(in_one_process(run, world_size, combine=sum)[1][0])),
              ("√d times the norm: every rank adds the squares of the whole model, so they count d times",
               are(norms[0] * world_size**0.5)),
-             ("the norm after clipping: return the one before", are(run.max_norm)),
+             ("the norm after clipping: return the one before", are(run.max_norms[0])),
              ("the root is missing: this is the square of the norm", are(norms[0] ** 2)),
              ("the norm is of 1/d of the averaged gradients: they are divided twice", are(norms[0] / world_size))]
     raise Wrong(f"clip_grad_norm_ returns the norm of the averaged gradients of the whole model: {norms[0]:.5f}",
@@ -354,6 +428,7 @@ LEVELS = {  # level -> (name, checks: (name, function, of which classes))
         ("gradients in another order on rank 1", by_hand(2, scales=(1, 2, 4, 8), reverse=True), of_all),
         ("one parameter, 3 ranks", by_hand(3, numels=(4,), scales=(1,), hint=EMPTY), of_all),
         ("prefetch_params: rank 1 is late", trains(2, LATE, optimizer="SGD", prefetch=True), of_prefetching),
+        ("prefetch_params: the first layer waits for its own", overlap, of_prefetching),
         ("the state is spread over 2 ranks", lambda grader: state(grader, 2), of_all),
         ("the state is spread over 3 ranks", lambda grader: state(grader, 3), of_all),
         ("collectives and bytes", ladder, of_all),
@@ -365,10 +440,13 @@ LEVELS = {  # level -> (name, checks: (name, function, of which classes))
         ("a scheduler that writes betas, too", trains(2, optimizer="AdamW", schedule="cycle"), of_all),
         ("three micro-batches equal one large batch", trains(2, optimizer="SGD", micro_batches=3), of_all),
         ("the same, inside no_sync()", trains(2, optimizer="SGD", micro_batches=3, no_sync=True), of_the_whole),
-        ("a loop without zero_grad()", by_hand(2, steps=2, zero=False), of_all),
+        ("a loop without zero_grad()", without_zero_grad, of_all),
         ("parameters of 16 bits", of_16_bits, of_all),
-        ("clip_grad_norm_ equals torch's on the whole model", trains(2, optimizer="SGD", max_norm=0.05), of_the_whole),
+        ("gradients are gone after a step, as it says", lambda grader: without_zero_grad(grader, gone=True),
+         lambda facts: facts.says_gone),
+        ("clip_grad_norm_ equals torch's on the whole model",
+         trains(2, optimizer="SGD", max_norms=(0.05, 100.0, 0.05)), of_the_whole),
         ("state_dict() and load_state_dict() go on where they left off",
-         trains(2, optimizer="AdamW", steps=4, resume=True), of_the_whole),
+         trains(2, optimizer="AdamW", steps=4, resume=True, schedule="lr"), of_the_whole),
     ]),
 }

@@ -1,7 +1,7 @@
 """What runs on every rank while a package is graded, and what a rank tells meanwhile.
 
-A rank tells the process that grades (by `launch.event`) of each collective as it begins, where it hangs, and what it
-has raised: a rank that is killed afterwards can't tell any more.
+A rank tells the process that grades (by `workers.event`) of each collective as it begins, where it stands still, and
+what it has raised: a rank that is killed afterwards can't tell any more.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ import threading
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -28,9 +29,10 @@ from harness.memory import Memory
 from harness.workers import event
 
 CLASSES = ("DistributedOptimizer", "ShardedOptimizer")  # the whole one, or the idea alone: a core
+METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
+           "finish_param_sync")
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
 LR = 0.1
-N_TENSORS = 16  # of the model whose state and traffic are counted: eight layers
 OPTIMIZERS = {"SGD": (torch.optim.SGD, {"lr": LR}),
               "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": False})}
 
@@ -46,6 +48,55 @@ def beside(package, name):
     """-> the module `name` of a package, or None."""
     has_one = hasattr(sys.modules[package], "__path__") and importlib.util.find_spec(f"{package}.{name}")
     return importlib.import_module(f"{package}.{name}") if has_one else None
+
+
+class Told(Ledger):
+    """A ledger that tells of each collective before it begins, and knows whether somebody has waited for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.works = []  # to C++ a work that Python has let go of is none of ours any more
+
+    def entry_of(self, operator, arguments):
+        entry = super().entry_of(operator, arguments)
+        if entry is not None:
+            size = f" of {entry.size} bytes" if entry.size else ""
+            root = arguments.get("root_rank", -1)
+            towards = "" if root < 0 else f" {'to' if entry.kind in ('gather', 'reduce') else 'from'} rank {root}"
+            entry.place, entry.is_awaited = where(sys._getframe()), True
+            event(("collective", f"{entry.kind}{size}{towards}", entry.place))
+        return entry
+
+    def _watch(self, entry, result):
+        result = super()._watch(entry, result)
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor that waits by itself
+            return result
+        self.works.append(Awaited(dist.Work.unbox(boxed), entry))
+        boxed = self.works[-1].boxed()
+        return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
+
+
+class Awaited(dist.Work):
+    """A Work that notes whether it is waited for."""
+
+    def __init__(self, work, entry):
+        super().__init__()
+        self.work, self.entry = work, entry
+        entry.is_awaited = False
+
+    def wait(self, *timeout):
+        self.entry.is_awaited = True
+        work, self.work = self.work, None  # which holds what has arrived
+        return work is None or work.wait(*timeout)
+
+    def is_completed(self):
+        self.entry.is_awaited = True
+        return self.work is None or self.work.is_completed()
+
+    def get_future(self):
+        self.entry.is_awaited = True
+        return self.work.get_future()
 
 
 @dataclass
@@ -67,17 +118,7 @@ class Candidate:
         return self.cls(params, optimizer_cls, **kwargs)
 
 
-class Told(Ledger):
-    """A ledger that tells of each collective before it begins."""
-
-    def entry_of(self, operator, arguments):
-        entry = super().entry_of(operator, arguments)
-        if entry is not None:
-            size = f" of {entry.size} bytes" if entry.size else ""
-            root = arguments.get("root_rank", -1)
-            towards = "" if root < 0 else f" {'to' if entry.kind in ('gather', 'reduce') else 'from'} rank {root}"
-            event(("collective", f"{entry.kind}{size}{towards}", where(sys._getframe())))
-        return entry
+# ------------------------------------------------------------------------------------------------- what a rank tells
 
 
 def of_the_reader(path):
@@ -117,28 +158,61 @@ def get_ready(rank):
         _is_quiet = True
 
 
-def watched(rank, package, stuck_after_s, function, *args):
-    """-> function(candidate, *args), with everything told of that happens on the way, in the package's import too."""
+def watch_for_hangs(ended, still_s, busy_s):
+    """Tells where the main thread is when this process has done nothing for `still_s` seconds, and when it goes on; and
+    when it has computed for `busy_s`. The processor's time counts, which a busy machine takes longer to give."""
+    main, used, since, is_told = threading.main_thread().ident, time.process_time(), time.monotonic(), False
+    busy_at = used + busy_s
+    while not ended.wait(0.25):
+        is_busy = time.process_time() > busy_at
+        if time.process_time() - used > 0.05 and not is_busy:
+            used, since = time.process_time(), time.monotonic()
+            if is_told:
+                event(("moves",))
+            is_told = False
+        elif not is_told and (is_busy or time.monotonic() - since > still_s):
+            event(("stuck", where(sys._current_frames()[main])))
+            is_told = True
+
+
+def of_the_grader():
+    """-> {(module, name, attribute): function}: all functions by which the grader judges, as they are now."""
+    held = [(module, name, value) for module, its in list(sys.modules.items())
+            if module.split(".")[0] in ("grade", "harness") for name, value in list(vars(its).items())]
+    found = {(module, name, ""): value for module, name, value in held if inspect.isfunction(value)}
+    found.update({(module, name, attribute): of_class for module, name, value in held if inspect.isclass(value)
+                  and not issubclass(value, torch.optim.Optimizer)  # torch itself wraps their methods
+                  for attribute, of_class in list(vars(value).items()) if inspect.isfunction(of_class)})
+    return found
+
+
+def watched(rank, package, limits, function, *args):
+    """-> function(candidate, *args), with everything told of that happens on the way, in the package's import too.
+
+    What the package replaces of ours is told of: it would judge itself. Our own is known before it is imported.
+    """
     get_ready(rank)  # again, where ranks had to be started anew
-    main = threading.main_thread().ident
-    stuck = threading.Timer(stuck_after_s, lambda: event(("stuck", where(sys._current_frames()[main]))))
-    stuck.daemon = True
-    stuck.start()
+    ours_now, ours, tell, place_of = of_the_grader, of_the_grader(), event, where_raised
+    ended = threading.Event()
+    threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
     try:
         name, cls = class_of(package)
-        with Told() as ledger:
-            result = function(Candidate(rank, package, name, cls, ledger), *args)
-        event(("ended",))
+        now = ours_now()
+        if not (replaced := [key for key in ours if now.get(key) is not ours[key]]):
+            with Told() as ledger:
+                result = function(Candidate(rank, package, name, cls, ledger), *args)
+            now = ours_now()
+            replaced = [key for key in ours if now.get(key) is not ours[key]]
+        if replaced:
+            raise AssertionError(f"{package} replaces {'.'.join(filter(None, replaced[0]))}, by which it is graded")
+        tell(("ended",))
         return result
     except BaseException as error:  # SystemExit, too
         first_line = (str(error).strip().splitlines() or [""])[0]
-        event(("raised", f"{type(error).__name__}: {first_line}", where_raised(error)))
+        tell(("raised", f"{type(error).__name__}: {first_line}", place_of(error)))
         raise
     finally:
-        stuck.cancel()
-
-
-# ------------------------------------------------------------------------------------------------------------- level 1
+        ended.set()
 
 
 @dataclass(frozen=True)
@@ -152,9 +226,7 @@ class Facts:
     arguments: tuple = ()
     is_optimizer: bool = False
     has_ranges: bool = False  # a function of stage 3's buffer
-
-
-METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params")
+    says_gone: bool = False  # gradients, after a step: its docstring does
 
 
 def look(candidate):
@@ -170,8 +242,9 @@ def look(candidate):
     except TypeError as error:
         refusal = f"{signature}: {error}"
     missing = tuple(name for name in METHODS if not callable(getattr(cls, name, None)))
-    is_optimizer = issubclass(cls, torch.optim.Optimizer)
-    return Facts(candidate.name, "class", missing, refusal, arguments, is_optimizer, ranges_of(package) is not None)
+    says_gone = "Gradients are gone afterwards" in (getattr(getattr(cls, "step", None), "__doc__", None) or "")
+    return Facts(candidate.name, "class", missing, refusal, arguments, issubclass(cls, torch.optim.Optimizer),
+                 ranges_of(package) is not None, says_gone)
 
 
 def ranges_of(package):
@@ -185,166 +258,39 @@ def ranges(candidate, cases):
     return [[tuple(one) for one in ranges_of(candidate.package)(*case)] for case in cases]
 
 
-@dataclass(frozen=True)
-class ByHand:
-    """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is (r + 1) · scales[k].
-
-    reverse: on rank 1 gradients come in the other order. zero: whether zero_grad() is called after a step.
-    """
-
-    numels: tuple = (4, 4, 4, 4)
-    scales: tuple = (1, 1, 1, 1)
-    dtype: torch.dtype = torch.float32
-    options: tuple = ()  # further arguments of the constructor: ("name", value), …
-    lr: float = LR
-    steps: int = 1
-    zero: bool = True
-    reverse: bool = False
-
-    def start(self):
-        return torch.arange(float(sum(self.numels)))
-
-    def grad(self, rank):
-        return torch.cat([torch.full((n,), float((rank + 1) * s)) for n, s in zip(self.numels, self.scales)])
-
-
-@dataclass(frozen=True)
-class Seen:
-    """After ByHand on a rank: all elements; what they were as the inner optimizer had stepped; what that was fed."""
-
-    came: torch.Tensor  # (n,)
-    own: torch.Tensor | None  # (n,)
-    fed: str  # "nothing": no torch optimizer has stepped; "no gradients", "zeros", "gradients"
-    grad: float | None  # the mean of these gradients
-
-
-def by_hand(candidate, case):
-    params = [nn.Parameter(part.to(case.dtype)) for part in case.start().split(case.numels)]
-    optimizer = candidate.make(params, torch.optim.SGD, lr=case.lr, **dict(case.options))
-    own, fed, means = [], [], []
-
-    def all_elements():
-        return torch.cat([param.detach().float().reshape(-1) for param in params])
-
-    def note(one, *_):
-        if one is not optimizer:
-            own.append(all_elements())
-            grads = [param.grad for group in one.param_groups for param in group["params"]]
-            of_any = [grad.float().reshape(-1) for grad in grads if grad is not None]
-            means.append(torch.cat(of_any).mean().item() if of_any else None)
-            is_any = any(grad is not None and grad.any() for grad in grads)
-            fed.append("gradients" if is_any else "zeros" if any(grad is not None for grad in grads) else
-                       "no gradients" if grads else "nothing")
-
-    handle = register_optimizer_step_post_hook(note)
-    try:
-        for _ in range(case.steps):
-            terms = list(zip(params, case.scales))[:: -1 if case.reverse and candidate.rank.rank == 1 else 1]
-            loss = sum((param * scale).sum() for param, scale in terms)  # the last term's gradient is the first
-            (loss * (candidate.rank.rank + 1)).backward()
-            optimizer.step()
-            if case.zero:
-                optimizer.zero_grad()
-        return Seen(all_elements(), *((own[0], fed[0], means[0]) if own else (None, "nothing", None)))
-    finally:
-        handle.remove()
-
-
-def constructed(candidate):
-    """Rank r begins with r everywhere -> (16,) after the constructor, and after a step with gradients of 0."""
-    params = [nn.Parameter(torch.full((4,), float(candidate.rank.rank))) for _ in range(4)]
-    optimizer = candidate.make(params, torch.optim.SGD, lr=LR)
-    values = torch.cat([param.detach() for param in params])
-    sum(param.sum() * 0 for param in params).backward()
-    optimizer.step()
-    return values, torch.cat([param.detach() for param in params])
-
-
-def state_elements(candidate):
-    """-> elements of AdamW's moments: that this rank holds and that aren't 0, that are, as padding is; those of the
-    whole model; those of its largest parameter."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(N_TENSORS // 2)))
-    optimizer = candidate.make(model.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
-    model(torch.ones(2, 64)).sum().backward()
-    stepped = set()
-    handle = register_optimizer_step_post_hook(lambda one, *_: stepped.add(one))
-    try:
-        optimizer.step()
-    finally:
-        handle.remove()
-    inner = stepped - {optimizer} or stepped  # an optimizer around another one may show the other's state as its own
-    tensors = [value.to_local() if hasattr(value, "to_local") else value  # of a DTensor what lies on this rank
-               for one in inner for state in one.state.values() for value in state.values()
-               if torch.is_tensor(value) and value.dim()]
-    numels = [param.numel() for param in model.parameters()]
-    real = sum(int(value.count_nonzero()) for value in tensors)
-    return real, sum(value.numel() for value in tensors) - real, 2 * sum(numels), 2 * max(numels)
-
-
-def traffic(candidate):
-    """-> dict: the second step's collectives by kind, bytes that a rank sends, how many began during the backward pass;
-    Ψ; bytes of all tensors that live after the step."""
-    def forward_backward(x):
-        model(x).sum().backward()
-
-    x = torch.ones(2, 64)
-    with Memory("cpu") as memory:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(N_TENSORS // 2)))
-        optimizer = candidate.make(model.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
-        forward_backward(x)
-        optimizer.step()
-        optimizer.zero_grad()
-        before = len(candidate.ledger.entries)
-        forward_backward(x)
-        after_backward = len(candidate.ledger.entries)
-        optimizer.step()
-        live = memory.settled()
-    entries = candidate.ledger.entries[before:]
-    kinds = [entry.kind for entry in entries]
-    return {"collectives": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-            "wire_bytes": {one: sum(entry.wire_bytes for entry in entries if entry.kind == one) for one in set(kinds)},
-            "large": {entry.kind for entry in entries if entry.size >= 1024},  # flags and norms are smaller
-            "during_backward": after_backward - before,
-            "numel": sum(param.numel() for param in model.parameters()),
-            "live": live}
-
-
-# ------------------------------------------------------------------------------------- training, for levels 1 and 2
-
-
-def model_of(seed):
-    """Six parameters of odd sizes, 190 elements; x and y are (batch, 7)."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 7))
-
-
-def loss_of(model, number, rank):
-    """Of batch `number` of a rank; every batch is another one."""
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    x, y = torch.randn(2, 4, 7, generator=generator)
-    return F.mse_loss(model(x), y)
-
-
-def flat(model):
-    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+# --------------------------------------------------------------------------------------------- training, by one runner
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, which the ranks and the one process do alike."""
+    """A training run, which the ranks and the one process do alike: six parameters of odd sizes, 190 elements.
 
-    optimizer: str
+    Subclasses train something else.
+    """
+
+    optimizer: str = "SGD"
     steps: int = 3
     groups: bool = False  # one bias, the matrices, the other biases: each with an lr and a weight decay of its own
     schedule: str = ""  # "lr": it falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
     micro_batches: int = 1
     no_sync: bool = False
-    max_norm: float | None = None
+    max_norms: tuple = ()  # one of each step
     resume: bool = False  # after two steps: save, and go on in another model with another optimizer
     prefetch: bool = False  # parameters come back in the next forward pass, and rank 1's leave late
+    zero: bool = True  # zero_grad() after a step
     defaults: bool = False  # the optimizer's own hyperparameters
+
+    counts = False  # what is sent and held, and values at the end alone: they would be held, too
+    frees = True  # gradients, before what is held is counted
+
+    def model(self, seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 7))
+
+    def loss(self, model, number, rank):
+        """Of batch `number` of a rank; every batch is another one."""
+        x, y = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(1000 * number + rank))
+        return F.mse_loss(model(x), y)
 
     def params(self, model):
         if not self.groups:
@@ -359,100 +305,185 @@ class Run:
         optimizer_cls, kwargs = OPTIMIZERS[self.optimizer]
         return optimizer_cls, {"foreach": False} if self.defaults else kwargs
 
+    def make(self, candidate, model):
+        optimizer_cls, kwargs = self.settings()
+        return candidate.make(self.params(model), optimizer_cls, **kwargs)
+
     def scheduler(self, optimizer):
         if self.schedule == "cycle":
             return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
 
+    def left_out(self, optimizer):
+        """-> bytes that don't count as held."""
+        return 0
 
-def train(candidate, run):
-    """-> (parameters after each step, (numel,) each; what clip_grad_norm_ returned; collectives inside no_sync).
 
-    With `prefetch` only those after the last step: to look at them would be to wait.
+@dataclass
+class Seen:
+    """What a Run shows on a rank. Snapshots: (numel,) after the constructor, and after each step."""
+
+    snapshots: list = field(default_factory=list)
+    norms: list = field(default_factory=list)  # what clip_grad_norm_ has returned
+    inner: list = field(default_factory=list)  # of each step of the inner optimizer: Inner
+    in_no_sync: int = 0  # collectives
+    entries: list = field(default_factory=list)  # of the last step, with its forward and backward pass
+    in_backward: int = 0  # how many of them
+    after_inner: int = 0  # how many of them began after the inner optimizer had stepped
+    awaited: list = field(default_factory=list)  # of these of the step before: whether the first layer has waited
+    unawaited: list = field(default_factory=list)  # those for whose result nobody has waited when the step ends
+    state: tuple = ()  # elements of AdamW's moments: that this rank holds and aren't 0, that are, as padding is
+    held: float = 0  # bytes of all tensors
+
+
+@dataclass
+class Inner:
+    """As the inner optimizer has stepped: all elements of the model; of what it steps, elements and gradients."""
+
+    model: torch.Tensor
+    own: torch.Tensor
+    grads: torch.Tensor | None  # None: there are none
+
+
+def local(tensor):
+    """-> of a DTensor what lies on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def flat(params):
+    return torch.cat([torch.zeros(0), *(local(param.detach()).float().reshape(-1) for param in params)])
+
+
+def moments(optimizers):
+    """-> Seen.state"""
+    tensors = [local(value) for one in optimizers for state in one.state.values() for value in state.values()
+               if torch.is_tensor(value) and value.dim()]
+    real = sum(int(value.count_nonzero()) for value in tensors)
+    return real, sum(value.numel() for value in tensors) - real
+
+
+def play(candidate, run):
+    """-> Seen of this rank.
+
+    With `prefetch` there is a snapshot after the last step alone: to look at parameters would be to wait.
     """
+    rank, entries = candidate.rank.rank, candidate.ledger.entries
+    seen, stepped, travels, at_inner = Seen(), set(), [], []
+
+    def note(one, *_):
+        stepped.add(one)
+        if one is not optimizer:
+            at_inner.append(len(entries))
+        if one is not optimizer and not run.counts:
+            params = [param for group in one.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None]
+            seen.inner.append(Inner(flat(model.parameters()), flat(params), flat(grads) if grads else None))
+        if run.prefetch and rank == 1:
+            time.sleep(0.1)
+
+    def begin(seed):
+        model = run.model(seed)
+        optimizer = run.make(candidate, model)
+        if run.prefetch:
+            optimizer.prefetch_params(model)
+        if run.counts and isinstance(model, nn.Sequential):
+            model[0].register_forward_hook(
+                lambda *_: setattr(seen, "awaited", [entry.is_awaited for entry in travels]))
+        return model, optimizer, run.scheduler(optimizer)
+
     with contextlib.ExitStack() as stack:
-        if run.prefetch and candidate.rank.rank == 1:
-            stack.callback(register_optimizer_step_post_hook(lambda *_: time.sleep(0.1)).remove)
-        return _train(candidate, run)
-
-
-def _train(candidate, run):
-    rank = candidate.rank.rank
-    model = model_of(seed=rank)
-    optimizer_cls, kwargs = run.settings()
-    optimizer = candidate.make(run.params(model), optimizer_cls, **kwargs)
-    if run.prefetch:
-        optimizer.prefetch_params(model)
-    scheduler = run.scheduler(optimizer)
-    snapshots, norms, in_no_sync = [], [], 0
-    for step in range(run.steps):
-        if run.resume and step == 2:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            model = model_of(seed=rank + 10)
-            model.load_state_dict(saved[0])
-            optimizer = candidate.make(run.params(model), optimizer_cls, **kwargs)
-            optimizer.load_state_dict(saved[1])
-        for micro in range(run.micro_batches):
-            before = len(candidate.ledger.entries)
-            is_last = micro == run.micro_batches - 1
-            with optimizer.no_sync() if run.no_sync and not is_last else contextlib.nullcontext():
-                loss_of(model, step * run.micro_batches + micro, rank).backward()
-            if not is_last:
-                in_no_sync += len(candidate.ledger.entries) - before
-        if run.max_norm:
-            norms.append(float(optimizer.clip_grad_norm_(run.max_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler:
-            scheduler.step()
-        if run.prefetch and step == run.steps - 1:
-            optimizer.finish_param_sync()
-        if not run.prefetch or step == run.steps - 1:
-            snapshots.append(flat(model))
-    return snapshots, norms, in_no_sync
+        memory = stack.enter_context(Memory("cpu")) if run.counts else None
+        stack.callback(register_optimizer_step_post_hook(note).remove)
+        model, optimizer, scheduler = begin(rank)
+        if not run.counts:
+            seen.snapshots.append(flat(model.parameters()))
+        for step in range(run.steps):
+            is_last = step == run.steps - 1
+            if run.resume and step == 2:
+                parts = model, optimizer, scheduler
+                saved = copy.deepcopy([part.state_dict() for part in parts])
+                parts = model, optimizer, scheduler = begin(rank + 10)
+                for part, its in zip(parts, saved):
+                    part.load_state_dict(its)
+            before = len(entries)
+            for micro in range(run.micro_batches):
+                is_quiet = run.no_sync and micro < run.micro_batches - 1
+                n_before = len(entries)
+                with optimizer.no_sync() if is_quiet else contextlib.nullcontext():
+                    run.loss(model, step * run.micro_batches + micro, rank).backward()
+                seen.in_no_sync += is_quiet * (len(entries) - n_before)
+            seen.in_backward = len(entries) - before
+            if run.max_norms:
+                seen.norms.append(float(optimizer.clip_grad_norm_(run.max_norms[step])))
+            at_inner.clear()
+            optimizer.step()
+            seen.entries, travels = entries[before:], entries[at_inner[0] if at_inner else before + seen.in_backward :]
+            seen.after_inner = len(travels)
+            seen.unawaited = [entry for entry in seen.entries
+                              if not entry.is_awaited and entry.kind not in ("send", "barrier")]
+            if run.zero and (run.frees or not is_last):
+                optimizer.zero_grad()
+            if scheduler:
+                scheduler.step()
+            if run.prefetch and is_last:
+                optimizer.finish_param_sync()
+            if not run.counts and (is_last or not run.prefetch):
+                seen.snapshots.append(flat(model.parameters()))
+        if run.counts:
+            seen.state = moments(stepped - {optimizer} or stepped)  # one around another may show the other's as its own
+            seen.held = memory.settled() - run.left_out(optimizer)
+            seen.snapshots.append(flat(model.parameters()))
+    return seen
 
 
 def mean(grads):
     return sum(grads) / len(grads)
 
 
-def in_one_process(run, world_size, combine=mean, zeroes=True, weights=None, forgets=False, hyper=None):
+def in_one_process(run, world_size, combine=mean, kept=None, misses=False, weights=None, forgets=False, restarts="",
+                   always=False, hyper=None):
     """The same run in one process with the batches of all ranks -> (snapshots, norms).
 
-    The other arguments make known mistakes. combine: what becomes of the ranks' gradients of a parameter. zeroes:
-    whether gradients are forgotten after a step. weights: how often each micro-batch counts. forgets: the state is new
-    in each step, with `resume` in the third. hyper: (hyperparameters of the groups now, at the start) -> those that the
-    step uses.
+    The other arguments make known mistakes. combine: what becomes of the ranks' gradients of a parameter. kept: of a
+    parameter what its gradient begins with after a step, and misses: that nothing is added to it. weights: how often
+    each micro-batch counts. forgets: the state is new in each step, with `resume` in the third; restarts: the lr there
+    is that of the "start", or of the last "step". always: gradients are scaled to max_norm, also where they are
+    smaller. hyper: (hyperparameters of the groups now, at the start) -> those that the step uses.
     """
-    model = model_of(seed=0)
+    model = run.model(seed=0)
     optimizer_cls, kwargs = run.settings()
     optimizer = optimizer_cls(run.params(model), **kwargs)
-    at_start = hyperparameters(optimizer)
+    now = at_start = hyperparameters(optimizer)
     scheduler, params = run.scheduler(optimizer), list(model.parameters())
-    snapshots, norms = [], []
+    snapshots, norms = [flat(params)], []
     for step in range(run.steps):
         if forgets and (step == 2 or not run.resume):
             optimizer.state.clear()
+        if restarts and step == 2:
+            for group, old in zip(optimizer.param_groups, at_start if restarts == "start" else now):
+                group["lr"] = old["lr"]
         for micro, weight in enumerate(weights or [1] * run.micro_batches):
             number = step * run.micro_batches + micro
-            of_ranks = [torch.autograd.grad(loss_of(model, number, rank), params) for rank in range(world_size)]
+            of_ranks = [torch.autograd.grad(run.loss(model, number, rank), params) for rank in range(world_size)]
             for param, *grads in zip(params, *of_ranks):
                 grad = combine(grads) * weight
-                param.grad = grad if param.grad is None else param.grad + grad
-        if run.max_norm:
-            norms.append(float(nn.utils.clip_grad_norm_(params, run.max_norm)))
+                param.grad = grad if param.grad is None else param.grad + grad * (not misses)
+        if run.max_norms:
+            norms.append(float(nn.utils.clip_grad_norm_(params, run.max_norms[step])))
+            if always and norms[-1] < run.max_norms[step]:
+                torch._foreach_mul_([param.grad for param in params], run.max_norms[step] / norms[-1])
         now = hyperparameters(optimizer)
         for group, used in zip(optimizer.param_groups, hyper(now, at_start) if hyper else now):
             group.update(used)
         optimizer.step()
         for group, right in zip(optimizer.param_groups, now):
             group.update(right)
-        if zeroes:
-            optimizer.zero_grad()
+        for param in params:
+            param.grad = kept(param) if kept else None
         if scheduler:
             scheduler.step()
-        snapshots.append(flat(model))
-    return snapshots[-1:] if run.prefetch else snapshots, norms
+        snapshots.append(flat(params))
+    return [snapshots[0], snapshots[-1]] if run.prefetch else snapshots, norms
 
 
 def hyperparameters(optimizer):

@@ -9,92 +9,89 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EMPTY = {  # stage -> file -> function to be filled in -> what is asked for
-    "stage1_naive_broadcast": {"optimizer.py": {
-        "ShardedOptimizer.shard": "broadcast from rank 0, choose owners, hand on what this rank owns",
-        "ShardedOptimizer.sync_grads": "average every gradient",
-        "ShardedOptimizer.step_own": "hand on lr and the like, then step the inner optimizer",
-        "ShardedOptimizer.sync_params": "for each rank flatten its shard, broadcast, copy back",
-        "ShardedOptimizer.average": "flatten, divide by d, all-reduce, copy back",
-    }},
-    "stage2_allgather": {"optimizer.py": {
-        "ShardedOptimizer.sync_params": "all-gather padded shards, then copy back",
-    }},
-    "stage3_gradbuffer": {
-        "optimizer.py": {
-            "ShardedOptimizer.sync_grads": "reduce-scatter each buffer",
-            "ShardedOptimizer.sync_params": "take main parameters, gather all, copy to the model",
-        },
-        "buffer.py": {
-            "GradBuffer.attach": "make the view the gradient: param.grad, or param.main_grad",
-            "GradBuffer.take_grad": "add to main_grad where dtypes differ",
-            "GradBuffer.reduce_scatter_grads": "the average goes into grad_shard, in place",
-            "GradBuffer.take_main_params": "main_params go into their ranges of param_shard",
-            "GradBuffer.all_gather_params": "param_shard of all ranks goes into flat_params, in place",
-            "GradBuffer.copy_params_to_model": "views of flat_params go into params",
-            "ranges_in_shard": "which part of each parameter lies in the shard",
-        },
-    },
-    "stage4_overlap": {
-        "optimizer.py": {
-            "ShardedOptimizer.sync_grads": "receive all that travels",
-            "ShardedOptimizer.sync_params": "empty each gradient, start each bucket, in forward order",
-            "ShardedOptimizer.on_grad_ready": "note it in its bucket, then send full buckets",
-            "ShardedOptimizer.send_full_buckets": "in bucket order; after the last the queue begins anew",
-            "ShardedOptimizer.send_grads": "in an idle buffer; if none is, receive the oldest first",
-            "ShardedOptimizer.receive_oldest": "finish the first that travels, which is idle then",
-            "ShardedOptimizer.wait_for_own_params": "finish the buckets of this module's parameters",
-        },
-        "buffer.py": {
-            "Bucket.start_param_sync": "main parameters to the model's, then all-gather",
-            "Bucket.finish_param_sync": "wait for the works, once",
-            "PartitionedGradient.add": "the first part replaces what is empty, others are added",
-            "BucketBuffer.start_grad_sync": "into slots, divide, let go of them, clear bucket.ready, send",
-            "BucketBuffer.finish_grad_sync": "wait, then add the parts to the bucket's gradient",
-        },
-        "transport.py": {},
-    },
-}
+STAGES = [path.name for path in sorted(ROOT.glob("stage[0-9]_*"))]
+ASKED = """
+stage1_naive_broadcast/optimizer.py
+    ShardedOptimizer.shard: broadcast from rank 0, choose owners, hand on what this rank owns
+    ShardedOptimizer.sync_grads: average every gradient
+    ShardedOptimizer.step_own: hand on lr and the like, then step the inner optimizer
+    ShardedOptimizer.sync_params: for each rank flatten its shard, broadcast, copy back
+    ShardedOptimizer.average: flatten, divide by d, all-reduce, copy back
+stage2_allgather/optimizer.py
+    ShardedOptimizer.sync_params: all-gather padded shards, then copy back
+stage3_gradbuffer/optimizer.py
+    ShardedOptimizer.sync_grads: reduce-scatter each buffer
+    ShardedOptimizer.sync_params: take main parameters, gather all, copy to the model
+stage3_gradbuffer/buffer.py
+    GradBuffer.attach: make the view the gradient: param.grad, or param.main_grad
+    GradBuffer.take_grad: add to main_grad where dtypes differ
+    GradBuffer.reduce_scatter_grads: the average goes into grad_shard, in place
+    GradBuffer.take_main_params: main_params go into their ranges of param_shard
+    GradBuffer.all_gather_params: param_shard of all ranks goes into flat_params, in place
+    GradBuffer.copy_params_to_model: views of flat_params go into params
+    ranges_in_shard: which part of each parameter lies in the shard
+stage4_overlap/optimizer.py
+    ShardedOptimizer.sync_grads: receive all that travels
+    ShardedOptimizer.sync_params: empty each gradient, start each bucket, in forward order
+    ShardedOptimizer.on_grad_ready: note it in its bucket, then send full buckets
+    ShardedOptimizer.send_full_buckets: in bucket order; after the last the queue begins anew
+    ShardedOptimizer.send_grads: in an idle buffer; if none is, receive the oldest first
+    ShardedOptimizer.receive_oldest: finish the first that travels, which is idle then
+    ShardedOptimizer.wait_for_own_params: finish the buckets of this module's parameters
+stage4_overlap/buffer.py
+    Bucket.start_param_sync: main parameters to the model's, then all-gather
+    Bucket.finish_param_sync: wait for the works, once
+    PartitionedGradient.add: the first part replaces what is empty, others are added
+    BucketBuffer.start_grad_sync: _foreach_copy_ into slots, divide, let go, clear bucket.ready, send
+    BucketBuffer.finish_grad_sync: wait, then add the parts to the bucket's gradient
+stage4_overlap/transport.py
+variants/per_parameter.py
+    ShardedOptimizer.shard: a buffer for each parameter, one inner group for each group
+variants/muon.py
+    owners: the most laborious first, to the rank with the least work so far
+    WholeBucket.place: what a rank owns lies together, rank after rank; lengths, numel, starts, ranges
+    WholeBucket.partition: the core's, then main parameters and gradients in the model's shapes
+    ShardedOptimizer.pack: the bucket's gradients are used up, and its parameters leave
+variants/hybrid.py
+    Replicas.shard: all groups start alike, then the core's
+    ReplicasOfStage3.sync_grads: the core's, then the average of each buffer's shard across the groups
+    ReplicasOfStage4.receive_oldest: the core's, then the same of the shard that has come
+variants/wire16.py
+    WireBuffer.wire_dtype: what a gradient is on the wire
+    ShardedOptimizer.shard: parts are to be added in fp32, then the core's
+variants/remainder16.py
+    SplitParameter.main_shard: put together from shard and remainder, where it has no memory
+    SplitParameter.copy_main_to_model: split into shard and remainder, then let go of the memory
+variants/by_bucket.py
+variants/moments16.py
+    ShardedOptimizer.unpack: moments of this bucket in fp32
+    ShardedOptimizer.pack: moments of this bucket in bf16
+    ShardedOptimizer.cast_moments: what of the inner optimizer's state has its parameter's shape
+variants/offload.py
+    HostParameter.__init__: shard, and main_shard on the CPU, of fp32 at least
+    HostBuffer.finish_grad_sync: wait, add the parts up, give the sum to the host's gradient
+variants/finite.py
+    ShardedOptimizer.send_grads: note for each gradient whether it is finite, then the core's
+    ShardedOptimizer.sync_grads: the core's, then all ranks learn of all, and raise
+variants/blocks.py
+    BlockBucket.place: the core's, with another alignment
+guard/chained.py
+    Chained.no_sync: that of all of them
+    Chained.clip_grad_norm_: average, one norm over all, scale all by it
+"""  # file, and in it: function to be filled in: what is asked for
 
-VARIANTS = {  # likewise; chained.py is of guard/
-    "per_parameter.py": {"ShardedOptimizer.shard": "a buffer for each parameter, one inner group for each group"},
-    "whole_matrices.py": {
-        "WholeBucket.place": "an owner for each matrix, the most laborious first; numel, starts, ranges",
-        "WholeBucket.partition": "the core's, then main parameters and gradients in the model's shapes",
-    },
-    "hybrid.py": {
-        "Replicas.shard": "all groups start alike, then the core's",
-        "ReplicasOfStage3.sync_grads": "the core's, then the average of each buffer's shard across the groups",
-        "ReplicasOfStage4.receive_oldest": "the core's, then the same of the shard that has come",
-    },
-    "wire16.py": {
-        "WireBuffer.wire_dtype": "what a gradient is on the wire",
-        "ShardedOptimizer.shard": "parts are to be added in fp32, then the core's",
-    },
-    "remainder16.py": {
-        "SplitParameter.main_shard": "put together from shard and remainder, where it has no memory",
-        "SplitParameter.copy_main_to_model": "split into shard and remainder, then let go of the memory",
-    },
-    "by_bucket.py": {},
-    "moments16.py": {
-        "ShardedOptimizer.unpack": "moments of this bucket in fp32",
-        "ShardedOptimizer.pack": "moments of this bucket in bf16",
-        "ShardedOptimizer.cast_moments": "what of the inner optimizer's state has its parameter's shape",
-    },
-    "offload.py": {
-        "HostParameter.__init__": "shard, and main_shard on the CPU, of fp32 at least",
-        "HostBuffer.finish_grad_sync": "wait, add the parts up, give the sum to the host's gradient",
-    },
-    "finite.py": {
-        "ShardedOptimizer.send_grads": "note for each gradient whether it is finite, then the core's",
-        "ShardedOptimizer.sync_grads": "the core's, then all ranks learn of all, and raise",
-    },
-    "blocks.py": {"BlockBucket.place": "the core's, with another alignment"},
-    "chained.py": {
-        "Chained.no_sync": "that of all of them",
-        "Chained.clip_grad_norm_": "average, one norm over all, scale all by it",
-    },
-}
+
+def asked_of(folder):
+    """-> {file of an exercise: {function: what is asked for}}: of a stage, or of "variants"."""
+    found = {}
+    for line in ASKED.splitlines():
+        if line and not line.startswith(" "):
+            its = found.setdefault(line, {})
+        elif line:
+            function, _, what = line.strip().partition(": ")
+            its[function] = what
+    return {path: its for path, its in found.items()
+            if path.startswith(folder) or folder == "variants" and path.startswith("guard")}
 
 
 def functions(tree):
@@ -131,14 +128,11 @@ def emptied(source, asked, path):
 
 def files_of(what):
     """-> {name of a file: its text} of an exercise: a stage by its package or its number, or "variants"."""
-    folder = next((folder for folder in [*EMPTY, "variants"] if what in (folder, folder[5:6])), None)
+    folder = next((folder for folder in [*STAGES, "variants"] if what in (folder, folder[5:6])), None)
     if folder is None:
         raise ValueError(f"STAGE={what}: there are the exercises 1, 2, 3, 4, and variants")
-    written = {"__init__.py": ""}
-    for file, asked in (VARIANTS if folder == "variants" else EMPTY[folder]).items():
-        path = f"guard/{file}" if file == "chained.py" else f"{folder}/{file}"
-        written[file] = emptied((ROOT / path).read_text(encoding="utf-8"), asked, path)
-    return written
+    return {"__init__.py": "", **{Path(path).name: emptied((ROOT / path).read_text(encoding="utf-8"), its, path)
+                                  for path, its in asked_of(folder).items()}}
 
 
 def write(what, to):

@@ -6,6 +6,7 @@ import inspect
 import shutil
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -218,6 +219,7 @@ def replicated_steps(program, inputs):
 
 def record_rank(rank, program):
     """-> {events, storages, owned, labels, dead} of one rank, all plain data."""
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
     with edited(program) as package:
         trace = run_traced(rank, program, package, plain_inputs(program))
         telling = run_traced(rank, program, package, telling_inputs(program))

@@ -201,6 +201,13 @@ def test_ranks_that_wait_for_each_other_for_ever_are_an_error():
 
 
 @pytest.mark.waits
+def test_a_step_comes_without_warnings_of_torch():
+    """reduce_scatter_tensor and all_gather_into_tensor have other names in torch 2.13, and not in older ones."""
+    run = subprocess.run([sys.executable, "-m", "show", "3"], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.waits
 def test_two_recordings_are_equal_byte_for_byte(tmp_path):
     """One of them is by a Python of its own: forked processes have one seed for the order of a set."""
     command = [sys.executable, "-m", "show", "4", "--ranks", "2", "--json", tmp_path / "one"]

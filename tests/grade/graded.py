@@ -1,0 +1,1018 @@
+"""Optimizers for `make grade`: right ones, and what learners get wrong, a mistake a class, with what it is told.
+
+A class becomes a package of its own, named after it: test_grade.py writes one that imports it under the name that the
+grader looks for.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from stage1_naive_broadcast.optimizer import ShardedOptimizer as Stage1
+from stage1_naive_broadcast.optimizer import hyperparameters
+from stage3_gradbuffer.buffer import GradBuffer
+from stage3_gradbuffer.optimizer import ShardedOptimizer as Stage3
+from stage4_overlap.buffer import Bucket
+from stage4_overlap.optimizer import ShardedOptimizer as Stage4
+
+FILE = "tests/grade/graded.py:"
+SGD, ADAMW = "SGD: ranks equal each other and one process, 2 ranks", "AdamW"
+BY_HAND, BY_3 = "16 elements by hand, 2 ranks", "16 elements by hand, 3 ranks"
+STATE, BYTES = "the state is spread over 2 ranks", "collectives and bytes"
+GROUPS, CLIP = "three groups, with their own lr and weight decay", "clip_grad_norm_ equals torch's on the whole model"
+RESUME, FIRST = "state_dict() and load_state_dict() go on where they left off", "prefetch_params: the first layer waits"
+MOVES = "expected  every element moves by lr × mean gradient, "
+ONE_PROCESS = "expected  2 ranks train like one process that has the batches of all"
+ENDS, LIVES = "expected  every rank ends this check", "expected  every rank lives until the end of th"
+NO_EXCEPTION = "expected  no exception"
+EXPECTED = {  # check -> its first line, where a class says nothing else
+    BY_HAND: f"{MOVES}0.1 · (1 + 2) / 2 = 0.15, on every rank",
+    BY_3: f"{MOVES}0.1 · (1 + 2 + 4) / 3 = 0.233, on every rank",
+    "parameters of 16 bits": f"{MOVES}1 · (1 + 2) / 2 = 1.5, on every rank",
+    STATE: "expected  AdamW's state exists once, about 1/2 on each rank",
+    BYTES: "expected  at most 3 · 4Ψ · (d-1)/d bytes sent by a rank",
+    CLIP: "expected  clip_grad_norm_ returns the norm of the averaged gradients of the whole model",
+    FIRST: "expected  the first layer computes while the parameters of others are under way"}
+WRONG = {}  # class -> the check that fails, and what its lines begin with
+
+
+def told(check, *lines):
+    """Of a class that is wrong. An "r" stands for the number of whichever rank is the first."""
+    def decorate(cls):
+        given = lines[0].startswith("expected")
+        WRONG[cls] = check, (lines if given else (EXPECTED.get(check, ONE_PROCESS), *lines))
+        return cls
+    return decorate
+
+
+class Right:
+    """A sharded optimizer in 25 lines: level 1's interface, and no more. Parameters have an owner each."""
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
+        self.params, self.group = list(params), process_group
+        self.rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
+        for param in self.params:
+            dist.broadcast(param.data, group=self.group, group_src=0)
+        numels, self.owner = [0] * self.d, {}  # the largest parameter first, to the rank that has least
+        for param in sorted(self.params, key=torch.Tensor.numel, reverse=True):
+            self.owner[param] = numels.index(min(numels))
+            numels[self.owner[param]] += param.numel()
+        self.optimizer = optimizer_cls([{"params": self.owned()}], **optimizer_kwargs)  # which may be none
+
+    def owned(self):
+        return [param for param in self.params if self.owner[param] == self.rank]
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.params:
+            self.average(param.grad)
+        self.optimizer.step()
+        for param in self.params:
+            self.send(param, self.owner[param])
+
+    def average(self, grad):
+        dist.all_reduce(grad, group=self.group)
+        grad /= self.d
+
+    def send(self, param, owner):
+        dist.broadcast(param, group=self.group, group_src=owner)
+
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
+
+
+class Flat:
+    """Right: one flat tensor, padded to a multiple of 64 elements a rank; shards ignore parameters."""
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
+        self.params, self.group = list(params), process_group
+        rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
+        numel = sum(param.numel() for param in self.params)
+        self.numel = -(-numel // (64 * self.d)) * 64  # of a shard
+        self.flat, start = torch.zeros(self.numel * self.d), 0
+        for param in self.params:
+            view = self.flat[start : start + param.numel()].view(param.shape)
+            param.data = view.copy_(param.data)
+            start += param.numel()
+        dist.broadcast(self.flat, group=process_group, group_src=0)
+        self.shard = torch.nn.Parameter(self.flat.view(self.d, -1)[rank])
+        self.optimizer = optimizer_cls([self.shard], **optimizer_kwargs)
+
+    @torch.no_grad()
+    def step(self):
+        grads = torch.cat([param.grad.reshape(-1) for param in self.params])
+        padded = torch.nn.functional.pad(grads / self.d, (0, self.flat.numel() - grads.numel()))
+        self.shard.grad = torch.empty_like(self.shard)
+        dist.reduce_scatter_tensor(self.shard.grad, padded, group=self.group)
+        self.optimizer.step()
+        dist.all_gather_into_tensor(self.flat, self.shard.data.clone(), group=self.group)
+
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
+
+
+class Chunks:
+    """Right: every tensor is cut into d padded chunks, which travel as lists of tensors."""
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
+        self.params, self.group = list(params), process_group
+        self.rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
+        for param in self.params:
+            dist.broadcast(param.data, group=process_group, group_src=0)
+        self.own = [torch.nn.Parameter(self.chunks(param.data)[self.rank].clone()) for param in self.params]
+        self.optimizer = optimizer_cls(self.own, **optimizer_kwargs)
+
+    def chunks(self, tensor):
+        numel = -(-tensor.numel() // self.d)
+        padded = torch.nn.functional.pad(tensor.reshape(-1), (0, numel * self.d - tensor.numel()))
+        return list(padded.view(self.d, numel))
+
+    @torch.no_grad()
+    def step(self):
+        for param, own in zip(self.params, self.own):
+            own.grad = torch.empty_like(own)
+            dist.reduce_scatter(own.grad, [chunk.contiguous() for chunk in self.chunks(param.grad)], group=self.group)
+            own.grad /= self.d
+        self.optimizer.step()
+        for param, own in zip(self.params, self.own):
+            parts = [torch.empty_like(own) for _ in range(self.d)]
+            dist.all_gather(parts, own.data, group=self.group)
+            param.copy_(torch.cat(parts)[: param.numel()].view(param.shape))
+
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
+
+
+class Padded(Right):
+    """Right: one all-gather of padded shards, as in stage 2."""
+    @torch.no_grad()
+    def step(self):
+        for param in self.params:
+            self.average(param.grad)
+        self.stepped()
+        self.gathered()
+
+    def stepped(self):
+        self.optimizer.step()
+
+    def gathered(self):
+        shards = [[param for param in self.params if self.owner[param] == rank] for rank in range(self.d)]
+        longest = max(sum(param.numel() for param in shard) for shard in shards)
+        own = torch.cat([torch.zeros(0), *(param.data.reshape(-1) for param in self.packed(shards))])
+        gathered = torch.zeros(self.d * longest)
+        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        for rank, shard in enumerate(shards):
+            self.cut(gathered, rank, shard, self.start(rank, longest, shards))
+
+    def cut(self, gathered, rank, shard, start):
+        for param in shard:
+            param.copy_(gathered[start : start + param.numel()].view(param.shape))
+            start += param.numel()
+
+    def packed(self, shards):
+        return shards[self.rank]
+
+    def start(self, rank, longest, shards):
+        return rank * longest
+
+
+class RoundRobin(Right):
+    """Sharded, but unevenly: of layers with a weight and a bias, rank 0 of 2 gets all the weights."""
+    def owned(self):
+        self.owner = {param: index % self.d for index, param in enumerate(self.params)}
+        return super().owned()
+
+
+class Whole(Stage1):
+    """Stage 1's core, and what level 2 asks for besides."""
+    is_synced = False
+
+    def sync_grads(self):
+        if not self.is_synced:
+            super().sync_grads()
+        self.is_synced = True
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.is_synced = False
+
+    def no_sync(self):
+        return contextlib.nullcontext()  # gradients travel in step(), and nowhere else
+
+    def clip_grad_norm_(self, max_norm):
+        self.sync_grads()
+        return torch.nn.utils.clip_grad_norm_(self.clipped(), max_norm)
+
+    def clipped(self):
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def state_dict(self):
+        return self.optimizer.state_dict(), [hyperparameters(group) for group in self.param_groups]
+
+    def load_state_dict(self, saved):
+        self.optimizer.load_state_dict(saved[0])
+        for group, its in zip(self.param_groups, saved[1]):
+            group.update(its)
+
+
+@told(BY_HAND, "came      0.3 wherever it has moved: 2 times as far",
+      "cause     the gradients are summed and not averaged: divide by the number of ranks")
+class Summed(Right):
+    """Sums gradients where the mean is due. AdamW hardly notices."""
+    def average(self, grad):
+        dist.all_reduce(grad, group=self.group)
+
+
+@told(BY_HAND, "came      0.075 wherever it has moved: 1/2 as far",
+      "cause     the gradients are divided by the number of ranks twice")
+class AveragedTwice(Right):
+    """Divides before the sum, and after it."""
+    def average(self, grad):
+        grad /= self.d
+        super().average(grad)
+
+
+@told(BY_HAND, "came      moved by rank 0: 0.1, 0.2; rank 1: 0.1, 0.2",
+      "cause     each rank steps with its own gradients")
+class AveragesACopy(Right):
+    """Averages a copy of each gradient, as torch.cat makes one: every rank steps with its own."""
+    def average(self, grad):
+        super().average(grad.clone())
+
+
+@told(BY_HAND, "came      not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
+      "cause     what was received did not reach the parameters: torch.cat copies")
+class ReceivesACopy(Right):
+    """Flattens what a rank owns with torch.cat, broadcasts that, and forgets to copy back."""
+    def send(self, param, owner):
+        flat = torch.cat([param.reshape(-1)])
+        dist.broadcast(flat, group=self.group, group_src=owner)
+
+
+@told(BY_HAND, "came      nothing has moved, on any rank",
+      "cause     the inner optimizer's parameters have no gradients: they are copies")
+class Noop(Right):
+    """All replicas agree, because nothing ever moves: the inner optimizer has copies of the parameters."""
+    def owned(self):
+        return [param.clone().detach().requires_grad_() for param in super().owned()]
+
+
+@told(BY_HAND,
+      "came      nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
+      "cause     what was stepped was overwritten by a rank that")
+class NotTheOwner(Right):
+    """Broadcasts each parameter from a rank that has not stepped it."""
+    def send(self, param, owner):
+        super().send(param, (owner + 1) % self.d)
+
+
+@told(BY_HAND, "came      elements 12-15 have moved on no rank", "cause     nobody owns these parameters")
+class Nobodys(Right):
+    """The last parameter has no owner."""
+    def owned(self):
+        return [param for param in super().owned() if param is not self.params[-1]]
+
+
+@told(BY_HAND, "came      0.0015 wherever it has moved: 0.01 times the mean gradient",
+      "cause     lr and weight_decay of the constructor do not reach the inner optimizer")
+class ForgetsLr(Right):
+    """Hands on no hyperparameters."""
+    def __init__(self, params, optimizer_cls, *, process_group=None, lr, **kwargs):
+        super().__init__(params, optimizer_cls, process_group=process_group)
+
+
+@told(BY_HAND, "came      0.75 wherever it has moved: 5 times as far", "cause     the figures don't give one away")
+class FiveTimes(Right):
+    """Steps with five times the gradient: nothing tells why."""
+    def average(self, grad):
+        super().average(grad)
+        grad *= 5
+
+
+@told(BY_HAND, "came      -0.15 wherever it has moved: -1 times", "cause     step against the gradient")
+class Adds(Right):
+    """Steps along the gradient, and not against it."""
+    def average(self, grad):
+        super().average(grad)
+        grad.neg_()
+
+
+@told(BY_HAND, "came      0.3 wherever it has moved: 2 times as far",
+      "cause     the inner optimizer has the right gradients, and another lr than the constructor's")
+class ScalesLr(Right):
+    """Multiplies lr by the number of ranks, as some training loops do for larger batches."""
+    def __init__(self, params, optimizer_cls, *, process_group=None, lr=1e-3, **kwargs):
+        lr *= dist.get_world_size(process_group)
+        super().__init__(params, optimizer_cls, process_group=process_group, lr=lr, **kwargs)
+
+
+@told(BY_3, "came      elements 15 have moved on no rank", "cause     nobody owns these")
+class DropsTheRest(Right):
+    """Cuts the flat parameters into d parts, and drops what is left over."""
+    def owned(self):
+        flat = torch.cat([param.data.reshape(-1) for param in self.params])
+        self.numel = flat.numel() // self.d
+        self.own = torch.nn.Parameter(self.cut(flat))
+        return [self.own]
+
+    def cut(self, flat):
+        return flat[self.rank * self.numel : (self.rank + 1) * self.numel].clone()
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.params:
+            self.average(param.grad)
+        self.own.grad = self.cut(torch.cat([param.grad.reshape(-1) for param in self.params]))
+        self.optimizer.step()
+        flat = torch.cat([param.reshape(-1) for param in self.params])
+        dist.all_gather_into_tensor(flat[: self.numel * self.d], self.own.data, group=self.group)
+        for param, values in zip(self.params, flat.split([param.numel() for param in self.params])):
+            param.copy_(values.view(param.shape))
+
+
+@told(BY_HAND, "came      in elements 0-15: the mean gradient", "cause     a gradient was taken for a parameter")
+class GradientForParameter(Right):
+    """Sends the averaged gradient where the parameter is due."""
+    def send(self, param, owner):
+        super().send(param.grad, owner)
+        param.copy_(param.grad)
+
+
+@told(BY_3, "came      0.35 wherever it has moved: 1.5 times the mean gradient",
+      "cause     the sum of the gradients is divided by 2: the number of ranks is 3 here")
+class Half(Right):
+    """Divides the sum by 2, whatever the number of ranks."""
+    def average(self, grad):
+        dist.all_reduce(grad, group=self.group)
+        grad /= 2
+
+
+@told(BY_3, "came      in element 11: 0, as padding is; in elements 12-15: what elements 11-14 should hold",
+      "cause     padding was taken for parameters")
+class Padding(Padded):
+    """Cuts the gathered shards as if there were no padding between them."""
+    def start(self, rank, longest, shards):
+        return sum(param.numel() for shard in shards[:rank] for param in shard)
+
+
+@told(BY_3,
+      "came      in elements 11-13: what elements 13-15 should hold; in elements 14-15: what elements 11-12",
+      "cause     who packs and who cuts disagree")
+class AnotherOrder(Padded):
+    """Packs a shard with the smallest parameter first, and cuts it in the model's order."""
+    def packed(self, shards):
+        return sorted(shards[self.rank], key=torch.Tensor.numel, reverse=True)
+
+
+@told(BY_HAND, ENDS, f"came      rank 0 hangs in barrier ({FILE}",
+      f"rank 1 hangs in broadcast of 16 bytes from rank 0 ({FILE}",
+      "cause     the ranks part at collective 9: barrier on rank 0, broadcast of 16 bytes from rank 0 on rank")
+class Hangs(Right):
+    """Rank 0 alone waits for all, before it writes a log, say."""
+    def send(self, param, owner):
+        if self.rank == 0:
+            dist.barrier(group=self.group)
+        super().send(param, owner)
+
+
+@told(BY_HAND, ENDS, f"came      rank 0 hangs in {FILE}",
+      f"rank 1 has ended; its last was broadcast of 16 bytes from rank 1 ({FILE}",
+      "cause     all ranks have called the same collectives")
+class WaitsAlone(Right):
+    """Rank 0 waits for something that isn't a collective, and never comes."""
+    def step(self):
+        super().step()
+        if self.rank == 0:
+            threading.Event().wait()
+
+
+@told(BY_HAND, ENDS, f"came      rank 0 hangs in all_reduce of 16 bytes ({FILE}",
+      f"rank 1 hangs in all_reduce of 12 bytes ({FILE}",
+      "cause     the ranks part at collective 9: all_reduce of 16 bytes on rank 0, all_reduce of 12")
+class OtherSizes(Right):
+    """Ranks send tensors of other sizes in the same collective."""
+    def send(self, param, owner):
+        dist.all_reduce(param.view(-1)[self.rank :], group=self.group)
+
+
+@told(BY_HAND, ENDS, "came      rank 0 hangs in broadcast of 16 bytes from rank 1 (",
+      "rank 1 hangs in broadcast of 16 bytes from rank 0 (",
+      "cause     the ranks part at collective 9: broadcast of 16 bytes from rank 1 on rank 0, from rank")
+class OtherRoots(Right):
+    """Each rank waits for what others own, and nobody sends its own: the ranks broadcast from different roots."""
+    def send(self, param, owner):
+        if owner != self.rank:
+            super().send(param, owner)
+
+
+@told(BY_HAND, ENDS, "came      rank 0 hangs in broadcast of 16 bytes from rank 0 (",
+      "rank 1 hangs in broadcast of 16 bytes from rank 1 (",
+      "cause     the ranks part at collective 9: broadcast of 16 bytes from rank 0 on rank 0, from rank 1")
+class OneLess(Right):
+    """Rank 1 broadcasts one parameter less than the others."""
+    def send(self, param, owner):
+        if self.rank != 1 or param is not self.params[0]:
+            super().send(param, owner)
+
+
+@told(BY_HAND, NO_EXCEPTION, "came      rank 1: ValueError: the shard of rank 1 has the wrong size", f"in {FILE}")
+class Raises(Right):
+    """An exception on rank 1, while rank 0 waits for it."""
+    def send(self, param, owner):
+        if self.rank == 1:
+            raise ValueError("the shard of rank 1 has the wrong size")
+        super().send(param, owner)
+
+
+@told(BY_HAND, NO_EXCEPTION, "came      rank r: RuntimeError: a leaf Variable that requires grad is being",
+      f"in {FILE}", "cause     step() and the constructor must run under torch.no_grad()")
+class WithGrad(Right):
+    """No torch.no_grad() around the step."""
+    def step(self):
+        for param in self.owned():
+            param -= 0.1 * param.grad
+
+
+@told(BY_HAND, NO_EXCEPTION, "came      rank r: SystemExit: 0", f"in {FILE}",
+      "cause     the program that trains decides when a rank ends")
+class Exits(Right):
+    """step() ends the process."""
+    def step(self):
+        sys.exit(0)
+
+
+@told(BY_HAND, LIVES, "came      rank 1 ended with exit code 0", f"after broadcast of 16 bytes from rank 0 ({FILE}",
+      "cause     os._exit() or a crash ended it")
+class Leaves(Right):
+    """Rank 1 ends in the middle of a step, as if all were well."""
+    def average(self, grad):
+        if self.rank == 1:
+            os._exit(0)
+        super().average(grad)
+
+
+@told("the interface", "expected  methods step() and zero_grad()", "came      DistributedOptimizer has no step()",
+      "cause     docs/exercise.md lists the methods that each level asks for")
+class NoStep(Right):
+    """The step has another name."""
+    step = None
+
+    def update(self):
+        return super().step()
+
+
+@told("the interface", "expected  DistributedOptimizer(params, optimizer_cls, *, process_group=None, **",
+      "came      DistributedOptimizer(optimizer): too many positional arguments", "cause     docs/")
+class OtherArguments(Right):
+    """Takes an optimizer, and not a class and its arguments."""
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups[0]["params"], type(optimizer), **optimizer.defaults)
+
+
+@told("all ranks start from rank 0's parameters", "expected  the constructor gives every rank the",
+      "came      elements 0-15 of rank 1 are 1", "cause     parameters are broadcast from rank 0")
+class NoBroadcast(Right):
+    """Every rank keeps the parameters that it was started with."""
+    def __init__(self, params, *args, **kwargs):
+        params = list(params)
+        own = [param.detach().clone() for param in params]
+        super().__init__(params, *args, **kwargs)
+        with torch.no_grad():
+            for param, value in zip(params, own):
+                param.copy_(value)
+
+
+@told("all ranks start from rank 0's parameters", "expected  the constructor gives every rank the",
+      "came      so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
+      "cause     what the inner optimizer steps was copied before the broadcast")
+class CopiesTooEarly(Right):
+    """Main parameters are copied before rank 0's have arrived."""
+    def __init__(self, params, *args, **kwargs):
+        params = list(params)
+        self.main = {param: torch.nn.Parameter(param.detach().clone()) for param in params}
+        super().__init__(params, *args, **kwargs)
+
+    def owned(self):
+        return [self.main[param] for param in super().owned()]
+
+    @torch.no_grad()
+    def step(self):
+        for param, main in self.main.items():
+            self.average(param.grad)
+            main.grad = param.grad
+        self.optimizer.step()
+        for param, main in self.main.items():
+            param.copy_(main)
+            self.send(param, self.owner[param])
+
+
+@told(BY_3, "came      0.23", "cause     almost right, to two or three digits")
+class In16Bits(Right):
+    """Gradients travel, and are summed, in 16 bits."""
+    def average(self, grad):
+        short = grad.bfloat16()
+        super().average(short)
+        grad.copy_(short)
+
+
+@told(SGD, "came      after step 2, 0.weight, 0.bias, 2.weight and 3 more",
+      "cause     gradients of the step before are added again: zero_grad() must forget them")
+class KeepsGrads(Right):
+    """zero_grad() forgets nothing."""
+    def zero_grad(self):
+        pass
+
+
+@told(ADAMW, "came      after step 2, ", "cause     the optimizer's state is new in each step")
+class NewState(Right):
+    """Makes the inner optimizer anew in each step, and with it the state."""
+    def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
+        self.make = lambda: optimizer_cls([{"params": self.owned()}], **kwargs)
+        super().__init__(params, optimizer_cls, process_group=process_group, **kwargs)
+
+    def step(self):
+        self.optimizer = self.make()
+        super().step()
+
+
+@told("gradients in another order on rank 1",
+      "expected  every element moves by lr × mean gradient, 0.15, 0.3, 0.6, 1.2 of the parameters",
+      "came      of elements 0-3 rank 0's gradient was averaged with rank 1's of elements 12-15",
+      "cause     gradients come in another order on rank 1: what leaves must leave in one order")
+class AsTheyCome(Stage4):
+    """Buckets leave as they come, in another order on every rank."""
+    def on_grad_ready(self, param):
+        bucket = self.bucket_of[param]
+        bucket.ready.add(param)
+        if bucket.is_full():
+            self.send_grads(bucket)
+
+
+@told("one parameter, 3 ranks", NO_EXCEPTION, "came      rank r: ValueError: optimizer got an empty parameter list",
+      "in tests/grade/graded.py", "cause     a rank owns nothing here")
+class NothingOwned(Right):
+    """Doesn't think of a rank that owns nothing."""
+    def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
+        super().__init__(params, optimizer_cls, process_group=process_group, **kwargs)
+        self.optimizer = optimizer_cls(self.owned(), **kwargs)
+
+
+@told("prefetch_params: rank 1 is late", "expected  ", "came      after step 3, ",
+      "cause     a module reads parameters that have not arrived: each must wait for its own")
+class NoWait(Stage4):
+    """Parameters are prefetched, and no module waits for its own."""
+    def wait_for_own_params(self, module, _):
+        pass
+
+
+@told(STATE, "came      66560 of its 66560 elements more than once: 100%", "cause     every rank steps every parameter")
+class Unsharded(Right):
+    """Trains like the reference, and is sharded in name only: every rank steps everything."""
+    def owned(self):
+        return self.params
+
+
+@told(STATE, "came      1024 of its 66560 elements more than once: 51%",
+      "cause     some parameters are stepped on several ranks")
+class OwnsTwice(Right):
+    """The parameters of one dimension are stepped on every rank: they are small, and their state isn't spread."""
+    def owned(self):
+        return [param for param in self.params if self.owner[param] == self.rank or param.shape == (64,)]
+
+
+@told(STATE, "came      1.5 times, with padding", "cause     pad a shard by less")
+class PadsMuch(Right):
+    """Right, but for a whole shard of padding."""
+    def owned(self):
+        numel = sum(param.numel() for param in self.params) // 4
+        self.padding = torch.nn.Parameter(torch.zeros(numel))
+        self.padding.grad = torch.zeros(numel)
+        return [*super().owned(), self.padding]
+
+
+@told(BYTES, "came      with 4 ranks, 4.00 · 4Ψ · (d-1)/d bytes, in 32 all_reduce",
+      "cause     an all-reduce takes twice the bytes of a broadcast")
+class AllReducesParams(Right):
+    """Brings the parameters to all ranks as a sum with zeros: right, and twice the bytes of a broadcast."""
+    def send(self, param, owner):
+        if self.rank != owner:
+            param.zero_()
+        dist.all_reduce(param, group=self.group)
+
+
+@told(BYTES, "came      with 4 ranks, ",
+      "cause     a rank gives the all-gather more than it owns")
+class Objects(Right):
+    """Trains right, and sends pickled objects: every rank gives all it has to all."""
+    def gathered(self, tensors):
+        """-> [rank][tensor]."""
+        of_ranks = [None] * self.d
+        dist.all_gather_object(of_ranks, tensors, group=self.group)
+        return of_ranks
+
+    @torch.no_grad()
+    def step(self):
+        for param, *grads in zip(self.params, *self.gathered([param.grad for param in self.params])):
+            param.grad = torch.stack(grads).mean(0)
+        self.optimizer.step()
+        for param, *values in zip(self.params, *self.gathered([param.data for param in self.params])):
+            param.copy_(values[self.owner[param]])
+
+
+@told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
+      "cause     every parameter is stepped with the")
+class OneGroup(Whole):
+    """The inner optimizer has one group, with the constructor's hyperparameters."""
+    def shard(self, groups):
+        super().shard([{**self.defaults, "params": [param for group in groups for param in group["params"]]}])
+
+    def step_own(self):
+        self.optimizer.step()
+
+
+@told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with group 0's lr and",
+      "cause     the first group's lr is taken for all")
+class FirstLr(Whole):
+    """Hands on the first group's lr to all groups."""
+    def step_own(self):
+        for own in self.optimizer.param_groups:
+            own["lr"] = self.param_groups[0]["lr"]
+        self.optimizer.step()
+
+
+@told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
+      "cause     the weight decay of a group is lost")
+class LostDecay(Whole):
+    """Every group has its own lr, and the constructor's weight decay."""
+    def step_own(self):
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            own.update(lr=group["lr"], weight_decay=self.defaults["weight_decay"])
+        self.optimizer.step()
+
+
+@told(GROUPS, "came      after step 1, 0.weight moved with group 0's lr and its own",
+      "cause     groups are paired wrongly: a rank that owns nothing of a group still needs that")
+class PairsWrongly(Stage1):
+    """Leaves a group out where a rank owns nothing of it: the groups after it get another's lr."""
+    def shard(self, groups):
+        super().shard(groups)
+        self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
+
+    def step_own(self):
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            own["lr"] = group["lr"]
+        self.optimizer.step()
+
+
+@told("a scheduler of torch", "came      after step 2, ", "cause     the lr of a scheduler doesn't arrive")
+class LateLr(Whole):
+    """The inner optimizer keeps the hyperparameters of the start: a scheduler writes into the outer groups."""
+    def step_own(self):
+        self.optimizer.step()
+
+
+@told("a scheduler that writes betas, too", "came      after step 2, ",
+      "cause     the scheduler's lr arrives, its betas don't")
+class OnlyLr(Whole):
+    """Hands on lr alone: a scheduler that writes betas is not heard."""
+    def step_own(self):
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            own["lr"] = group["lr"]
+        self.optimizer.step()
+
+
+@told("three micro-batches equal one large batch", "came      after step 1, ",
+      "cause     micro-batches that were averaged are sent again")
+class SendsAgain(Whole):
+    """Averages after each backward pass, and adds what was averaged before to it again."""
+    def shard(self, groups):
+        super().shard(groups)
+        self.sums = {}
+        self.params = [param for group in self.param_groups for param in group["params"]]
+        self.ready = 0
+        for param in self.params:
+            param.register_post_accumulate_grad_hook(self.count)
+
+    @torch.no_grad()
+    def count(self, _):
+        self.ready += 1
+        if self.ready == len(self.params):
+            self.ready = 0
+            self.average([param.grad for param in self.params])
+            for param in self.params:
+                self.sums[param] = self.sums.get(param, 0) + param.grad
+
+    def sync_grads(self):
+        for param in self.params:
+            param.grad = self.sums.pop(param)
+
+
+@told("the same, inside no_sync()", "came      after step 1, ", "cause     only the last micro-batch counts")
+class DropsMicroBatches(Whole):
+    """Gradients of inside no_sync() are gone when it ends."""
+    @contextlib.contextmanager
+    def no_sync(self):
+        yield
+        self.zero_grad()
+
+
+@told("the same, inside no_sync()", "came      after step 1, ", "cause     each rank steps with its own gradients")
+class NeverSyncsAgain(Whole):
+    """no_sync() notes that gradients are synchronised, and nobody takes it back."""
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.is_synced = True
+        yield
+
+
+@told("the same, inside no_sync()", "expected  no communication inside no_sync()", "came      6 collectives in 3 steps",
+      "cause     gradients must stay on their rank")
+class SyncsInNoSync(Whole):
+    """Averages the gradients at the end of no_sync(), which is right, and no saving."""
+    @contextlib.contextmanager
+    def no_sync(self):
+        yield
+        Stage1.sync_grads(self)
+
+
+@told("a loop without zero_grad()", "expected  every element moves by lr × mean gradient, 0.3 or 0.45 aft",
+      "came      step 2 moved every element by lr × (gradient + parameter)",
+      "cause     the second step added its gradients to parameters")
+class NotZeroed(Stage3):
+    """step() leaves parameters in the buffer, and trusts the loop to call zero_grad()."""
+    @torch.no_grad()
+    def step(self):
+        self.sync_grads()
+        self.step_own()
+        self.sync_params()
+
+
+class UnfilledBuffer(GradBuffer):
+    def reduce_scatter_grads(self):
+        before = self.main_grad_shard.clone()
+        super().reduce_scatter_grads()
+        if self.main_grad_shard is not self.grad_shard:
+            self.main_grad_shard.copy_(before)
+
+
+@told("parameters of 16 bits", "came      nothing has moved, on any rank",
+      "cause     the inner optimizer's gradients are all 0: main gradients must be filled")
+class Unfilled(Stage3):
+    """16-bit main gradients are never filled."""
+    buffer_class = UnfilledBuffer
+
+
+class NotCopiedBucket(Bucket):
+    def start_param_sync(self):
+        self.param_sync = self.transport.all_gather(self.shards)
+
+
+@told("parameters of 16 bits", "came      nothing has moved, on any rank",
+      "cause     the inner optimizer stepped copies (main parameters), which were not copied to the mode")
+class NotCopied(Stage4):
+    """16-bit parameters: what was stepped in fp32 is not copied to the model."""
+    bucket_class = NotCopiedBucket
+
+
+@told(CLIP, "came      0.38", "cause     each rank takes the norm of its own shard")
+class ClipsItsShard(Whole):
+    """Takes the norm of what this rank owns, and not of all."""
+    def clipped(self):
+        return self.shards[self.rank]
+
+
+@told(CLIP, "came      0.57", "cause     the norm is of this rank's own gradients: average them")
+class ClipsItsOwn(Whole):
+    """Clips each rank's own gradients, before they are averaged."""
+    def clip_grad_norm_(self, max_norm):
+        return torch.nn.utils.clip_grad_norm_(self.clipped(), max_norm)
+
+
+@told(CLIP, "came      0.05000 on rank 0, 0.05000", "cause     the norm after clipping")
+class NormAfter(Whole):
+    """Returns the norm after clipping."""
+    def clip_grad_norm_(self, max_norm):
+        return super().clip_grad_norm_(max_norm).clamp(max=max_norm)
+
+
+@told(CLIP, "came      0.83654 on rank 0, 0.83654", "cause     √d times the norm")
+class NormSqrtD(Whole):
+    """Adds the squares of all gradients over the ranks, which have the same: the norm is sqrt(d) times too large."""
+    def clip_grad_norm_(self, max_norm):
+        self.sync_grads()
+        squares = sum((param.grad**2).sum() for param in self.clipped())
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        for param in self.clipped():
+            param.grad *= torch.clamp(max_norm / norm, max=1)
+        return norm
+
+
+@told(CLIP, ONE_PROCESS, "came      after step 1, ", "cause     the norm is right, and the gradients were not scaled")
+class ClipsNothing(Whole):
+    """Returns the norm, and scales nothing."""
+    def clip_grad_norm_(self, max_norm):
+        return super().clip_grad_norm_(float("inf"))
+
+
+@told(RESUME, "came      after step 3, ",
+      "cause     state and lr are lost: load_state_dict() leaves both as new")
+class LosesItsState(Whole):
+    """load_state_dict() loads the state into the outer optimizer, which steps nothing."""
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+# --------------------------------------------------------------------------------- what was accepted, or misunderstood
+
+
+@told(BY_HAND, "came      not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
+      "cause     nothing is sent after the inner optimizer has stepped: what it steps must travel after")
+class GathersBefore(Padded):
+    """Gathers what the inner optimizer has not stepped yet."""
+    def stepped(self):
+        pass
+
+    def gathered(self):
+        super().gathered()
+        super().stepped()
+
+
+@told(BY_HAND, "came      not moved: elements 0-3, 8-11 on rank 0, elements 4-7, 12-15 on rank 1",
+      "cause     what a rank has stepped reaches the others and not its own model: its own part is to be copied, too")
+class StaleOwn(Padded):
+    """Steps copies, and copies to the model what came from the others."""
+    def owned(self):
+        self.main = {param: torch.nn.Parameter(param.detach().clone()) for param in super().owned()}
+        return self.main.values()
+
+    def packed(self, shards):
+        return [self.main[param] for param in shards[self.rank]]
+
+    def stepped(self):
+        for param, main in self.main.items():
+            main.grad = param.grad
+        super().stepped()
+
+    def cut(self, gathered, rank, *more):
+        if rank != self.rank:
+            super().cut(gathered, rank, *more)
+
+
+@told(BY_HAND, "expected  every ", "cause     a collective with async_op=True returns a work: wait() for it")
+class WaitsForNothing(Right):
+    """Starts broadcasts, and reads on: what has come by then is a matter of luck."""
+    def send(self, param, owner):
+        dist.broadcast(param, group=self.group, group_src=owner, async_op=True)
+
+
+@told(BY_HAND, "expected  every ", "cause     step() waits for the parameters by finish_param_sync(), unless")
+class NeverFinishes(Stage4):
+    """step() waits for no parameters, also where nobody prefetches them."""
+    def sync_params(self):
+        self.prefetching = True
+        super().sync_params()
+
+
+@told(SGD, "came      after step 2, ", "cause     parameters were taken for gradients: new gradients miss the buffer")
+class LeavesZeroGradToTorch(Stage3):
+    """The bug that you will write, of stage 3's chapter: torch's zero_grad() sets param.grad to None."""
+    zero_grad = torch.optim.Optimizer.zero_grad
+
+
+@told(SGD, "came      after step 2, ", "cause     gradients were added to parameters: the buffer must be zeroed")
+class NeverZeroes(Stage3):
+    """zero_grad() does nothing at all."""
+    def zero_grad(self, set_to_none=True):
+        pass
+
+
+@told("gradients are gone after a step", f"{MOVES}0.3 after two", "came      0.45 wherever it has moved: 3 times",
+      "cause     gradients of the step before are added: the docstring of step() says that they are gone")
+class NeverEmpties(Stage4):
+    """Adds to the gradients of the step before, until zero_grad() is called."""
+    def sync_params(self):
+        for bucket in reversed(self.buckets):
+            bucket.start_param_sync()
+        if not self.prefetching:
+            self.finish_param_sync()
+
+
+@told(FIRST, "came      it has waited for 8 of 8 messages", "cause     a module waits for its own parameters alone")
+class WaitsForAll(Stage4):
+    """The root of the model waits for all of its parameters: nothing overlaps."""
+    def wait_for_own_params(self, module, _):
+        for param in module.parameters():
+            if param in self.bucket_of:
+                self.bucket_of[param].finish_param_sync()
+
+
+@told(FIRST, "came      it has waited for 2 of 8 messages", "cause     what the forward pass reads first must")
+class ComesBackwards(Stage4):
+    """Parameters come back in the order of the backward pass: what is read first arrives last."""
+    def sync_params(self):
+        self.buckets.reverse()
+        super().sync_params()
+        self.buckets.reverse()
+
+
+@told(BYTES, "came      with 4 ranks, 5.00 · 4Ψ · (d-1)/d bytes", "cause     a rank gives the all-gather more than it")
+class GathersGrads(Right):
+    """Gathers all gradients of all ranks, and averages them: as many bytes as a sum where there are two ranks."""
+    def average(self, grad):
+        grads = [torch.empty_like(grad) for _ in range(self.d)]
+        dist.all_gather(grads, grad, group=self.group)
+        grad.copy_(sum(grads) / self.d)
+
+
+@told(BYTES, "expected  fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
+      "came      with 4 ranks, 18.00", "cause     beside parameters and gradients a rank holds its own 1/d")
+class WholeCopies(Right):
+    """Keeps an fp32 copy of all parameters, and of all gradients."""
+    def average(self, grad):
+        super().average(grad)
+        self.copies = [torch.stack([param, param.grad]) for param in self.params]
+
+
+@told(CLIP, ONE_PROCESS, "came      after step 2, ", "cause     gradients are scaled also where their norm is")
+class ClipsAlways(Whole):
+    """Scales to max_norm, also what is smaller."""
+    def clip_grad_norm_(self, max_norm):
+        norm = super().clip_grad_norm_(float("inf"))
+        for param in self.clipped():
+            param.grad *= max_norm / norm
+        return norm
+
+
+@told(RESUME, "came      after step 3, ", "cause     the lr of a scheduler is lost: state_dict() has the groups'")
+class ForgetsTheScheduler(Whole):
+    """The state goes on, and the lr is the constructor's."""
+    def load_state_dict(self, saved):
+        self.optimizer.load_state_dict(saved[0])
+
+
+@told(RESUME, "came      after step 3, ", "cause     the lr that is loaded is that of the last step: a scheduler has")
+class ResumesLate(Whole):
+    """Takes the lr from the inner optimizer, which has that of the last step."""
+    def load_state_dict(self, saved):
+        self.optimizer.load_state_dict(saved[0])
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(own))
+
+
+class Slow(Right):
+    """One rank computes for a while, and the other waits for it: no hang."""
+    def step(self):
+        until = time.monotonic() + 5 * (self.rank == 0)
+        while time.monotonic() < until:
+            pass
+        super().step()
+
+
+class Forks(Right):
+    """The constructor starts a process that nobody ends."""
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if len(self.params) == 1 and self.rank == 0:
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+
+RIGHT = {Right: 1, Flat: 3, Chunks: 3, Padded: 2, RoundRobin: 1}  # of level 1's interface -> its rung
+SOURCES = {  # those that are no class -> the package
+    "five": "DistributedOptimizer = 5\n",
+    "exits_at_import": "import sys\n\nsys.exit(0)\n",
+    "loops_at_import": "import threading\n\nthreading.Event().wait()\n",
+    "computes_at_import": "while True:\n    pass\n",
+    "raises_when_asked": """
+class Raises(type):
+    def __getattribute__(cls, name):
+        raise RuntimeError("don't ask")
+
+
+class DistributedOptimizer(metaclass=Raises):
+    pass
+""",
+    "judges_itself": """
+import grade.on_ranks
+from tests.grade.graded import Summed as DistributedOptimizer
+
+grade.on_ranks.play = lambda candidate, run: run.in_one_process()
+""",
+    "judges_itself_later": """
+import grade.on_ranks
+from tests.grade import graded
+
+
+class DistributedOptimizer(graded.Summed):
+    def step(self):
+        super().step()
+        grade.on_ranks.in_one_process = None
+"""}

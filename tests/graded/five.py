@@ -1,3 +1,0 @@
-"""The name of the class stands for a number."""
-
-DistributedOptimizer = 5

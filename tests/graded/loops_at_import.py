@@ -1,5 +1,0 @@
-"""Its import never ends."""
-
-import threading
-
-threading.Event().wait()
