@@ -9,7 +9,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from .scaling import gather_scalar
+from guard.scaling import gather_scalar
 
 
 class Chained:
@@ -40,8 +40,8 @@ class Chained:
             is_known = all(of_rank[other][number] == its for all_its in everyone
                            for number, its in enumerate(all_its) for other in its)
         if not is_known:
-            raise ValueError(f"the optimizers are for ranks {own}: one group must have all ranks of the others, each "
-                             "of which has a place in those: else whose parameters are alike can't be known")
+            raise ValueError(f"the optimizers are for ranks {own}: no group has all others as its parts, so whose "
+                             "parameters are alike can't be known")
 
     @property
     def param_groups(self):

@@ -113,5 +113,5 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
         for name, param in named:
             if hasattr(param, "placements"):
                 raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part, and this steps whole "
-                                 "matrices: give it to stage 4 with AdamW say, both in guard.chained.Chained")
+                                 "matrices")
         return super()._refuse(named)
