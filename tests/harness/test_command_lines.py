@@ -36,7 +36,7 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "--nproc-per-node 256 stage3_gradbuffer/train.py"),
     (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows all"),
-    (["timeline"], "-m harness.timeline --rows stage 4"), (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
+    (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
         ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
