@@ -7,7 +7,7 @@
 What goes wrong with files is a class of errors.py, each a CheckpointError, on every rank.
 
 It takes an optimizer of any stage, and where that makes sense a plain torch optimizer. No stage imports this package,
-and it imports no stage. What it asks of a stage's optimizer is this face:
+and it imports no stage. What it asks of a stage's optimizer, and of several in guard.chained.Chained, is this face:
 
     optimizer.param_groups       as torch has them: the whole parameters of the model
     optimizer.optimizer          the inner torch optimizer: it steps what this rank owns, in groups like ours

@@ -49,8 +49,6 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
         RuntimeError: on every rank; some have a state for their part of a parameter, and others don't, or a state can't
             be put together from the ranks' parts.
     """
-    if hasattr(optimizer, "optimizers"):  # guard.chained.Chained
-        return {"optimizers": [full_state_dict(one, to_all) for one in optimizer.optimizers]}
     optimizer = itself(optimizer)
     if to_all:
         refuse_outsider(optimizer)
@@ -76,9 +74,6 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     Raises:
         ValueError: on every rank, before anything is changed; it is of another model or optimizer.
     """
-    if hasattr(optimizer, "optimizers"):
-        theirs = (state_dict or {}).get("optimizers") or [None] * len(optimizer.optimizers)
-        return [load_full_state_dict(one, its) for one, its in zip(optimizer.optimizers, theirs, strict=True)]
     optimizer = itself(optimizer)
     refuse_outsider(optimizer)
     group, params = group_of(optimizer), all_params(optimizer)

@@ -101,7 +101,7 @@ def pieces_of(optimizer) -> dict[int, Piece]:
 
 def steps_ranges(optimizer) -> bool:
     """Whether a rank may step a range of a parameter, as in stages 3 and 4, and not only whole ones."""
-    return hasattr(optimizer, "move_to")
+    return any(hasattr(one, "move_to") for one in getattr(optimizer, "optimizers", [optimizer]))
 
 
 def hyperparameters(group) -> dict:

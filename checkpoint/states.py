@@ -226,11 +226,13 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     Of a parameter of the same shape; of a small one where ranks step ranges, each element by itself then.
     Raises ValueError: the optimizer can't step with what was saved.
     """
-    make, known, schemas = getattr(optimizer, "make_optimizer", type(inner_of(optimizer))), {}, []
-    for group, saved in zip(optimizer.param_groups, saved_groups or optimizer.param_groups):
+    known, schemas, saved_groups = {}, [], iter(saved_groups or optimizer.param_groups)
+    all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
+    for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
+        make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
         for param in group["params"]:
             shape, dtype = local(param).shape, param.dtype
-            if steps_ranges(optimizer):
+            if steps_ranges(owner):
                 shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
             key = id(group), shape, dtype
             if key not in known:

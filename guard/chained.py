@@ -12,8 +12,18 @@ import torch.distributed as dist
 from guard.scaling import gather_scalar
 
 
+def groups_of(optimizers):
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def states_of(optimizers):
+    return {param: state for optimizer in optimizers for param, state in optimizer.state.items()}
+
+
 class Chained:
     """Several optimizers of this project, of any stage or variant, as one. A scheduler belongs to each of them.
+
+    `checkpoint.save`, `load` and the full state take it as they take any optimizer, where all have one process group.
 
     Their process groups may differ: where one is smaller, as of experts, ranks outside of it have other parameters,
     and all are counted once in the norm. The constructor is collective then.
@@ -43,13 +53,8 @@ class Chained:
             raise ValueError(f"the optimizers are for ranks {own}: no group has all others as its parts, so whose "
                              "parameters are alike can't be known")
 
-    @property
-    def param_groups(self):
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    @property
-    def state(self):
-        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+    param_groups = property(lambda self: groups_of(self.optimizers))
+    state = property(lambda self: states_of(self.optimizers))
 
     def step(self):
         for optimizer in self.optimizers:
@@ -81,9 +86,56 @@ class Chained:
             torch.nn.utils.clip_grads_with_norm_(optimizer._averaged_params(), max_norm, total_norm)
         return total_norm
 
+    # ------------------------------------------------------------------------------- what checkpoint/ asks for
+
+    optimizer = property(lambda self: Inner(one.optimizer for one in self.optimizers))
+    has_grads = property(lambda self: any(getattr(one, "has_grads", False) for one in self.optimizers))
+
+    rank = property(lambda self: self.optimizers[0].rank)
+
+    def pieces(self):
+        if min(self.n_ranks) < self.process_group.size():
+            raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
+        return [piece for optimizer in self.optimizers for piece in optimizer.pieces()]
+
+    def pass_on_hyperparameters(self):
+        for optimizer in self.optimizers:
+            optimizer.pass_on_hyperparameters()
+
+    def refuse_different_settings(self):
+        for optimizer in self.optimizers:
+            optimizer.refuse_different_settings()
+
     def state_dict(self):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict):
         for optimizer, its in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(its)
+
+
+class Inner:
+    """The inner optimizers, as one."""
+
+    def __init__(self, optimizers):
+        self.optimizers = list(optimizers)
+
+    param_groups = property(lambda self: groups_of(self.optimizers))
+    state = property(lambda self: states_of(self.optimizers))
+
+    def state_dict(self):
+        """Without states, and with the places that parameters have among all."""
+        groups, n_before = [], 0
+        for group in self.param_groups:
+            groups.append({**group, "params": list(range(n_before, n_before + len(group["params"])))})
+            n_before += len(group["params"])
+        return {"state": {}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict):
+        groups, first = iter(state_dict["param_groups"]), 0
+        for optimizer in self.optimizers:
+            own = [{**next(groups), "params": its["params"]} for its in optimizer.state_dict()["param_groups"]]
+            n = sum(len(group["params"]) for group in own)
+            state = {place - first: its for place, its in state_dict["state"].items() if first <= place < first + n}
+            optimizer.load_state_dict({"state": state, "param_groups": own})
+            first += n
