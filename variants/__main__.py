@@ -123,6 +123,18 @@ def balance_table():
                      for d in (2, 8, 64)])
 
 
+def muon_table():
+    """DDP's reducer doesn't run in the fake group: what it sends is its formula, and nobody counts what it holds."""
+    ways = {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2", "muon stacked by shape": "a stack a shape",
+            "variants muon": "muon"}
+    rows = []
+    for name, words in ways.items():
+        found = [counted(name, d) if "ddp" not in name else (8 * (d - 1) / d, NONE, None) for d in (8, 64)]
+        rows.append([words, *(f"{sent:.2f}" for sent, *_ in found),
+                     *(NONE if held is None else f"{held:.2f}" for _, _, held, *_ in found)])
+    return markdown(["matrices by Muon:", "sent, d = 8", "64", "held, d = 8", "64"], rows)
+
+
 def loss_table():
     """None where nothing was measured."""
     if not (saved.ROOT / "results" / "losses.json").exists():
@@ -132,7 +144,7 @@ def loss_table():
     return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", note))]
 
 
-TABLES = {"table": table, "balance": balance_table, "losses": loss_table}
+TABLES = {"table": table, "balance": balance_table, "muon": muon_table, "losses": loss_table}
 
 
 def with_tables(text):
