@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 STAGES = ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"]
 OPTIMIZERS = {
@@ -82,16 +81,6 @@ def batch(step, rank, size=4, device=None):
 
 def loss_of(model, x, y):
     return F.mse_loss(model(x), y)
-
-
-@contextlib.contextmanager
-def one_rank_of(d):
-    """This process plays rank 0 of d: the fake process group lets the real code run, and sends nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=d)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def leave_late(optimizer, seconds=0.2):

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness import gpu_step, host_time, ledger
 from harness.gpt import GPT, MODELS
 from harness.tables import gpu_sheet, sheet_text
-from tests.common import STAGES
+from tests.common import STAGES, one_rank_of
 
 CPU = torch.device("cpu")
 
@@ -58,9 +57,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def fake_group():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with one_rank_of(4):
+        yield
 
 
 def test_collectives_are_not_timed(monkeypatch, fake_group):
