@@ -70,24 +70,35 @@ def trace(rows):
     return {"traceEvents": events}
 
 
-GRADIENTS = ("all_reduce", "reduce_scatter", "reduce", "send", "recv", "all_to_all")
 PARAMETERS = ("all_gather", "broadcast")
+EXCHANGED = ("send", "recv")  # either, where collectives are exchanged in pieces: see exchange.py
 
 
 def lanes(step):
     """A recorded step -> [("computes", spans), ("gradients", spans), ("parameters", spans)]."""
     computes = [(start, end, name) for name, *phase in step.phases for start, end in overlap([phase], step.busy)]
-    return [("computes", computes), *((name, arrivals(step, kinds))
-                                      for name, kinds in (("gradients", GRADIENTS), ("parameters", PARAMETERS)))]
+    return [("computes", computes), *((name, arrivals(step, name)) for name in ("gradients", "parameters"))]
 
 
-def arrivals(step, kinds):
+def carries(step, message):
+    """-> "parameters" or "gradients". What is exchanged in the forward pass is the former; so is what follows the
+    optimizer's step, the longest that is computed between messages there."""
+    if message.kind not in EXCHANGED:
+        return "parameters" if message.kind in PARAMETERS else "gradients"
+    of, last = {name: (start, end) for name, start, end in step.phases}, max(one.start for one in step.communication)
+    between = [span for span in overlap([of["step"]], step.busy) if span[0] < last]
+    stepped_at = max(between, key=lambda span: span[1] - span[0], default=of["step"])[0]
+    is_forward = of["forward"][0] <= message.start < of["forward"][1]
+    return "parameters" if is_forward or message.start >= stepped_at else "gradients"
+
+
+def arrivals(step, lane):
     """One span for each message that arrives: from its launch, or from when the one before it had arrived."""
     spans, before = [], 0.0
     for message in sorted(step.communication, key=lambda message: message.end):
-        if message.kind in kinds:
+        if carries(step, message) == lane:
             start = max(message.start, before)
-            spans.append((start, max(message.end, start), "gradients" if kinds is GRADIENTS else "parameters"))
+            spans.append((start, max(message.end, start), lane))
             before = max(message.end, start)
     return [span for span in spans if span[0] < step.seconds]
 

@@ -16,7 +16,7 @@ from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Collective
 from harness.memory import Memory
 from harness.pictures import trace
-from harness.results import RecordedStep, Result, Row, length, overlap, union
+from harness.results import Message, RecordedStep, Result, Row, length, overlap, union
 from tests.ranks import run_module
 
 
@@ -190,3 +190,15 @@ def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
         timeline.main()
     out = capsys.readouterr().err
     assert ended.value.code == 2 and out.startswith("timeline: error: ") and message in out and out.count("\n") == 1
+
+
+def test_what_is_exchanged_after_the_optimizers_step_is_parameters():
+    """Messages of a reduce-scatter, sums between them, the step, an all-gather, and a copy out of it at the end."""
+    def message(start, kind="send"):
+        return Message(kind, 4, start, start + 0.5)
+
+    step = RecordedStep(0.0, 10.0, phases=[("forward", 0, 1), ("backward", 1, 2), ("step", 2, 10)],
+                        busy=[(0, 2), (3.0, 3.1), (4, 5), (8, 10)],
+                        communication=[message(2), message(3), message(5), message(6), message(0.5), message(1.5)])
+    spans = {lane: [start for start, _, _ in its] for lane, its in pictures.lanes(step)[1:]}
+    assert spans == {"gradients": [1.5, 2, 3], "parameters": [0.5, 5, 6]}
