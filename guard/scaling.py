@@ -31,7 +31,8 @@ def total_norm(optimizer, norm_type):
             grads[spread_over(param)].append(main.grad)
     norms = []
     for groups, part in grads.items():
-        norm = torch.nn.utils.get_total_norm(part, norm_type).to(params[0].device, dtype)
+        part = part or [torch.zeros(1, device=params[0].device)]  # torch's norm of nothing is on the host
+        norm = torch.nn.utils.get_total_norm(part, norm_type).to(dtype)
         for group in (optimizer.process_group, *groups):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
         norms.append(norm)
