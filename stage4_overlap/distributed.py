@@ -25,7 +25,7 @@ from .awaited import Awaited, guarded_bucket, hook_module, read_too_early
 from .drops import forget_arrived, keep_under_way, next_tag
 from .dtensor import local_parts
 from .optimizer import ShardedOptimizer
-from .rounds import MISSING, BackwardPass, Rounds, agree, error_of, host_group, what_is_wrong
+from .rounds import MISSING, BackwardPass, Rounds, agree, error_of, what_is_wrong
 
 
 class DistributedOptimizer(Guarded, ShardedOptimizer):
@@ -91,7 +91,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         for bucket in self.buckets:
             bucket.together = together
         self.idle[0].transport.tag = next_tag(self.process_group)  # of both buffers
-        self._of_hosts = host_group(self.process_group, all_params(self)[0].device)
 
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes=True)
@@ -179,7 +178,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         for bucket in self.buckets:
             bucket.refuse_incomplete()
         wrong = self._agree()
-        difference = self._rounds.settings_differ and difference_between_ranks(self.param_groups, self._of_hosts)
+        difference = self._rounds.settings_differ and difference_between_ranks(self.param_groups, self.process_group)
         if difference:
             self.zero_grad()
             raise RuntimeError(difference)
@@ -199,7 +198,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if now.is_open or not now.n:
             self._finish_round()
-        used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self._of_hosts)
+        used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self.process_group)
         while now.n < n_rounds:  # of what no_sync() has kept here, or of what another rank has
             self._finish_round()
         self._leave_out({param for param, use in zip(params, used) if not use})

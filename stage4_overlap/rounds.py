@@ -19,7 +19,7 @@ MISSING = 1
 LATE = 2  # it was assigned when that of the backward pass had left
 MOVED = 3  # its parameter has other memory than this optimizer steps
 
-HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> see `host_group`
+HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> the one of gloo, or None
 
 
 class Rounds:
@@ -103,20 +103,18 @@ def what_is_wrong(now, params, buckets):
 def host_group(process_group, device):
     """-> a group of the same ranks for tensors of the host: itself, or one of gloo beside it, made once. Collective."""
     group = process_group or dist.group.WORLD
-    if "cpu" in backends_of(group):
-        return group
     if group not in HOST_GROUPS:
-        HOST_GROUPS[group] = dist.new_group(
+        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.new_group(
             dist.get_process_group_ranks(group), group._get_backend(device).options._timeout, "gloo",
             use_local_synchronization=True)
-    return HOST_GROUPS[group]
+    return HOST_GROUPS[group] or process_group
 
 
-def agree(now, params, wrong, groups, of_hosts):
+def agree(now, params, wrong, groups, process_group):
     """-> for each of `params` whether any rank has used it, and what is wrong; and the number of rounds.
 
-    Collective over `of_hosts`, a host_group. It starts in the step and not as the backward pass ends: until then other
-    passes may follow, gradients may be assigned, and a scheduler may set another lr. A gradient that is kept, by no_sync() say, leaves in a round of its own.
+    Collective. It starts in the step, not as a backward pass ends: until then another may follow, gradients may be
+    assigned, and a scheduler may set the lr. A gradient that is kept, by no_sync() say, leaves in a round of its own.
     """
     kept = [param.grad is not None for param in params]
     used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
@@ -125,6 +123,7 @@ def agree(now, params, wrong, groups, of_hosts):
     checksum = checksum_of(groups)  # they agree if the largest is the smallest
     report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")
+    of_hosts = host_group(process_group, params[0].device)
     dist.all_reduce(report, dist.ReduceOp.MAX, group=of_hosts)
     *of_params, now.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     now.settings_differ = largest != -minus_smallest
