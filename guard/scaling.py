@@ -82,7 +82,8 @@ def refuse_unseen(clip, params):
         holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
                  for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-        finds_own = holds & {"own", "nothing"} and param.grad is not None and clip != "clip_grad_value_"
+        is_own = holds & {"own", "nothing"} and "averages" not in holds  # of an older optimizer, maybe, and a newer one
+        finds_own = is_own and param.grad is not None and clip != "clip_grad_value_"
         if finds_none or finds_own:
             what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
             raise RuntimeError(f"torch.nn.utils.{clip}() finds {what} in param.grad: call clip_grad_norm_(max_norm) of "
