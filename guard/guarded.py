@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, param_ids
 from .hooks import without_global_hooks
-from .refuse import agree, checked_groups, refuse_edited, warn_of_an_untried_torch
+from .refuse import agree, checked_groups, refuse_edited, silence_torch, warn_of_an_untried_torch
 from .scaling import found_inf, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
 
@@ -53,7 +53,8 @@ class Guarded(torch.optim.Optimizer):
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
         warn_of_an_untried_torch()
-        watch_torchs_clipping()
+        silence_torch()
+        watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
         groups = self._checked(params, settings={"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs})

@@ -15,6 +15,7 @@ import torch
 
 from .groups import hyperparameters
 from .hooks import without_global_hooks
+from .schema import raise_if_of_the_machine
 
 # Steps, whether they all have the same gradient, and its magnitude. What adds up over the steps shows where gradients
 # are steady, what is cut off where they are large, and what counts steps in the end.
@@ -138,6 +139,7 @@ class Trial(NamedTuple):
             try:
                 return self.run(whole_shares_of, 1, precision), precision
             except Exception as failure:
+                raise_if_of_the_machine(failure)
                 reason = failure
         name, shapes = self.make_optimizer.func.__name__, ", ".join(map(str, self.shapes))
         raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {described(reason)}") from reason
@@ -147,6 +149,7 @@ class Trial(NamedTuple):
         try:
             return self.run(share_out, n_ranks, precision), None
         except Exception as failure:  # Muon wants matrices
+            raise_if_of_the_machine(failure)
             return None, failure
 
     @torch.no_grad()

@@ -18,10 +18,6 @@ from .groups import named_params, param_ids, settings_of
 NEWEST = "2.14.1"  # all tests passed on it
 PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
 
-# torch 2.13 warns that these two have new names, which older releases lack; the old names run everywhere.
-for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-    warnings.filterwarnings("ignore", message=f".*{_name}.* is deprecated", category=FutureWarning)
-
 
 def checked_groups(params, process_group, existing=(), *, refuse, settings=None):
     """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
@@ -215,3 +211,12 @@ def warn_of_an_untried_torch(version=str(torch.__version__)):
     if minor > tried and os.environ.get("RANK", "0") == "0":
         warnings.warn(f"torch {version} is newer than {NEWEST}, the newest that DistributedOptimizer was tried with",
                       stacklevel=2)
+
+
+def silence_torch():
+    """Of two collectives that have new names, which releases before 2.13 lack; and that GradScaler passes itself to
+    `step`: the only way to tell it of an inf that another rank has found. Where an optimizer is built, not at import.
+    """
+    for message in (".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated",
+                    "GradScaler is going to stop passing itself"):
+        warnings.filterwarnings("ignore", message, FutureWarning)

@@ -9,16 +9,18 @@ DTensors by tests/stages/test_dtensor.py.
 """
 
 import functools
-import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from .groups import all_params, spread_over
+from .hooks import untraced
 
-# GradScaler must be told of an inf that another rank has found; that it passes itself to `step` is the only way so far.
-warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
+CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
+CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]  # of a decorator of torch: what it calls
+ALIVE: set[int] = set()  # ids of the optimizers that have not been dropped
 
 
 def total_norm(optimizer, norm_type):
@@ -31,7 +33,8 @@ def total_norm(optimizer, norm_type):
             grads[spread_over(param)].append(main.grad)
     norms = []
     for groups, part in grads.items():
-        norm = torch.nn.utils.get_total_norm(part, norm_type).to(params[0].device, dtype)
+        part = part or [torch.zeros(1, device=params[0].device)]  # torch's norm of nothing is on the host
+        norm = torch.nn.utils.get_total_norm(part, norm_type).to(dtype)
         for group in (optimizer.process_group, *groups):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
         norms.append(norm)
@@ -69,32 +72,48 @@ def found_inf(optimizer, grad_scaler):
     return found.item() > 0
 
 
-def refusing(clip):
-    """-> `clip`, a function of torch.nn.utils, which refuses gradients that it can't see whole.
+@untraced
+def refuse_unseen(clip, params):
+    """RuntimeError where `clip`, a name in torch.nn.utils, can't see the gradients whole.
 
     The owner of a hook of ours says what `param.grad` holds: "averages"; "own", of this rank; or "nothing".
     """
+    for param in params:
+        holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
+                 for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
+        finds_none = "nothing" in holds and param.grad is None and param.requires_grad
+        is_own = holds & {"own", "nothing"} and "averages" not in holds  # of an older optimizer, maybe, and a newer one
+        finds_own = is_own and param.grad is not None and clip != "clip_grad_value_"
+        if finds_none or finds_own:
+            what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
+            raise RuntimeError(f"torch.nn.utils.{clip}() finds {what} in param.grad: call clip_grad_norm_(max_norm) of "
+                               "the DistributedOptimizer")
+
+
+def refusing(clip):
     @functools.wraps(clip)
     def clip_or_refuse(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for param in parameters:
-            holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
-                     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
-            finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-            finds_own = holds & {"own", "nothing"} and param.grad is not None and clip.__name__ == "clip_grad_norm_"
-            if finds_none or finds_own:
-                what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
-                raise RuntimeError(f"torch.nn.utils.{clip.__name__}() finds {what} in param.grad: call "
-                                   "clip_grad_norm_(max_norm) of the DistributedOptimizer")
+        refuse_unseen(clip.__name__.lstrip("_"), parameters)
         return clip(parameters, *args, **kwargs)
 
-    clip_or_refuse.is_watched = True
     return clip_or_refuse
 
 
-def watch_torchs_clipping():
-    """When the first optimizer is built: from then on the functions of torch ask whose gradients they are given."""
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        clip = getattr(torch.nn.utils, name)
-        if not hasattr(clip, "is_watched"):
-            setattr(torch.nn.utils, name, refusing(clip))
+def watch_torchs_clipping(optimizer):
+    """While any optimizer lives torch's functions ask whose gradients they are given.
+
+    They themselves, no names in a module: programs import them by name, often before the first optimizer is built.
+    """
+    if not ALIVE:
+        for cell in CELLS:
+            cell.cell_contents = refusing(cell.cell_contents)
+    ALIVE.add(id(optimizer))
+    weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
+
+
+def unwatch(number):
+    ALIVE.remove(number)
+    if not ALIVE:
+        for cell in CELLS:
+            cell.cell_contents = cell.cell_contents.__wrapped__

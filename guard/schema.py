@@ -75,8 +75,16 @@ def stepped(make_optimizer, options, shape, dtype, device):
                 optimizer.step()
                 return Schema(described(dict(optimizer.state[param])), from_start, tuple(shape)), None
         except Exception as failure:  # it wants a closure, matrices, …
+            raise_if_of_the_machine(failure)
             reason = f"{type(failure).__name__}: {failure}"
     return None, reason.splitlines()[0][:200]
+
+
+def raise_if_of_the_machine(failure):
+    """As it is: what says nothing of an optimizer class that is tried, as memory that has run out."""
+    kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
+    if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):  # a plain RuntimeError
+        raise failure
 
 
 def lead_of(shape, like):

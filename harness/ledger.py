@@ -148,6 +148,8 @@ class Ledger(TorchDispatchMode):
         ledger.entries       # [Collective, …]
     """
 
+    limit_s = 60  # for what is under way in the end
+
     def __init__(self):
         super().__init__()
         self.entries = []
@@ -157,7 +159,10 @@ class Ledger(TorchDispatchMode):
     def __exit__(self, *exception):
         """Waits until all that was launched is complete, unless an exception ends it."""
         for entry in self.under_way if exception[0] is None else []:
+            until = time.perf_counter() + self.limit_s
             while entry.completed_at is None:  # the callback runs a moment after whoever waited goes on
+                if time.perf_counter() > until:
+                    raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
                 threading.Event().wait(0.001)
         for watcher in self.watchers.values():
             watcher.end()

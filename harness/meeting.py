@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
 
+from guard.refuse import silence_torch
 from harness import command_line, processes
 from harness.processes import keep_freed_memory, let_computing_go_first, own_threads
 
@@ -134,6 +135,7 @@ def connect(timeout_s=120):
     A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
     """
     sys.excepthook = report_lost_rank
+    silence_torch()  # of cores, around which there is no guard that does
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     check_environment()

@@ -1,10 +1,13 @@
 """Messages of several optimizers, and of one that is dropped in the middle of a step, which other ranks expect.
 
-Shown by tests/stages/test_models.py, and tests/stages/test_overlap.py, `test_gradients_keep_out_of_other_messages`.
+Shown by tests/stages/test_models.py, and tests/stages/test_overlap.py, `test_gradients_keep_out_of_other_messages` and
+`test_an_optimizer_that_is_dropped_waits_for_its_parameters_but_not_for_ever`.
 """
 
 import itertools
 import sys
+import time
+import warnings
 import weakref
 
 import torch.distributed as dist
@@ -12,6 +15,7 @@ import torch.distributed as dist
 # Process group -> counter: the messages of each optimizer have a tag of their own, and not one that others might use
 TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 UNDER_WAY: list = []  # (works, sent, received): what had left when its optimizer was dropped
+LIMIT_S = 10  # for parameters that are under way then
 
 
 def next_tag(process_group):
@@ -23,12 +27,20 @@ def forget_arrived():
 
 
 def keep_under_way(travelling, buckets):
-    """Of an optimizer that is dropped. What is under way would keep the model until Python collects garbage."""
+    """Of an optimizer that is dropped. Parameters are waited for: they would keep the model until Python collects
+    garbage. But not for ever, in a __del__: then whoever reads one waits, and is told.
+    """
     if sys.is_finalizing():
         return
     UNDER_WAY.extend((buffer.works, buffer.sent, buffer.received) for buffer in travelling)
-    for bucket in buckets:
-        try:
+    until = time.monotonic() + LIMIT_S
+    try:
+        for bucket in buckets:
+            while not all(work.is_completed() for work in bucket.param_sync or ()):
+                if time.monotonic() > until:
+                    raise RuntimeError(f"not arrived within {LIMIT_S} s")
+                time.sleep(1e-4)
             bucket.finish_param_sync()
-        except Exception:
-            return  # a rank is gone: whoever still uses the model has been told, or will build another optimizer
+    except RuntimeError as failure:  # a rank is gone
+        warnings.warn(f"an optimizer was dropped while its parameters were under way ({failure}): call "
+                      "finish_param_sync() before, or load a checkpoint", stacklevel=2)

@@ -1,7 +1,8 @@
 """Whether gradients have left, in which backward pass, and what the ranks agree on before a step, in one all-reduce.
 
 Which parameters were used, where a batch doesn't use all of them (experts, heads, skipped layers), on how many rounds
-there are, and on whether something is wrong with a gradient. Shown by tests/stages/test_rounds.py, and
+there are, and on whether something is wrong with a gradient. All that is known to the host, and travels between hosts:
+none waits for its GPU. Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and
 tests/stages/test_overlap.py, `test_unused_parameters_like_ddp`.
 """
 
@@ -11,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from guard.groups import checksum_of, named_params
-from guard.refuse import data_replaced
+from guard.refuse import backends_of, data_replaced
 
 # What can be wrong with a gradient; 0: nothing. The ranks agree on the largest.
 MISSING = 1
 LATE = 2  # it was assigned when that of the backward pass had left
 MOVED = 3  # its parameter has other memory than this optimizer steps
+
+HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> the one of gloo, or None
 
 
 class Rounds:
@@ -97,10 +100,21 @@ def what_is_wrong(now, params, buckets):
     return [MOVED if id(param) in moved else LATE if id(param) in late else 0 for param in params]
 
 
-def agree(now, params, wrong, groups, process_group):
-    """Collective. -> for each of `params` whether any rank has used it, and what is wrong; and the number of rounds.
+def host_group(process_group, device):
+    """-> a group of the same ranks for tensors of the host: itself, or one of gloo beside it, made once. Collective."""
+    group = process_group or dist.group.WORLD
+    if group not in HOST_GROUPS:
+        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.new_group(
+            dist.get_process_group_ranks(group), group._get_backend(device).options._timeout, "gloo",
+            use_local_synchronization=True)
+    return HOST_GROUPS[group] or process_group
 
-    A gradient that is kept, by no_sync() say, leaves in a round of its own.
+
+def agree(now, params, wrong, groups, process_group):
+    """-> for each of `params` whether any rank has used it, and what is wrong; and the number of rounds.
+
+    Collective. It starts in the step, not as a backward pass ends: until then another may follow, gradients may be
+    assigned, and a scheduler may set the lr. A gradient that is kept, by no_sync() say, leaves in a round of its own.
     """
     kept = [param.grad is not None for param in params]
     used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
@@ -108,8 +122,9 @@ def agree(now, params, wrong, groups, process_group):
              for param, is_used, what in zip(params, used, wrong)]
     checksum = checksum_of(groups)  # they agree if the largest is the smallest
     report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
-    report = torch.tensor(report, dtype=torch.int32).to(params[0].device)
-    dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
+    report = torch.tensor(report, dtype=torch.int32, device="cpu")
+    of_hosts = host_group(process_group, params[0].device)
+    dist.all_reduce(report, dist.ReduceOp.MAX, group=of_hosts)
     *of_params, now.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     now.settings_differ = largest != -minus_smallest
     return of_params[: len(params)], of_params[len(params) :], n_rounds

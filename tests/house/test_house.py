@@ -125,6 +125,14 @@ def test_what_is_taken_home_needs_torch_alone_and_calls_collectives_through_the_
         assert path.parent.name == "checkpoint" or "from torch.distributed" not in path.read_text(), path
 
 
+def test_an_import_changes_no_setting_of_python():
+    """Warning filters, hooks, streams: what a constructor may change, and a program."""
+    for path in [*sum(CORES, []), *GUARDS, *sorted((ROOT / "checkpoint").glob("*.py"))]:
+        at_import = [ast.unparse(node) for node in ast.parse(path.read_text()).body
+                     if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom))]
+        assert not re.search(r"filterwarnings|excepthook|reconfigure|setattr|signal\(", "\n".join(at_import)), path
+
+
 def test_what_stages_share_besides_their_cores_is_equal():
     """A concern that several stages have is a file of guard/; what opens a stage is the same in all."""
     assert len({(ROOT / stage / "__init__.py").read_text() for stage in STAGES}) == 1

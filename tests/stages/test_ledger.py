@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.ledger import Ledger, wire_bytes
+from harness.ledger import Collective, Ledger, wire_bytes
 from tests.common import STAGES, on_ranks, optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]
@@ -125,3 +125,9 @@ def test_gradients_travel_once_however_often_the_norm_is_asked_for(rank, stage, 
             optimizer.step()
         counts.append(Counter(ledger.collectives))
     assert counts[1] == counts[0] + Counter(all_gather=2 * norms)
+
+
+def test_the_ledger_does_not_wait_for_ever():
+    with pytest.raises(TimeoutError, match="all_reduce of 4 bytes is not complete after 0.05 s"), Ledger() as ledger:
+        ledger.limit_s = 0.05
+        ledger.under_way.append(Collective("all_reduce", 4, torch.float32, 2, "gloo", 4, 0.0))

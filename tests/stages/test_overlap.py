@@ -1,5 +1,6 @@
 """Stage 4: overlap that is right whatever the schedule, and that overlaps. And bugs of real systems."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -677,6 +678,25 @@ def test_what_had_left_when_its_optimizer_was_dropped_is_kept_until_it_has_arriv
             work.is_done = is_done
             DistributedOptimizer([weight], lr=0.1)
             assert any(message[0] == [work] and message[1] is sent for message in UNDER_WAY) == (not is_done)
+
+
+def test_an_optimizer_that_is_dropped_waits_for_its_parameters_but_not_for_ever(monkeypatch):
+    """In a sentence, and whoever reads a parameter then waits as before."""
+    monkeypatch.setattr("stage4_overlap.drops.LIMIT_S", 0.05)
+    for is_done in (True, False):
+        with one_rank_of(2):
+            weight, work = torch.nn.Parameter(torch.ones(40)), Unfinished()
+            optimizer = DistributedOptimizer([weight], lr=0.1)
+            optimizer.prefetch_params(torch.nn.ParameterList([weight]))
+            optimizer.buckets[0].transport.all_gather = lambda shards: [work]
+            weight.sum().backward()
+            optimizer.step()
+            work.is_done = is_done
+            lost = pytest.warns(UserWarning, match=r"\(not arrived within 0.05 s\): call finish_param_sync\(\) before")
+            with contextlib.nullcontext() if is_done else lost:
+                del optimizer
+            assert isinstance(weight, Awaited) == (not is_done)
+            assert weight.sum().isfinite() and work.is_done and type(weight) is torch.nn.Parameter
 
 
 @on_ranks(2)

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from guard.probe import PASSED, check_elementwise, check_one_by_one
+from guard.probe import PASSED, PHASES, check_elementwise, check_one_by_one
+from guard.schema import schema_of
 from tests.common import STAGES, Net, Replicated, assert_same, batch, loss_of, one_rank_of, optimizer_of, trainable
 
 ONE, TWO, THREE, FOUR = STAGES
@@ -330,6 +331,26 @@ class Fails(Plain):
 def test_an_error_inside_the_trial_is_shown(stage, optimizer_cls, error):
     with pytest.raises(ValueError, match=error):
         build(stage, optimizer_cls)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("n_good_steps", [0, sum(n for n, _, _ in PHASES)])  # as many as of whole tensors
+def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_class(kind, n_good_steps):
+    """Nor of a state, which would not be checked then. A CPU's allocator raises a plain RuntimeError."""
+    class Hungry(torch.optim.SGD):
+        def step(self, closure=None):
+            steps.append(self)
+            if len(steps) > n_good_steps:
+                if kind is RuntimeError:
+                    torch.empty(2**50)
+                raise kind("out of memory")
+            super().step(closure)
+
+    steps, words = [], "DefaultCPUAllocator" if kind is RuntimeError else "out of memory"
+    with pytest.raises(kind, match=words):
+        build(STAGES[2], Hungry)
+    with pytest.raises(kind, match=words):
+        schema_of(Hungry, {"lr": 0.1}, {}, (3,), torch.float32, torch.device("cpu"))
 
 
 def test_arguments_that_are_wrong_are_torchs_own_error(stage):

@@ -6,16 +6,31 @@ A rank that goes round more often than another waits for it for ever, since the 
 import contextlib
 import itertools
 import random
+import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from checkpoint import reshard
-from stage4_overlap import DistributedOptimizer
+from stage4_overlap import DistributedOptimizer, rounds
 from stage4_overlap.awaited import AwaitedBucket
-from tests.common import assert_same, of_cpus, on_its_device, on_ranks
+from tests.common import (
+    STAGES,
+    Net,
+    assert_same,
+    batch,
+    error_of,
+    loss_of,
+    of_cpus,
+    on_its_device,
+    on_ranks,
+    optimizer_of,
+    trainable,
+)
 
 ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
 
@@ -267,3 +282,69 @@ def test_an_interrupt_where_a_bucket_leaves(rank):
             optimizer.zero_grad()
         models.append(model)
     assert_same(*models, exact=True)
+
+
+# ------------------------------------------------------------------------------------ a step that waits for no device
+
+
+ASKS = {getattr(torch.Tensor, name) for name in (
+    "item", "tolist", "numpy", "cpu", "nonzero", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__",
+    "__index__", "__contains__", "__array__")} | {torch.equal, torch.allclose, torch.nonzero, torch.is_nonzero}
+
+
+class OnADevice(TorchFunctionMode):
+    """Every tensor stands for one of a GPU: an error where the host asks for its values, and would wait for the GPU.
+
+    Not those that `torch.tensor` makes of numbers, until they travel in a message of the GPU's process group.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.of_host = {}  # id -> tensor
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in ASKS and id(args[0]) not in self.of_host:
+            raise AssertionError(f"{function.__name__} waits for the device")
+        result = function(*args, **(kwargs or {}))
+        if function is torch.tensor:
+            self.of_host[id(result)] = result
+        return result
+
+    def all_reduce(self, tensor, *args, group=None, all_reduce=dist.all_reduce, **kwargs):
+        if group in (None, dist.group.WORLD):
+            self.of_host.pop(id(tensor), None)
+        return all_reduce(tensor, *args, group=group, **kwargs)
+
+
+@on_ranks(2, stage=STAGES[2:], kind=["plain", "16 bits", "prefetched", "unused"])
+def test_no_step_waits_for_the_device(rank, stage, kind):
+    """As on a GPU, where the process group is NCCL's: the host runs ahead, and a CUDA graph can take the step."""
+    rank, _ = of_cpus(rank)
+    model, is_4 = Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32), stage == STAGES[3]
+    optimizer = optimizer_of(stage)(trainable(model), lr=0.01, **({"find_unused_parameters": True} if is_4 else {}))
+    if is_4 and kind == "prefetched":
+        optimizer.prefetch_params(model)
+    before = [param.detach().clone() for param in trainable(model)]
+    device, of_hosts = OnADevice(), weakref.WeakKeyDictionary()
+    with (mock.patch.object(rounds, "backends_of", lambda _: {"cuda": "nccl"}), device,
+          mock.patch.object(rounds, "HOST_GROUPS", of_hosts), mock.patch.object(dist, "all_reduce", device.all_reduce)):
+        for step in range(5):
+            for micro_batch in range(2):
+                with optimizer.no_sync() if kind == "plain" and not micro_batch else contextlib.nullcontext():
+                    x, y = batch(step, rank.rank)
+                    loss = loss_of(model, x.to(model.scale.dtype), y.to(model.scale.dtype))
+                    (loss if kind != "unused" or micro_batch else model.scale.square()).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_4 and kind == "plain":  # one that is missing on one rank is an error on every rank, and changes nothing
+            optimizer.find_unused_parameters = False
+            params = trainable(model)
+            old = [param.detach().clone() for param in params]
+            sum(param.sum() for param in params[rank.rank :]).backward()
+            names = "no gradient on some rank for parameter 0 of group 0: "
+            assert names in error_of(optimizer.step)
+    if is_4 and kind == "plain":
+        assert all(map(torch.equal, params, old))
+    assert not any(map(torch.equal, before, trainable(model)))
+    assert len(of_hosts) == is_4 and None not in of_hosts.values()

@@ -5,6 +5,7 @@ some of these.
 """
 
 import copy
+import functools
 import gc
 from datetime import timedelta
 
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
+from guard.scaling import ALIVE, CELLS
 from tests.common import (
     STAGES,
     Net,
@@ -36,18 +39,28 @@ ONE, TWO, THREE, FOUR = STAGES
 PREFETCH = [*((stage, False) for stage in STAGES), (FOUR, True)]
 
 
-@on_ranks(2)
-def test_torchs_clipping_is_refused(rank, stage):
+CLIPS = {
+    "by a module": lambda params: nn.utils.clip_grad_norm_(params, 0.1),
+    "imported before": lambda params: clip_grad_norm_(params, 0.1),
+    "in two parts": lambda params: clip_grads_with_norm_(params, 0.1, get_total_norm([p.grad for p in params if
+                                                                                      p.grad is not None])),
+    "compiled": torch.compile(lambda params: clip_grad_norm_(params, 0.1), backend="eager"),
+    "bound": functools.partial(clip_grad_norm_, max_norm=0.1),
+}
+
+
+@on_ranks(2, spelling=CLIPS)
+def test_torchs_clipping_is_refused(rank, stage, spelling):
     """It sees a rank's own gradients, or none. After the average stages 1 and 2 have that in param.grad."""
     model, other = Net(seed=0).to(torch.bfloat16 if stage == THREE else torch.float32), nn.Linear(3, 3)
     optimizer = sgd_of(stage, trainable(model), **({"grad_dtype": torch.float32} if stage == THREE else {}))
     x = batch(0, rank.rank)[0].to(model.scale.dtype)
 
     def clip_by_norm():
-        return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return CLIPS[spelling](list(model.parameters()))
 
     def clip_by_value():
-        return nn.utils.clip_grad_value_(model.parameters(), 10)
+        return (nn.utils.clip_grad_value_ if spelling == "by a module" else clip_grad_value_)(model.parameters(), 10)
 
     model(x).square().mean().backward()
     if stage in (ONE, TWO):
@@ -74,6 +87,7 @@ def test_torchs_clipping_is_refused(rank, stage):
     gc.collect()
     model(x).square().mean().backward()
     clip_by_norm()  # of a model whose optimizer is gone
+    assert not ALIVE and not any(hasattr(cell.cell_contents, "__wrapped__") for cell in CELLS)  # torch is as it was
 
 
 @on_ranks(2)
