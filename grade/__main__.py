@@ -81,8 +81,8 @@ def passes(level, one, only=""):
             print(f"  FAILED    {name}")
             for what, line in wrong.lines:
                 print(f"  {what:9} {line}", flush=True)
-            if wrong.is_of_values and grader.SHOW.is_dir():
-                print(f"  see       make show STAGE={one.package}", flush=True)
+            if wrong.shown_by and grader.SHOW.is_dir():
+                print(f'  see       make show STAGE={one.package} ARGS="{wrong.shown_by}"', flush=True)
             return False
         print(f"  ok        {name}", flush=True)
         for note in notes:

@@ -63,6 +63,11 @@ class ByHand(Run):
     def make(self, candidate, model):
         return candidate.make(list(model), torch.optim.SGD, lr=self.lr, **dict(self.options))
 
+    def shown_by(self, world_size, step):
+        sizes = ",".join(map(str, self.numels))
+        return "" if self.reverse or self.options or not self.zero else (
+            f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}")
+
     def loss(self, model, number, rank):
         terms = list(zip(model, self.scales))[:: -1 if self.reverse and rank == 1 else 1]
         return sum((param * scale).sum() for param, scale in terms) * 2**rank  # the last term's gradient is the first

@@ -1,5 +1,6 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
+import contextlib
 from pathlib import Path
 
 from grade import on_ranks
@@ -22,11 +23,11 @@ SHOW = Path(__file__).resolve().parents[1] / "show"  # the recorder of a step, w
 class Wrong(Exception):
     """What was expected, what came (a line, or a list of two), and the likely cause, or None."""
 
-    is_of_values = True  # a recorded step shows more, where it is the first that is wrong
+    shown_by = ""  # options of `make show`, where it shows the step that is wrong
 
     def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
-        self.is_of_values = self.is_of_values and step == 1
+        self.step = step
         first, *more = [came] if isinstance(came, str) else came
         lines = [("expected", expected), ("came", first), *(("", line) for line in more), ("cause", cause)]
         self.lines = [(what, line) for what, line in lines if line]
@@ -35,7 +36,15 @@ class Wrong(Exception):
 class NotRun(Wrong):
     """The same of an exception, a hang, a missing method: there are no values."""
 
-    is_of_values = False
+
+@contextlib.contextmanager
+def shown(run, world_size):
+    """What is wrong in `run` names the options by which the recorder makes the same step."""
+    try:
+        yield
+    except Wrong as wrong:
+        wrong.shown_by = "" if isinstance(wrong, NotRun) else run.shown_by(world_size, wrong.step)
+        raise
 
 
 class Grader:

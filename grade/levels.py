@@ -24,7 +24,7 @@ from grade.by_hand import (
     explain,
     spans,
 )
-from grade.grader import UNKNOWN, NotRun, Wrong, shorten
+from grade.grader import UNKNOWN, NotRun, Wrong, shorten, shown
 from grade.on_ranks import Run, in_one_process, mean, play
 
 KEPT = "gradients of the step before are added again: zero_grad() must forget them"
@@ -73,16 +73,13 @@ def by_hand(world_size, hint=None, **case):
     """-> a check."""
     def check(grader, **more):
         one = ByHand(**case, **more)
-        explain(one, grader.run(world_size, play, one, hint=hint), "finish_param_sync" not in grader.facts.missing)
+        with shown(one, world_size):
+            explain(one, grader.run(world_size, play, one, hint=hint), "finish_param_sync" not in grader.facts.missing)
     return check
 
 
 def without_zero_grad(grader, gone=False):
-    try:
-        by_hand(2, steps=2, zero=False)(grader, gone=gone)
-    except Wrong as wrong:
-        wrong.is_of_values = False  # the first step is right, and it is the one that is recorded
-        raise
+    by_hand(2, steps=2, zero=False)(grader, gone=gone)
 
 
 def of_16_bits(grader):
@@ -257,7 +254,10 @@ def difference(came, expected):
 
 def trains(world_size, otherwise=UNKNOWN, **run):
     """-> a check."""
-    return lambda grader: equals_one_process(grader, world_size, Run(**run), otherwise)
+    def check(grader):
+        with shown(Run(**run), world_size):
+            equals_one_process(grader, world_size, Run(**run), otherwise)
+    return check
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ def overlap(grader):
         cause = ("a module waits for its own parameters alone: module.parameters(recurse=False)" if all(awaited) else
                  "what the forward pass reads first must leave first: that is the last bucket of the backward pass")
         raise Wrong("the first layer computes while the parameters of others are under way",
-                    f"it has waited for {sum(awaited)} of {len(awaited)} messages, the last one too", cause, step=2)
+                    f"it has waited for {sum(awaited)} of {len(awaited)} messages, the last one too", cause)
     return [f"prefetch   the first layer waits for {sum(awaited)} of {len(awaited)} messages"]
 
 

@@ -314,6 +314,11 @@ class Run:
             return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
 
+    def shown_by(self, world_size, step):
+        """-> options by which `make show` trains so, up to this step; "" where it can't."""
+        is_plain = self == Run(self.optimizer, self.steps)
+        return f"--ranks {world_size} --steps {step} --optimizer {self.optimizer.lower()}" if is_plain else ""
+
     def left_out(self, optimizer):
         """-> bytes that don't count as held."""
         return 0

@@ -1,6 +1,7 @@
 """`make grade`: what a wrong optimizer is told, in five lines at most, with the likely cause; a right one passes."""
 
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -10,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from grade import contract, grader, left_over, skeleton, variants
+from grade import contract, grader, left_over, levels, on_ranks, skeleton, variants
 from grade.__main__ import grade as run
 from grade.__main__ import package_of, passes
 from grade.by_hand import ByHand
 from grade.grader import Grader
+from show.programs import first_difference
 from tests.common import STAGES
 from tests.grade import graded
 from tests.grade.graded import BY_HAND, NO_EXCEPTION, RIGHT, SOURCES, WRONG
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_module
 
 pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
 
@@ -148,12 +150,40 @@ def test_what_level_1_counts(grade):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_wrong_values_end_with_the_recorder_where_there_is_one(grade, is_there, tmp_path, monkeypatch):
-    """And only wrong values of the first step: it shows nothing of a missing method, and no second step."""
+    """And only what it shows: no missing method, no order of gradients, no loop without zero_grad, no groups."""
     monkeypatch.setattr(grader, "SHOW", tmp_path if is_there else tmp_path / "show")
-    last = complaint(grade(graded.Summed))[-1]
-    assert (last == "see       make show STAGE=summed") == is_there
-    for what in (graded.NoStep, graded.Raises, "five", graded.LeavesZeroGradToTorch, graded.NotZeroed):
+    shown = 'see       make show STAGE=summed ARGS="--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype float32"'
+    assert (complaint(grade(graded.Summed))[-1] == shown) == is_there
+    for what in (graded.NoStep, graded.Raises, "five", graded.AsTheyCome, graded.NotZeroed, graded.FirstLr):
         assert "make show" not in grade(what)
+
+
+@pytest.mark.parametrize("file, before, after, options", [
+    ("optimizer.py", "def zero_grad(", "def unused(", "--ranks 2 --steps 2 --optimizer sgd"),
+    ("buffer.py", "self.main_grad_shard.copy_(self.grad_shard)", "pass",
+     "--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype bfloat16")])
+def test_the_recorder_shows_the_step_that_is_wrong(package, grade, tmp_path, monkeypatch, file, before, after, options):
+    monkeypatch.setattr(grader, "SHOW", ROOT / "show")
+    name = package(f"shown_{len(options)}", ROOT / STAGES[2], file, before, after)
+    assert complaint(grade(f"{name}.optimizer"))[-1] == f'see       make show STAGE={name}.optimizer ARGS="{options}"'
+    made = []
+    for stage in (f"{name}.optimizer", STAGES[2]):
+        run_module("show", stage, *options.split(), "--json", tmp_path / "made", PYTHONPATH=tmp_path)
+        made.append(json.loads((tmp_path / "made").read_text(encoding="utf-8")))
+    assert first_difference(*made)["text"].startswith("Here values first differ from the right run")
+
+
+@pytest.mark.parametrize("held, came, cause", [
+    ((33281, 33280), "1 of its 66560 elements more than once: 50% on rank 0, 50% on rank 1", "some parameters are"),
+    ((33279, 33280), "1 of its 66560 elements on no rank: 50% on rank 0, 50% on rank 1", "some parameters are")])
+def test_what_is_not_once_is_not_said_to_be(held, came, cause):
+    """By elements: "1 times in all" beside "exists once" is no reason."""
+    ranks = [on_ranks.Seen(state=(n, 0)) for n in held]
+    with pytest.raises(grader.Wrong) as wrong:
+        levels.state(Namespace(run=lambda *_: ranks), 2)
+    lines = dict(wrong.value.lines)
+    assert lines["expected"] == "AdamW's state exists once, about 1/2 on each rank"
+    assert lines["came"] == came and lines["cause"].startswith(cause)
 
 
 def test_what_level_2_asks_for(grade):
