@@ -3,12 +3,13 @@
 An element is where it should be, or where it was, or it holds what another should, padding, or a gradient.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from grade.grader import UNKNOWN, Wrong, shorten
+from grade.grader import UNKNOWN, Wrong, at, shorten
 from grade.on_ranks import LR, Run
 
 SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
@@ -89,22 +90,19 @@ def explain(case, seen, finishes=False):
 
     seen: a Seen of each rank. finishes: whether the class has finish_param_sync().
     """
-    cause = UNFINISHED if finishes else UNAWAITED
-    for rank, one in enumerate(seen):
-        if one.unawaited:
-            kinds = [entry.kind for entry in one.unawaited]
-            counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-            place = f" ({one.unawaited[0].place})" if one.unawaited[0].place else ""
-            came = shorten(f"rank {rank} has not waited for {counts} when its step ends{place}")
-            break
-    else:
+    late = [(rank, one.unawaited) for rank, one in enumerate(seen) if one.unawaited]
+    if not late:
         return explain_values(case, seen)
+    rank, entries = late[0]
+    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
+    came = [shorten(at(f"rank {rank} has not waited for {counts} when its step ends", entries[0].place))]
+    expected = "every collective has arrived when a step ends"
     try:
         explain_values(case, seen)
     except Wrong as wrong:
-        lines = dict(wrong.lines)
-        raise Wrong(lines["expected"], [lines["came"], came], cause) from None
-    raise Wrong("every collective has arrived when a step ends", came, cause)
+        (_, expected), (_, values), *_ = wrong.lines
+        came.insert(0, values)
+    raise Wrong(expected, came, UNFINISHED if finishes else UNAWAITED)
 
 
 def explain_values(case, seen):

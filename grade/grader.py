@@ -99,21 +99,19 @@ def failure(error, told, world_size, hint=None):
     by_rank = [[message for rank, message in told if rank == one] for one in range(world_size)]
     parting = first_difference(by_rank)
     raised = [(rank, message) for rank, message in told if message[0] == "raised"]
-    own = [(rank, message) for rank, message in raised if "gloo" not in message[1]]
-    if own:  # the first to raise; others have lost it
-        rank, (_, text, place) = own[0]
+    own = [(rank, message) for rank, message in raised if "gloo" not in message[1]]  # others have lost it
+    has_died = " ended with exit code " in error or " was killed by signal " in error
+    if own or raised and not has_died:
+        rank, (_, text, place) = (own or raised)[0]
         cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), hint)
-        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""], cause)
-    if " ended with exit code " in error or " was killed by signal " in error:  # its neighbours have lost it
+        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
+                      cause if own else parting or hint or UNKNOWN)
+    if has_died:
         rank = int(error.split()[1])
         last = last_of(by_rank[rank])
         return NotRun("every rank lives until the end of this check",
                       [shorten(error), f"after {last}" if last else "before its first collective"],
                       "os._exit() or a crash ended it; the other ranks have only lost it")
-    if raised:
-        rank, (_, text, place) = raised[0]
-        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
-                      parting or hint or UNKNOWN)
     doings = {}  # what a rank does -> the ranks
     for rank, messages in enumerate(by_rank):
         doings.setdefault(doing(messages), []).append(str(rank))

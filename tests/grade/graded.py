@@ -87,21 +87,17 @@ class Right:
             param.grad = None
 
 
-class Flat:
+class Flat(Right):
     """Right: one flat tensor, padded to a multiple of 64 elements a rank; shards ignore parameters."""
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
-        self.params, self.group = list(params), process_group
-        rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
+    def owned(self):
         numel = sum(param.numel() for param in self.params)
-        self.numel = -(-numel // (64 * self.d)) * 64  # of a shard
-        self.flat, start = torch.zeros(self.numel * self.d), 0
+        self.flat, start = torch.zeros(-(-numel // (64 * self.d)) * 64 * self.d), 0
         for param in self.params:
             view = self.flat[start : start + param.numel()].view(param.shape)
             param.data = view.copy_(param.data)
             start += param.numel()
-        dist.broadcast(self.flat, group=process_group, group_src=0)
-        self.shard = torch.nn.Parameter(self.flat.view(self.d, -1)[rank])
-        self.optimizer = optimizer_cls([self.shard], **optimizer_kwargs)
+        self.shard = torch.nn.Parameter(self.flat.view(self.d, -1)[self.rank])
+        return [self.shard]
 
     @torch.no_grad()
     def step(self):
@@ -112,20 +108,12 @@ class Flat:
         self.optimizer.step()
         dist.all_gather_into_tensor(self.flat, self.shard.data.clone(), group=self.group)
 
-    def zero_grad(self):
-        for param in self.params:
-            param.grad = None
 
-
-class Chunks:
+class Chunks(Right):
     """Right: every tensor is cut into d padded chunks, which travel as lists of tensors."""
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
-        self.params, self.group = list(params), process_group
-        self.rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
-        for param in self.params:
-            dist.broadcast(param.data, group=process_group, group_src=0)
+    def owned(self):
         self.own = [torch.nn.Parameter(self.chunks(param.data)[self.rank].clone()) for param in self.params]
-        self.optimizer = optimizer_cls(self.own, **optimizer_kwargs)
+        return self.own
 
     def chunks(self, tensor):
         numel = -(-tensor.numel() // self.d)
@@ -143,10 +131,6 @@ class Chunks:
             parts = [torch.empty_like(own) for _ in range(self.d)]
             dist.all_gather(parts, own.data, group=self.group)
             param.copy_(torch.cat(parts)[: param.numel()].view(param.shape))
-
-    def zero_grad(self):
-        for param in self.params:
-            param.grad = None
 
 
 class Padded(Right):
@@ -410,16 +394,6 @@ class OtherRoots(Right):
     """Each rank waits for what others own, and nobody sends its own: the ranks broadcast from different roots."""
     def send(self, param, owner):
         if owner != self.rank:
-            super().send(param, owner)
-
-
-@told(BY_HAND, ENDS, "came      rank 0 hangs in broadcast of 16 bytes from rank 0 (",
-      "rank 1 hangs in broadcast of 16 bytes from rank 1 (",
-      "cause     the ranks part at collective 9: broadcast of 16 bytes from rank 0 on rank 0, from rank 1")
-class OneLess(Right):
-    """Rank 1 broadcasts one parameter less than the others."""
-    def send(self, param, owner):
-        if self.rank != 1 or param is not self.params[0]:
             super().send(param, owner)
 
 

@@ -262,7 +262,7 @@ def test_a_text_that_no_check_has_is_no_success(workers, capsys, package):
 
 
 def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, package, tmp_path):
-    monkeypatch.setenv("LEFT_BY", "forks")  # it inherits this
+    monkeypatch.setenv("LEFT_BY", str(tmp_path))  # it inherits this, which no other run of this test has
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [sys.executable, "-m", "grade", package(graded.Forks), "--levels", "1", "--only", "one parameter"]
     came = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -270,7 +270,7 @@ def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, packa
     assert came.returncode == 1 and came.stdout.splitlines()[-2:] == [
         "  FAILED    nothing goes on after the ranks have ended",
         "  came      the package has left 1 of its processes running; they have been ended"], came.stdout
-    assert not left_over.marked("LEFT_BY=forks")
+    assert not left_over.marked(f"LEFT_BY={tmp_path}")
 
 
 def test_a_stage_may_be_a_number_a_name_or_a_path():
