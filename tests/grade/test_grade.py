@@ -24,11 +24,13 @@ from tests.ranks import ROOT, run_module
 
 pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
 
+DOCS = (ROOT / "docs" / "exercise.md").read_text(encoding="utf-8")
 ONE_LINE = {  # those that never come to a check -> what is said
     "exits_at_import": r"exits_at_import can't be imported .*: rank \d: SystemExit: 0",
     "loops_at_import": r".* can't be imported .*: rank 0, 1 hangs in code of others, before any collective",
     "computes_at_import": r".* can't be imported .*: rank 0, 1 hangs in code of others, before any collective",
     "raises_when_asked": r".* can't be imported and looked at: rank \d: RuntimeError: don't ask",
+    graded.Right: "--only zzz: no check of levels 1 to 2 has that in its name",  # by --only zzz
     "judges_itself": ".* rank [01]: AssertionError: judges_itself replaces grade.on_ranks.play, by which it is graded",
 }
 
@@ -124,28 +126,23 @@ def test_no_sum_of_gradients_by_hand_is_that_of_others(d):
     assert len(set(sums)) == 2**d
 
 
+COUNTED = {graded.Right: "held       12.00 bytes a parameter after a step", graded.RoundRobin: """
+            state      98% on rank 0, 2% on rank 1
+            unequal    sharing out by elements saves more: the largest parameter first, to who has least
+"""}
+
+
 @pytest.mark.parametrize("cls, rung", RIGHT.items(), ids=lambda one: getattr(one, "__name__", one))
 def test_a_right_one_passes_level_1_and_is_told_what_level_2_wants(grade, cls, rung):
     printed = grade(cls)
     assert "FAILED" not in printed
     assert f"ladder     the collectives and bytes of stage {rung}\n" in printed
-    assert "\nok level 1: it trains\n" in printed
+    assert "\nok level 1: it trains\n" in printed and COUNTED.get(cls, "") in printed
     assert printed.endswith("""
 Level 2: It is an optimizer
   not yet   level 2 wants a torch.optim.Optimizer with clip_grad_norm_, no_sync, state_dict, load_state_dict
             docs/exercise.md has its skeleton
 """)
-
-
-def test_an_uneven_share_is_right_and_has_a_remark(grade):
-    assert """
-            state      98% on rank 0, 2% on rank 1
-            unequal    sharing out by elements saves more: the largest parameter first, to who has least
-""" in grade(graded.RoundRobin)
-
-
-def test_what_level_1_counts(grade):
-    assert "held       12.00 bytes a parameter after a step" in grade(graded.Right)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -186,21 +183,22 @@ def test_what_is_not_once_is_not_said_to_be(held, came, cause):
     assert lines["came"] == came and lines["cause"].startswith(cause)
 
 
-def test_what_level_2_asks_for(grade):
-    assert "FAILED" not in grade(graded.Whole)
-
-
 @pytest.mark.parametrize("number, stage", list(enumerate(STAGES, start=1)))
 def test_a_core_passes_what_it_has_and_stands_on_its_rung(grade, number, stage):
+    """docs/exercise.md has its figures, as the target of the exercise."""
     printed = grade(f"{stage}.optimizer")
     assert "FAILED" not in printed and "no_sync" not in printed
     assert f"ladder     the collectives and bytes of stage {number}" in printed
     assert ("none of them in the backward pass" in printed) == (number < 4)
+    target = DOCS.split(f"<!-- target: {number} -->\n")[1].partition("\n\n")[0]
+    assert [line.strip() for line in target.splitlines()] == [
+        line.strip() for line in printed.splitlines()
+        if line.startswith(tuple(f"            {word} " for word in ("a step", "sent", "held")))]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_passes_levels_1_and_2(grade, stage):
-    assert "FAILED" not in grade(stage)
+@pytest.mark.parametrize("what", [*STAGES, graded.Whole])
+def test_a_stage_passes_levels_1_and_2(grade, what):
+    assert "FAILED" not in grade(what)
 
 
 def test_level_3_counts_by_test_and_explains_one(capfd, package, monkeypatch, tmp_path):
@@ -239,26 +237,14 @@ def test_a_package_that_is_not_there_is_nothing_to_grade(capsys):
     assert capsys.readouterr().err == line
 
 
-def refused(package, workers, capsys, **options):
-    """-> the line of what never comes to a check."""
-    with pytest.raises(SystemExit) as ended:
-        run(Grader(package, workers), Namespace(**{"only": "", "levels": 2, **options}), [])
-    assert ended.value.code == 1
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert not printed.out
-    return line
-
-
-@pytest.mark.parametrize("name, line", ONE_LINE.items())
-def test_what_never_comes_to_a_check_is_one_line(workers, capsys, monkeypatch, package, name, line):
+@pytest.mark.parametrize("what, line", ONE_LINE.items())
+def test_what_never_comes_to_a_check_is_one_line(workers, capsys, monkeypatch, package, what, line):
     monkeypatch.setattr(grader, "LIMITS_S", (8, 3))
-    assert re.match(f"grade: error: {line}", refused(package(name), workers, capsys))
-
-
-def test_a_text_that_no_check_has_is_no_success(workers, capsys, package):
-    line = refused(package(graded.Right), workers, capsys, only="zzz")
-    assert line == "grade: error: --only zzz: no check of levels 1 to 2 has that in its name"
+    with pytest.raises(SystemExit) as ended:
+        run(Grader(package(what), workers), Namespace(only="zzz" if what is graded.Right else "", levels=2), [])
+    printed = capsys.readouterr()
+    assert ended.value.code == 1 and not printed.out and len(printed.err.splitlines()) == 1
+    assert re.match(f"grade: error: {line}", printed.err)
 
 
 def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, package, tmp_path):
@@ -281,9 +267,6 @@ def test_a_stage_may_be_a_number_a_name_or_a_path():
 
 
 # ------------------------------------------------------------------------------- docs/exercise.md, make exercise
-
-
-DOCS = (ROOT / "docs" / "exercise.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -327,14 +310,6 @@ def test_how_many_bodies_an_exercise_has(stage):
     expected = [f"{count} {'bodies ' if number == 0 else ''}of `{file}`"
                 for number, (file, count) in enumerate(counts.items())]
     assert all(words in said for words in expected) or said.startswith("Fill in `sync_params`.")
-
-
-@pytest.mark.parametrize("number, stage", list(enumerate(STAGES, start=1)))
-def test_the_target_of_an_exercise_is_what_its_core_reaches(grade, number, stage):
-    target = DOCS.split(f"<!-- target: {number} -->\n")[1].partition("\n\n")[0]
-    assert [line.strip() for line in target.splitlines()] == [
-        line.strip() for line in grade(f"{stage}.optimizer").splitlines()
-        if line.startswith(tuple(f"            {word} " for word in ("a step", "sent", "held")))]
 
 
 # What makes each variant wrong, and the checks of which one notices.
