@@ -25,7 +25,7 @@ def ended():
         for those, is_killed in ((left, False), (alive, True)):
             deadline = time.monotonic() + GRACE_S
             while (found := marked(mark)) and time.monotonic() < deadline:  # what they start meanwhile, too
-                for process in found * is_killed:
+                for process in found if is_killed else ():
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)
                 time.sleep(0.05)

@@ -17,8 +17,6 @@ from grade.grader import NotRun
 from grade.on_ranks import Run, play
 from harness.tables import code_lines
 
-MOST_LINES = {"muon": 70}  # and 30 of every other
-
 
 class BlockSGD(torch.optim.Optimizer):
     """Divides each gradient by the largest in its block of 256 elements: element-wise it is not."""
@@ -176,7 +174,7 @@ def level(name):
 
     def is_short(grader):
         n_lines = len(code_lines(Path(grader.run(2, code_of)[0])))
-        most = MOST_LINES.get(name, 30)
+        most = 70 if name == "muon" else 30
         if name != "chained" and n_lines > most:
             raise NotRun(f"at most {most} code lines", str(n_lines), "see what the core's methods do already")
         return [f"lines      {n_lines}"]
