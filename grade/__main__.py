@@ -50,24 +50,16 @@ def refuse(message):
     sys.exit(1)
 
 
-def check_import(one):
-    """End here with one line where the package can't be imported."""
-    try:
-        return one.facts
-    except Wrong as wrong:
-        came = " ".join(line for what, line in wrong.lines if what in ("came", ""))
-        refuse(f"{one.package} can't be imported and looked at: {came}")
-
-
-def level_of(level):
-    """-> (title, checks) of a number, or of a variant's name."""
-    return variants.level(level) if level in variants.CASES else LEVELS[level]
+def checks_of(level, one, only):
+    """-> (title, [(name, check)]) of a number, or of a variant's name: those for this class with `only` in the name."""
+    title, checks = variants.level(level) if level in variants.CASES else LEVELS[level]
+    return title, [(name, check) for name, check, *conditions in checks
+                   if only in name and all(is_met(one.facts) for is_met in conditions)]
 
 
 def passes(level, one, only=""):
     """Runs the checks of `level` whose name has `only` in it, prints a line for each -> whether all have passed."""
-    title, checks = level_of(level)
-    checks = [(name, check) for name, check, is_of in checks if only in name and is_of(one.facts)]
+    title, checks = checks_of(level, one, only)
     if checks:
         print(f"\nLevel {level}: {title}" if level in LEVELS else f"\n{title}")
     for name, check in checks:
@@ -81,8 +73,8 @@ def passes(level, one, only=""):
             print(f"  FAILED    {name}")
             for what, line in wrong.lines:
                 print(f"  {what:9} {line}", flush=True)
-            if wrong.is_of_values and grader.SHOW.is_dir():
-                print(f"  see       make show STAGE={one.package}", flush=True)
+            if wrong.shown_by and grader.SHOW.is_dir():
+                print(f'  see       make show STAGE={one.package} ARGS="{wrong.shown_by}"', flush=True)
             return False
         print(f"  ok        {name}", flush=True)
         for note in notes:
@@ -118,10 +110,14 @@ def main():
 
 def grade(one, args, for_pytest):
     """-> whether everything that was asked for has passed."""
-    facts = check_import(one)
+    try:
+        facts = one.facts
+    except Wrong as wrong:
+        came = " ".join(line for what, line in wrong.lines if what in ("came", ""))
+        refuse(f"{one.package} can't be imported and looked at: {came}")
     variant = one.package.rpartition(".")[2]
     levels = [variant] if variant in variants.CASES else [level for level in (1, 2) if level <= args.levels]
-    if not any(args.only in name for level in levels for name, _, is_of in level_of(level)[1] if is_of(facts)):
+    if not any(checks_of(level, one, args.only)[1] for level in levels):
         refuse(f"--only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name")
     print(f"Grading {f'{facts.name} of ' if facts.name else ''}{one.package}", flush=True)
     for level in levels:

@@ -3,12 +3,13 @@
 An element is where it should be, or where it was, or it holds what another should, padding, or a gradient.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from grade.grader import UNKNOWN, Wrong, shorten
+from grade.grader import UNKNOWN, Wrong, at, shorten
 from grade.on_ranks import LR, Run
 
 SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
@@ -63,6 +64,11 @@ class ByHand(Run):
     def make(self, candidate, model):
         return candidate.make(list(model), torch.optim.SGD, lr=self.lr, **dict(self.options))
 
+    def shown_by(self, world_size, step):
+        sizes = ",".join(map(str, self.numels))
+        return "" if self.reverse or self.options or not self.zero else (
+            f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}")
+
     def loss(self, model, number, rank):
         terms = list(zip(model, self.scales))[:: -1 if self.reverse and rank == 1 else 1]
         return sum((param * scale).sum() for param, scale in terms) * 2**rank  # the last term's gradient is the first
@@ -84,22 +90,19 @@ def explain(case, seen, finishes=False):
 
     seen: a Seen of each rank. finishes: whether the class has finish_param_sync().
     """
-    cause = UNFINISHED if finishes else UNAWAITED
-    for rank, one in enumerate(seen):
-        if one.unawaited:
-            kinds = [entry.kind for entry in one.unawaited]
-            counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-            place = f" ({one.unawaited[0].place})" if one.unawaited[0].place else ""
-            came = shorten(f"rank {rank} has not waited for {counts} when its step ends{place}")
-            break
-    else:
+    late = [(rank, one.unawaited) for rank, one in enumerate(seen) if one.unawaited]
+    if not late:
         return explain_values(case, seen)
+    rank, entries = late[0]
+    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
+    came = [shorten(at(f"rank {rank} has not waited for {counts} when its step ends", entries[0].place))]
+    expected = "every collective has arrived when a step ends"
     try:
         explain_values(case, seen)
     except Wrong as wrong:
-        lines = dict(wrong.lines)
-        raise Wrong(lines["expected"], [lines["came"], came], cause) from None
-    raise Wrong("every collective has arrived when a step ends", came, cause)
+        (_, expected), (_, values), *_ = wrong.lines
+        came.insert(0, values)
+    raise Wrong(expected, came, UNFINISHED if finishes else UNAWAITED)
 
 
 def explain_values(case, seen):

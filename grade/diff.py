@@ -6,9 +6,9 @@
 import ast
 import difflib
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from grade.skeleton import ROOT, functions
+
 CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
 COLOURS = {"+": "\033[32m", "-": "\033[31m"}
 
@@ -17,25 +17,16 @@ def parts_of(path):
     """-> name: lines, of each function, of each method ("Class.method", of the optimizer "method"), and of what stands
     around them in the module and in a class. Empty without the file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    tree, parts = ast.parse("\n".join(lines)), {}
-
-    def walk(node, prefix, name, first, last):
-        rest, parts[name] = set(range(first, last + 1)), []  # it comes first
-        for child in node.body:
-            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                start = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                inner = set(range(start, child.end_lineno + 1))
-                rest -= inner
-                if isinstance(child, ast.ClassDef):
-                    walk(child, f"{child.name}.", f"class {child.name}", start, child.end_lineno)
-                else:
-                    short = prefix.removeprefix("ShardedOptimizer.") + child.name
-                    parts[short] = [lines[number - 1] for number in sorted(inner)]
-        parts[name] = [lines[number - 1] for number in sorted(rest) if lines[number - 1].strip()]
-
-    if lines:
-        walk(tree, "", "imports and constants", 1, len(lines))
-    return parts
+    tree = ast.parse("\n".join(lines))
+    nodes = [(f"class {node.name}", node) for node in tree.body if isinstance(node, ast.ClassDef)]
+    nodes += [(name.removeprefix("ShardedOptimizer."), node) for name, node in functions(tree)]
+    names = ["imports and constants"] * len(lines)  # of the innermost part that a line belongs to
+    for name, node in nodes:
+        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        names[start - 1 : node.end_lineno] = [name] * (node.end_lineno + 1 - start)
+    of_functions = {name for name, node in nodes if isinstance(node, ast.FunctionDef)}
+    return {name: [line for its, line in zip(names, lines) if its == name and (line.strip() or name in of_functions)]
+            for name in dict.fromkeys(names)}
 
 
 def difference(old, new):

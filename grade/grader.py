@@ -1,5 +1,6 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
+import contextlib
 from pathlib import Path
 
 from grade import on_ranks
@@ -22,11 +23,11 @@ SHOW = Path(__file__).resolve().parents[1] / "show"  # the recorder of a step, w
 class Wrong(Exception):
     """What was expected, what came (a line, or a list of two), and the likely cause, or None."""
 
-    is_of_values = True  # a recorded step shows more, where it is the first that is wrong
+    shown_by = ""  # options of `make show`, where it shows the step that is wrong
 
     def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
-        self.is_of_values = self.is_of_values and step == 1
+        self.step = step
         first, *more = [came] if isinstance(came, str) else came
         lines = [("expected", expected), ("came", first), *(("", line) for line in more), ("cause", cause)]
         self.lines = [(what, line) for what, line in lines if line]
@@ -35,7 +36,15 @@ class Wrong(Exception):
 class NotRun(Wrong):
     """The same of an exception, a hang, a missing method: there are no values."""
 
-    is_of_values = False
+
+@contextlib.contextmanager
+def shown(run, world_size):
+    """What is wrong in `run` names the options by which the recorder makes the same step."""
+    try:
+        yield
+    except Wrong as wrong:
+        wrong.shown_by = "" if isinstance(wrong, NotRun) else run.shown_by(world_size, wrong.step)
+        raise
 
 
 class Grader:
@@ -90,21 +99,19 @@ def failure(error, told, world_size, hint=None):
     by_rank = [[message for rank, message in told if rank == one] for one in range(world_size)]
     parting = first_difference(by_rank)
     raised = [(rank, message) for rank, message in told if message[0] == "raised"]
-    own = [(rank, message) for rank, message in raised if "gloo" not in message[1]]
-    if own:  # the first to raise; others have lost it
-        rank, (_, text, place) = own[0]
+    own = [(rank, message) for rank, message in raised if "gloo" not in message[1]]  # others have lost it
+    has_died = " ended with exit code " in error or " was killed by signal " in error
+    if own or raised and not has_died:
+        rank, (_, text, place) = (own or raised)[0]
         cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), hint)
-        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""], cause)
-    if " ended with exit code " in error or " was killed by signal " in error:  # its neighbours have lost it
+        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
+                      cause if own else parting or hint or UNKNOWN)
+    if has_died:
         rank = int(error.split()[1])
         last = last_of(by_rank[rank])
         return NotRun("every rank lives until the end of this check",
                       [shorten(error), f"after {last}" if last else "before its first collective"],
                       "os._exit() or a crash ended it; the other ranks have only lost it")
-    if raised:
-        rank, (_, text, place) = raised[0]
-        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
-                      parting or hint or UNKNOWN)
     doings = {}  # what a rank does -> the ranks
     for rank, messages in enumerate(by_rank):
         doings.setdefault(doing(messages), []).append(str(rank))

@@ -22,18 +22,14 @@ def ended():
     try:
         yield left, alive
     finally:
-        deadline = time.monotonic() + GRACE_S
-        while (found := marked(mark)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left.extend(found)
-        deadline = time.monotonic() + GRACE_S
-        while found and time.monotonic() < deadline:  # what they start meanwhile, too
-            for process in found:
-                with contextlib.suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.02)
-            found = marked(mark)
-        alive.extend(found)
+        for those, is_killed in ((left, False), (alive, True)):
+            deadline = time.monotonic() + GRACE_S
+            while (found := marked(mark)) and time.monotonic() < deadline:  # what they start meanwhile, too
+                for process in found if is_killed else ():
+                    with contextlib.suppress(OSError):
+                        os.kill(process, signal.SIGKILL)
+                time.sleep(0.05)
+            those.extend(found)
 
 
 def marked(mark):

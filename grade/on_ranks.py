@@ -6,6 +6,7 @@ what it has raised: a rank that is killed afterwards can't tell any more.
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import os
@@ -63,7 +64,7 @@ class Told(Ledger):
             size = f" of {entry.size} bytes" if entry.size else ""
             root = arguments.get("root_rank", -1)
             towards = "" if root < 0 else f" {'to' if entry.kind in ('gather', 'reduce') else 'from'} rank {root}"
-            entry.place, entry.is_awaited = where(sys._getframe()), True
+            entry.place, entry.is_awaited = where(traceback.walk_stack(sys._getframe())), True
             event(("collective", f"{entry.kind}{size}{towards}", entry.place))
         return entry
 
@@ -127,35 +128,24 @@ def of_the_reader(path):
     return in_here and not path.startswith(OURS) and f"{os.sep}site-packages{os.sep}" not in path
 
 
-def where(frame):
-    """-> "file:line" of the innermost frame of the reader's code; "" if there is none."""
-    while frame is not None:
-        if of_the_reader(frame.f_code.co_filename):
-            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+def where(frames):
+    """-> "file:line" of the first of (frame, line) that is the reader's code; "" if there is none."""
+    return next((f"{os.path.relpath(frame.f_code.co_filename)}:{line}" for frame, line in frames
+                 if of_the_reader(frame.f_code.co_filename)), "")
 
 
 def where_raised(error):
-    """The same, of an exception."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{os.path.relpath(error.filename)}:{error.lineno}"
-    places = [f"{os.path.relpath(frame.filename)}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
-              if of_the_reader(frame.filename)]
-    return places[-1] if places else ""
+    return where(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-_is_quiet = False
-
-
-def get_ready(rank):
-    """Join the group. What gloo's C++ says as it dies is left out from here on; what Python prints is not."""
-    global _is_quiet
-    if not _is_quiet:
-        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
-        _is_quiet = True
+@functools.cache
+def silence():
+    """What gloo's C++ says as it dies is left out from here on; what Python prints is not."""
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
 
 
 def watch_for_hangs(ended, still_s, busy_s):
@@ -171,7 +161,7 @@ def watch_for_hangs(ended, still_s, busy_s):
                 event(("moves",))
             is_told = False
         elif not is_told and (is_busy or time.monotonic() - since > still_s):
-            event(("stuck", where(sys._current_frames()[main])))
+            event(("stuck", where(traceback.walk_stack(sys._current_frames()[main]))))
             is_told = True
 
 
@@ -191,7 +181,7 @@ def watched(rank, package, limits, function, *args):
 
     What the package replaces of ours is told of: it would judge itself. Our own is known before it is imported.
     """
-    get_ready(rank)  # again, where ranks had to be started anew
+    silence()
     ours_now, ours, tell, place_of = of_the_grader, of_the_grader(), event, where_raised
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
@@ -313,6 +303,11 @@ class Run:
         if self.schedule == "cycle":
             return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
+
+    def shown_by(self, world_size, step):
+        """-> options by which `make show` trains so, up to this step; "" where it can't."""
+        is_plain = self == Run(self.optimizer, self.steps)
+        return f"--ranks {world_size} --steps {step} --optimizer {self.optimizer.lower()}" if is_plain else ""
 
     def left_out(self, optimizer):
         """-> bytes that don't count as held."""

@@ -126,24 +126,22 @@ def emptied(source, asked, path):
     return "\n".join(lines) + "\n"
 
 
-def files_of(what):
-    """-> {name of a file: its text} of an exercise: a stage by its package or its number, or "variants"."""
+def write(what, to):
+    """An exercise: a stage by its package or its number, or "variants".
+
+    Raises ValueError: there is no such exercise, or `to` is no place for a package.
+    """
     folder = next((folder for folder in [*STAGES, "variants"] if what in (folder, folder[5:6])), None)
     if folder is None:
         raise ValueError(f"STAGE={what}: there are the exercises 1, 2, 3, 4, and variants")
-    return {"__init__.py": "", **{Path(path).name: emptied((ROOT / path).read_text(encoding="utf-8"), its, path)
-                                  for path, its in asked_of(folder).items()}}
-
-
-def write(what, to):
-    """Raises ValueError: there is no such exercise, or `to` is no place for a package."""
-    files = files_of(what)
     if not to.name.isidentifier():
         raise ValueError(f"TO={to}: its last part must be a name that Python can import")
     if to.exists():
         raise ValueError(f"TO={to} is there already: remove it first, or take another name")
+    files = {Path(path).name: emptied((ROOT / path).read_text(encoding="utf-8"), its, path)
+             for path, its in asked_of(folder).items()}
     to.mkdir(parents=True)
-    for name, text in files.items():
+    for name, text in {"__init__.py": "", **files}.items():
         (to / name).write_text(text, encoding="utf-8")
 
 

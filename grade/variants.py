@@ -17,8 +17,6 @@ from grade.grader import NotRun
 from grade.on_ranks import Run, play
 from harness.tables import code_lines
 
-MOST_LINES = {"muon": 70}  # and 30 of every other
-
 
 class BlockSGD(torch.optim.Optimizer):
     """Divides each gradient by the largest in its block of 256 elements: element-wise it is not."""
@@ -176,12 +174,11 @@ def level(name):
 
     def is_short(grader):
         n_lines = len(code_lines(Path(grader.run(2, code_of)[0])))
-        most = MOST_LINES.get(name, 30)
+        most = 70 if name == "muon" else 30
         if name != "chained" and n_lines > most:
             raise NotRun(f"at most {most} code lines", str(n_lines), "see what the core's methods do already")
         return [f"lines      {n_lines}"]
 
-    checks = [("it trains as ours does", trains), ("what it sends", sends), ("what it holds", holds),
-              *[("in which dtype parts are added", adds)] * (name == "wire16"),
-              *[("who has the nan", tells)] * (name == "finite"), ("its code lines", is_short)]
-    return f"It is {name}", [(title, check, lambda facts: True) for title, check in checks]
+    return f"It is {name}", [("it trains as ours does", trains), ("what it sends", sends), ("what it holds", holds),
+                             *[("in which dtype parts are added", adds)] * (name == "wire16"),
+                             *[("who has the nan", tells)] * (name == "finite"), ("its code lines", is_short)]

@@ -87,45 +87,37 @@ class Right:
             param.grad = None
 
 
-class Flat:
+class Flat(Right):
     """Right: one flat tensor, padded to a multiple of 64 elements a rank; shards ignore parameters."""
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
-        self.params, self.group = list(params), process_group
-        rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
+    def numel_of_shards(self, numel):
+        return -(-numel // (64 * self.d)) * 64 * self.d
+
+    def owned(self):
         numel = sum(param.numel() for param in self.params)
-        self.numel = -(-numel // (64 * self.d)) * 64  # of a shard
-        self.flat, start = torch.zeros(self.numel * self.d), 0
+        self.flat, start = torch.zeros(max(numel, self.numel_of_shards(numel))), 0
         for param in self.params:
             view = self.flat[start : start + param.numel()].view(param.shape)
             param.data = view.copy_(param.data)
             start += param.numel()
-        dist.broadcast(self.flat, group=process_group, group_src=0)
-        self.shard = torch.nn.Parameter(self.flat.view(self.d, -1)[rank])
-        self.optimizer = optimizer_cls([self.shard], **optimizer_kwargs)
+        self.shards = self.flat[: self.numel_of_shards(numel)]
+        self.shard = torch.nn.Parameter(self.shards.view(self.d, -1)[self.rank])
+        return [self.shard]
 
     @torch.no_grad()
     def step(self):
         grads = torch.cat([param.grad.reshape(-1) for param in self.params])
-        padded = torch.nn.functional.pad(grads / self.d, (0, self.flat.numel() - grads.numel()))
+        padded = torch.nn.functional.pad(grads / self.d, (0, self.shards.numel() - grads.numel()))
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, padded, group=self.group)
         self.optimizer.step()
-        dist.all_gather_into_tensor(self.flat, self.shard.data.clone(), group=self.group)
-
-    def zero_grad(self):
-        for param in self.params:
-            param.grad = None
+        dist.all_gather_into_tensor(self.shards, self.shard.data.clone(), group=self.group)
 
 
-class Chunks:
+class Chunks(Right):
     """Right: every tensor is cut into d padded chunks, which travel as lists of tensors."""
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
-        self.params, self.group = list(params), process_group
-        self.rank, self.d = dist.get_rank(process_group), dist.get_world_size(process_group)
-        for param in self.params:
-            dist.broadcast(param.data, group=process_group, group_src=0)
+    def owned(self):
         self.own = [torch.nn.Parameter(self.chunks(param.data)[self.rank].clone()) for param in self.params]
-        self.optimizer = optimizer_cls(self.own, **optimizer_kwargs)
+        return self.own
 
     def chunks(self, tensor):
         numel = -(-tensor.numel() // self.d)
@@ -143,10 +135,6 @@ class Chunks:
             parts = [torch.empty_like(own) for _ in range(self.d)]
             dist.all_gather(parts, own.data, group=self.group)
             param.copy_(torch.cat(parts)[: param.numel()].view(param.shape))
-
-    def zero_grad(self):
-        for param in self.params:
-            param.grad = None
 
 
 class Padded(Right):
@@ -315,27 +303,10 @@ class ScalesLr(Right):
 
 
 @told(BY_3, "came      elements 15 have moved on no rank", "cause     nobody owns these")
-class DropsTheRest(Right):
+class DropsTheRest(Flat):
     """Cuts the flat parameters into d parts, and drops what is left over."""
-    def owned(self):
-        flat = torch.cat([param.data.reshape(-1) for param in self.params])
-        self.numel = flat.numel() // self.d
-        self.own = torch.nn.Parameter(self.cut(flat))
-        return [self.own]
-
-    def cut(self, flat):
-        return flat[self.rank * self.numel : (self.rank + 1) * self.numel].clone()
-
-    @torch.no_grad()
-    def step(self):
-        for param in self.params:
-            self.average(param.grad)
-        self.own.grad = self.cut(torch.cat([param.grad.reshape(-1) for param in self.params]))
-        self.optimizer.step()
-        flat = torch.cat([param.reshape(-1) for param in self.params])
-        dist.all_gather_into_tensor(flat[: self.numel * self.d], self.own.data, group=self.group)
-        for param, values in zip(self.params, flat.split([param.numel() for param in self.params])):
-            param.copy_(values.view(param.shape))
+    def numel_of_shards(self, numel):
+        return numel // self.d * self.d
 
 
 @told(BY_HAND, "came      in elements 0-15: the mean gradient", "cause     a gradient was taken for a parameter")
@@ -394,15 +365,6 @@ class WaitsAlone(Right):
             threading.Event().wait()
 
 
-@told(BY_HAND, ENDS, f"came      rank 0 hangs in all_reduce of 16 bytes ({FILE}",
-      f"rank 1 hangs in all_reduce of 12 bytes ({FILE}",
-      "cause     the ranks part at collective 9: all_reduce of 16 bytes on rank 0, all_reduce of 12")
-class OtherSizes(Right):
-    """Ranks send tensors of other sizes in the same collective."""
-    def send(self, param, owner):
-        dist.all_reduce(param.view(-1)[self.rank :], group=self.group)
-
-
 @told(BY_HAND, ENDS, "came      rank 0 hangs in broadcast of 16 bytes from rank 1 (",
       "rank 1 hangs in broadcast of 16 bytes from rank 0 (",
       "cause     the ranks part at collective 9: broadcast of 16 bytes from rank 1 on rank 0, from rank")
@@ -410,16 +372,6 @@ class OtherRoots(Right):
     """Each rank waits for what others own, and nobody sends its own: the ranks broadcast from different roots."""
     def send(self, param, owner):
         if owner != self.rank:
-            super().send(param, owner)
-
-
-@told(BY_HAND, ENDS, "came      rank 0 hangs in broadcast of 16 bytes from rank 0 (",
-      "rank 1 hangs in broadcast of 16 bytes from rank 1 (",
-      "cause     the ranks part at collective 9: broadcast of 16 bytes from rank 0 on rank 0, from rank 1")
-class OneLess(Right):
-    """Rank 1 broadcasts one parameter less than the others."""
-    def send(self, param, owner):
-        if self.rank != 1 or param is not self.params[0]:
             super().send(param, owner)
 
 
@@ -606,25 +558,6 @@ class AllReducesParams(Right):
         if self.rank != owner:
             param.zero_()
         dist.all_reduce(param, group=self.group)
-
-
-@told(BYTES, "came      with 4 ranks, ",
-      "cause     a rank gives the all-gather more than it owns")
-class Objects(Right):
-    """Trains right, and sends pickled objects: every rank gives all it has to all."""
-    def gathered(self, tensors):
-        """-> [rank][tensor]."""
-        of_ranks = [None] * self.d
-        dist.all_gather_object(of_ranks, tensors, group=self.group)
-        return of_ranks
-
-    @torch.no_grad()
-    def step(self):
-        for param, *grads in zip(self.params, *self.gathered([param.grad for param in self.params])):
-            param.grad = torch.stack(grads).mean(0)
-        self.optimizer.step()
-        for param, *values in zip(self.params, *self.gathered([param.data for param in self.params])):
-            param.copy_(values[self.owner[param]])
 
 
 @told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",

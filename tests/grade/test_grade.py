@@ -1,6 +1,7 @@
 """`make grade`: what a wrong optimizer is told, in five lines at most, with the likely cause; a right one passes."""
 
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grade import contract, grader, left_over, skeleton, variants
+from grade import contract, grader, left_over, levels, on_ranks, skeleton, variants
 from grade.__main__ import grade as run
 from grade.__main__ import package_of, passes
 from grade.by_hand import ByHand
@@ -18,15 +19,17 @@ from grade.grader import Grader
 from tests.common import STAGES
 from tests.grade import graded
 from tests.grade.graded import BY_HAND, NO_EXCEPTION, RIGHT, SOURCES, WRONG
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_module
 
 pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
 
+DOCS = (ROOT / "docs" / "exercise.md").read_text(encoding="utf-8")
 ONE_LINE = {  # those that never come to a check -> what is said
     "exits_at_import": r"exits_at_import can't be imported .*: rank \d: SystemExit: 0",
     "loops_at_import": r".* can't be imported .*: rank 0, 1 hangs in code of others, before any collective",
     "computes_at_import": r".* can't be imported .*: rank 0, 1 hangs in code of others, before any collective",
     "raises_when_asked": r".* can't be imported and looked at: rank \d: RuntimeError: don't ask",
+    graded.Right: "--only zzz: no check of levels 1 to 2 has that in its name",  # by --only zzz
     "judges_itself": ".* rank [01]: AssertionError: judges_itself replaces grade.on_ranks.play, by which it is graded",
 }
 
@@ -122,12 +125,18 @@ def test_no_sum_of_gradients_by_hand_is_that_of_others(d):
     assert len(set(sums)) == 2**d
 
 
+COUNTED = {graded.Right: "held       12.00 bytes a parameter after a step", graded.RoundRobin: """
+            state      98% on rank 0, 2% on rank 1
+            unequal    sharing out by elements saves more: the largest parameter first, to who has least
+"""}
+
+
 @pytest.mark.parametrize("cls, rung", RIGHT.items(), ids=lambda one: getattr(one, "__name__", one))
 def test_a_right_one_passes_level_1_and_is_told_what_level_2_wants(grade, cls, rung):
     printed = grade(cls)
     assert "FAILED" not in printed
     assert f"ladder     the collectives and bytes of stage {rung}\n" in printed
-    assert "\nok level 1: it trains\n" in printed
+    assert "\nok level 1: it trains\n" in printed and COUNTED.get(cls, "") in printed
     assert printed.endswith("""
 Level 2: It is an optimizer
   not yet   level 2 wants a torch.optim.Optimizer with clip_grad_norm_, no_sync, state_dict, load_state_dict
@@ -135,42 +144,66 @@ Level 2: It is an optimizer
 """)
 
 
-def test_an_uneven_share_is_right_and_has_a_remark(grade):
-    assert """
-            state      98% on rank 0, 2% on rank 1
-            unequal    sharing out by elements saves more: the largest parameter first, to who has least
-""" in grade(graded.RoundRobin)
-
-
-def test_what_level_1_counts(grade):
-    assert "held       12.00 bytes a parameter after a step" in grade(graded.Right)
-
-
 @pytest.mark.parametrize("is_there", [True, False])
 def test_wrong_values_end_with_the_recorder_where_there_is_one(grade, is_there, tmp_path, monkeypatch):
-    """And only wrong values of the first step: it shows nothing of a missing method, and no second step."""
+    """And only what it shows: no missing method, no order of gradients, no loop without zero_grad, no groups."""
     monkeypatch.setattr(grader, "SHOW", tmp_path if is_there else tmp_path / "show")
-    last = complaint(grade(graded.Summed))[-1]
-    assert (last == "see       make show STAGE=summed") == is_there
-    for what in (graded.NoStep, graded.Raises, "five", graded.LeavesZeroGradToTorch, graded.NotZeroed):
+    shown = 'see       make show STAGE=summed ARGS="--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype float32"'
+    assert (complaint(grade(graded.Summed))[-1] == shown) == is_there
+    for what in (graded.NoStep, graded.Raises, "five", graded.AsTheyCome, graded.NotZeroed, graded.FirstLr):
         assert "make show" not in grade(what)
 
 
-def test_what_level_2_asks_for(grade):
-    assert "FAILED" not in grade(graded.Whole)
+def parameters_shown(stage, options, folder):
+    """-> {where: value} at the end."""
+    run_module("show", stage, *options.split(), "--json", folder / "made", PYTHONPATH=folder)
+    made = json.loads((folder / "made").read_text(encoding="utf-8"))
+    names = {number: (one["rank"], one["part"]) for number, one in enumerate(made["storages"])
+             if one["row"] == "parameters"}
+    return {(*names[number], start + offset): value for frame in made["frames"]
+            for number, start, values, _ in frame["cells"] if number in names for offset, value in enumerate(values)}
+
+
+@pytest.mark.parametrize("file, before, after, options", [
+    ("optimizer.py", "def zero_grad(", "def unused(", "--ranks 2 --steps 2 --optimizer sgd"),
+    ("buffer.py", "self.main_grad_shard.copy_(self.grad_shard)", "pass",
+     "--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype bfloat16")])
+def test_the_recorder_shows_the_step_that_is_wrong(package, grade, tmp_path, monkeypatch, file, before, after, options):
+    monkeypatch.setattr(grader, "SHOW", ROOT / "show")
+    name = package(f"shown_{len(options)}", ROOT / STAGES[2], file, before, after)
+    assert complaint(grade(f"{name}.optimizer"))[-1] == f'see       make show STAGE={name}.optimizer ARGS="{options}"'
+    assert parameters_shown(f"{name}.optimizer", options, tmp_path) != parameters_shown(STAGES[2], options, tmp_path)
+
+
+@pytest.mark.parametrize("held, came, cause", [
+    ((33281, 33280), "1 of its 66560 elements more than once: 50% on rank 0, 50% on rank 1", "some parameters are"),
+    ((33279, 33280), "1 of its 66560 elements on no rank: 50% on rank 0, 50% on rank 1", "some parameters are")])
+def test_what_is_not_once_is_not_said_to_be(held, came, cause):
+    """By elements: "1 times in all" beside "exists once" is no reason."""
+    ranks = [on_ranks.Seen(state=(n, 0)) for n in held]
+    with pytest.raises(grader.Wrong) as wrong:
+        levels.state(Namespace(run=lambda *_: ranks), 2)
+    lines = dict(wrong.value.lines)
+    assert lines["expected"] == "AdamW's state exists once, about 1/2 on each rank"
+    assert lines["came"] == came and lines["cause"].startswith(cause)
 
 
 @pytest.mark.parametrize("number, stage", list(enumerate(STAGES, start=1)))
 def test_a_core_passes_what_it_has_and_stands_on_its_rung(grade, number, stage):
+    """docs/exercise.md has its figures, as the target of the exercise."""
     printed = grade(f"{stage}.optimizer")
     assert "FAILED" not in printed and "no_sync" not in printed
     assert f"ladder     the collectives and bytes of stage {number}" in printed
     assert ("none of them in the backward pass" in printed) == (number < 4)
+    target = DOCS.split(f"<!-- target: {number} -->\n")[1].partition("\n\n")[0]
+    assert [line.strip() for line in target.splitlines()] == [
+        line.strip() for line in printed.splitlines()
+        if line.startswith(tuple(f"            {word} " for word in ("a step", "sent", "held")))]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_passes_levels_1_and_2(grade, stage):
-    assert "FAILED" not in grade(stage)
+@pytest.mark.parametrize("what", [*STAGES, graded.Whole])
+def test_a_stage_passes_levels_1_and_2(grade, what):
+    assert "FAILED" not in grade(what)
 
 
 def test_level_3_counts_by_test_and_explains_one(capfd, package, monkeypatch, tmp_path):
@@ -209,30 +242,18 @@ def test_a_package_that_is_not_there_is_nothing_to_grade(capsys):
     assert capsys.readouterr().err == line
 
 
-def refused(package, workers, capsys, **options):
-    """-> the line of what never comes to a check."""
-    with pytest.raises(SystemExit) as ended:
-        run(Grader(package, workers), Namespace(**{"only": "", "levels": 2, **options}), [])
-    assert ended.value.code == 1
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert not printed.out
-    return line
-
-
-@pytest.mark.parametrize("name, line", ONE_LINE.items())
-def test_what_never_comes_to_a_check_is_one_line(workers, capsys, monkeypatch, package, name, line):
+@pytest.mark.parametrize("what, line", ONE_LINE.items())
+def test_what_never_comes_to_a_check_is_one_line(workers, capsys, monkeypatch, package, what, line):
     monkeypatch.setattr(grader, "LIMITS_S", (8, 3))
-    assert re.match(f"grade: error: {line}", refused(package(name), workers, capsys))
-
-
-def test_a_text_that_no_check_has_is_no_success(workers, capsys, package):
-    line = refused(package(graded.Right), workers, capsys, only="zzz")
-    assert line == "grade: error: --only zzz: no check of levels 1 to 2 has that in its name"
+    with pytest.raises(SystemExit) as ended:
+        run(Grader(package(what), workers), Namespace(only="zzz" if what is graded.Right else "", levels=2), [])
+    printed = capsys.readouterr()
+    assert ended.value.code == 1 and not printed.out and len(printed.err.splitlines()) == 1
+    assert re.match(f"grade: error: {line}", printed.err)
 
 
 def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, package, tmp_path):
-    monkeypatch.setenv("LEFT_BY", "forks")  # it inherits this
+    monkeypatch.setenv("LEFT_BY", str(tmp_path))  # it inherits this, which no other run of this test has
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [sys.executable, "-m", "grade", package(graded.Forks), "--levels", "1", "--only", "one parameter"]
     came = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -240,7 +261,7 @@ def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, packa
     assert came.returncode == 1 and came.stdout.splitlines()[-2:] == [
         "  FAILED    nothing goes on after the ranks have ended",
         "  came      the package has left 1 of its processes running; they have been ended"], came.stdout
-    assert not left_over.marked("LEFT_BY=forks")
+    assert not left_over.marked(f"LEFT_BY={tmp_path}")
 
 
 def test_a_stage_may_be_a_number_a_name_or_a_path():
@@ -251,9 +272,6 @@ def test_a_stage_may_be_a_number_a_name_or_a_path():
 
 
 # ------------------------------------------------------------------------------- docs/exercise.md, make exercise
-
-
-DOCS = (ROOT / "docs" / "exercise.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -297,14 +315,6 @@ def test_how_many_bodies_an_exercise_has(stage):
     expected = [f"{count} {'bodies ' if number == 0 else ''}of `{file}`"
                 for number, (file, count) in enumerate(counts.items())]
     assert all(words in said for words in expected) or said.startswith("Fill in `sync_params`.")
-
-
-@pytest.mark.parametrize("number, stage", list(enumerate(STAGES, start=1)))
-def test_the_target_of_an_exercise_is_what_its_core_reaches(grade, number, stage):
-    target = DOCS.split(f"<!-- target: {number} -->\n")[1].partition("\n\n")[0]
-    assert [line.strip() for line in target.splitlines()] == [
-        line.strip() for line in grade(f"{stage}.optimizer").splitlines()
-        if line.startswith(tuple(f"            {word} " for word in ("a step", "sent", "held")))]
 
 
 # What makes each variant wrong, and the checks of which one notices.
