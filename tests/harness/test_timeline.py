@@ -28,7 +28,7 @@ def recorded():
     """Two steps of 10 seconds. In the second, from 10 to 20, nothing computes from 13 to 14 and from 18 to 19."""
     phases = [(name, 10 * step + start, 10 * step + end) for step in range(2)
               for name, start, end in (("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10))]
-    entries = [message("all_gather", 9, 11), message("recv", 12, 15), message("all_reduce", 17.5, 18.5),
+    entries = [message("all_gather", 9, 11), message("reduce", 12, 15), message("all_reduce", 17.5, 18.5),
                message("all_gather", 19.5, 21), message("recv", 22, 23)]
     live = [(0, 100), (12, 300), (13.5, 50), (25, 900)]
     return SimpleNamespace(phases=phases, busy=[[0, 13], [14, 18], [19, 30]], entries=entries, live=live)
@@ -47,7 +47,7 @@ def test_one_step_by_hand():
     assert step.phases == [("forward", 0, 3), ("backward", 3, 8), ("step", 8, 10)]
     assert step.busy == [(0, 3), (4, 8), (9, 10)]
     assert [(one.kind, one.start, one.end) for one in step.communication] == [
-        ("all_gather", -1, 1), ("recv", 2, 5), ("all_reduce", 7.5, 8.5), ("all_gather", 9.5, 11)]
+        ("all_gather", -1, 1), ("reduce", 2, 5), ("all_reduce", 7.5, 8.5), ("all_gather", 9.5, 11)]
     assert step.exposed_seconds == 1.5
     assert step.memory == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
@@ -80,7 +80,7 @@ def test_drawings_have_what_was_recorded():
     assert lines[4] == "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"
     assert [line.split()[1] for line in lines[1:4]] == ["FFF·BBBB·S", "··▒▒▒··▒▒·", "▓········▓"]
     events = trace([("a row", step)])["traceEvents"]
-    assert {"ph": "X", "name": "recv 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
+    assert {"ph": "X", "name": "reduce 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
     assert {"ph": "C", "name": "memory", "pid": 0, "ts": 2e6, "args": {"bytes": 300}} in events
 
 
