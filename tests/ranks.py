@@ -157,7 +157,7 @@ def _be_a_rank(command, environment, cwd, outputs, server):
     found_in = cwd if module else Path(command[0]).resolve().parent
     found_first = [str(found_in), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*found_first, *(path for path in sys.path if Path(path).resolve() != ROOT)]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("checkpoint", "harness", "tests")]:
+    for name in [name for name in sys.modules if (ROOT / name.split(".")[0]).is_dir()]:
         del sys.modules[name]
     sys.argv[:] = command
     sys.modules["__main__"] = main = types.ModuleType("__main__")
