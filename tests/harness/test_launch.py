@@ -171,7 +171,8 @@ def test_what_computes_goes_before_threads_of_gloo(written, tmp_path, monkeypatc
     if written:
         monkeypatch.setenv("GLOO_PRIORITY", written)
     (tmp_path / "policies.py").write_text(POLICIES)
-    (tmp_path / "harness").symlink_to(ROOT / "harness")
+    for name in ("harness", "guard"):
+        (tmp_path / name).symlink_to(ROOT / name)
     for rank in run_ranks(2, tmp_path / "policies.py"):
         assert rank.code == 0, rank.stderr
         nice, threads = rank.stdout.split(" ", 1)
