@@ -232,7 +232,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
     script = tmp_path / "script.py"
     script.write_text("import os, time\nfrom harness.meeting import connect\nconnect()\n"
-                      "print(os.getpid(), flush=True)\ntime.sleep(60)\n")
+                      "os.write(1, f'{os.getpid()}\\n'.encode())  # print may write the line in two\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as torchrun:

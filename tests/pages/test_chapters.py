@@ -158,7 +158,7 @@ BUGS = {
 def test_the_bug_of_a_chapter_is_seen_by_the_command_beside_it(tests, chapter, tmp_path):
     """In a copy of the repository. Without the edit the same tests are green: tests/stages/test_cores.py has them."""
     before, after, shown = BUGS[tests, chapter]
-    for name in ("harness", "guard", "tests", *STAGES):
+    for name in ("harness", "guard", "variants", "tests", *STAGES):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
