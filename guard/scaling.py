@@ -9,6 +9,7 @@ DTensors by tests/stages/test_dtensor.py.
 """
 
 import functools
+import warnings
 import weakref
 
 import torch
@@ -74,7 +75,8 @@ def found_inf(optimizer, grad_scaler):
 
 @untraced
 def refuse_unseen(clip, params):
-    """RuntimeError where `clip`, a name in torch.nn.utils, can't see the gradients whole.
+    """RuntimeError where `clip`, a name in torch.nn.utils, can't see the gradients whole. By value a rank may clip its
+    own on purpose: a warning, of which Python shows one.
 
     The owner of a hook of ours says what `param.grad` holds: "averages"; "own", of this rank; or "nothing".
     """
@@ -88,6 +90,9 @@ def refuse_unseen(clip, params):
             what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
             raise RuntimeError(f"torch.nn.utils.{clip}() finds {what} in param.grad: call clip_grad_norm_(max_norm) of "
                                "the DistributedOptimizer")
+        if is_own and "own" in holds and param.grad is not None:
+            return warnings.warn(f"torch.nn.utils.{clip}() clips this rank's own gradient, not the average: call "
+                                 "finish_grad_sync() of the DistributedOptimizer before it", stacklevel=4)
 
 
 def refusing(clip):

@@ -153,8 +153,14 @@ class PartitionedGradient:
     def __init__(self, main_shard):
         self.shard, self.is_empty = torch.zeros_like(main_shard), True
 
+    def place_for(self, part):
+        """-> where a collective puts an average like `part`, and what is added then: nothing, if it is `shard`."""
+        is_free = self.is_empty and (part.dtype, part.device) == (self.shard.dtype, self.shard.device)
+        self.is_empty = self.is_empty and not is_free
+        return (self.shard, []) if is_free else (part, [part])
+
     def add(self, parts):
-        """Add `parts`, one of each rank, in rank order and in fp32; or their sum, where a collective has made it."""
+        """Add `parts`, one of each rank, in rank order and in fp32; or their average, if a collective has made it."""
         for part in parts:
             self.shard.copy_(part) if self.is_empty else self.shard.add_(part)
             self.is_empty = False
@@ -166,7 +172,7 @@ class BucketBuffer:
     Attributes:
         places: bucket -> slots, views shaped like its parameters; and sent and received, (d, numel / d) each. Made
             once, since Python is slow at making views and computing waits meanwhile.
-        bucket, works: whose gradients are in it; what to wait for.
+        bucket, works, parts: whose gradients are in it; what to wait for; what is added up then, (numel / d,) each.
     """
 
     def __init__(self, buckets, transport):
@@ -189,18 +195,16 @@ class BucketBuffer:
         self.bucket = bucket
         slots, sent, received = self.places[bucket]
         torch._foreach_copy_(slots, bucket.grads())
-        torch._foreach_div_(slots, self.transport.world_size)
         for param in bucket.params:
             param.grad = None
         bucket.ready.clear()
-        self.works = self.transport.reduce_scatter(sent, received)
+        self.works, self.parts = self.transport.reduce_scatter(sent, received, bucket.gradient)
 
     def finish_grad_sync(self):
-        """Wait, and add the sum to this rank's shard."""
+        """Wait, and add what has arrived to this rank's shard."""
         for work in self.works:
             work.wait()
-        _, sent, received = self.places[self.bucket]
-        self.bucket.gradient.add(self.transport.parts(sent, received))
+        self.bucket.gradient.add(self.parts)
 
 
 def param_starts(numels, alignment):

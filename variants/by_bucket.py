@@ -26,6 +26,7 @@ class BucketByBucket(OverlapOptimizer):
         for bucket in reversed(self.buckets):
             self.unpack(bucket)
             step_only(self.optimizer, set(bucket.main_params.values()))
+            bucket.gradient.is_empty = True
             self.pack(bucket)
 
 

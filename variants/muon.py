@@ -7,7 +7,7 @@ ZeRO-1 and -2.
 Wire: 2 · 4Ψ · (d-1)/d bytes: each rank's part of a bucket has its true length, and nothing is padded to the longest.
 Memory: stage 4's 4 + 12/d bytes a parameter with AdamW, 4 + 8/d with Muon, which has one moment.
 Costs: where gradients are exchanged, as on gloo, an owner receives a copy of its part from each other rank; so a bucket
-holds a matrix for each rank, if an eighth of the model is as much: with fewer, one rank receives and the others wait.
+holds a matrix for each rank, if a twelfth of the model is as much: with fewer, one rank receives and the others wait.
 Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products. The dearest matrix goes first, to the rank
 with the least work so far. A bucket's parameters go back as soon as they are stepped, while the next bucket's are.
 """
@@ -35,11 +35,12 @@ def owners(groups, world_size):
 class UnevenTransport(Transport):
     """Of parts that are not equally long: NCCL makes of it a reduce, or a broadcast, for each rank, all at once."""
 
-    def reduce_scatter(self, sent, received):
-        return [dist.reduce_scatter(sent[self.rank], list(sent), group=self.process_group, async_op=True)]
+    def reduce_scatter(self, sent, received, gradient):
+        place, parts = gradient.place_for(sent[self.rank])
+        return [dist.reduce_scatter(place, list(sent), dist.ReduceOp.AVG, **self.asynchronous)], parts
 
     def all_gather(self, shards):
-        return [dist.all_gather(list(shards), shards[self.rank], group=self.process_group, async_op=True)]
+        return [dist.all_gather(list(shards), shards[self.rank], **self.asynchronous)]
 
 
 class UnevenExchange(Exchange, UnevenTransport):
@@ -65,10 +66,6 @@ class WholeBucket(Bucket):
     def shards_of(self, flat):
         return flat.split(self.lengths)
 
-    def start_param_sync(self):
-        if self.param_sync is None:  # else it is in flight already, since this bucket was stepped
-            super().start_param_sync()
-
     def partition(self):
         super().partition()
         for param, main_param in self.main_params.items():
@@ -91,21 +88,24 @@ class WholeBuffer(BucketBuffer):
 class ShardedOptimizer(BucketByBucket):
     bucket_class, bucket_buffer_class = WholeBucket, WholeBuffer
 
-    def shard(self, groups):
-        """A bucket has a matrix for each rank, so that all send at once, where an eighth of the model has as many."""
-        mb = [param.nbytes / 2**20 for group in groups for param in group["params"]]
-        self.bucket_cap_mb = self.bucket_cap_mb or min(dist.get_world_size(self.process_group) * max(mb), sum(mb) / 8)
-        super().shard(groups)
-
     def transport_for(self, process_group, *args):
+        """And a bucket's size: a matrix for each rank, so that all send at once, or a twelfth of the model if less."""
         transport = transport_for(process_group, *args)
         transport = UNEVEN.get(type(transport), type(transport))(process_group)
         transport.owner_of = owners(self.param_groups, transport.world_size)
+        mb = [param.nbytes / 2**20 for param in transport.owner_of]
+        self.bucket_cap_mb = self.bucket_cap_mb or min(transport.world_size * max(mb), sum(mb) / 12)
         return transport
 
     def pack(self, bucket):
         """What is stepped goes back at once."""
         bucket.start_param_sync()
+
+    def sync_params(self):
+        if self.buckets[0].param_sync is None:  # changed without a step: by a schedule-free optimizer's eval()
+            super().sync_params()
+        elif not self.prefetching:
+            self.finish_param_sync()
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
@@ -114,7 +114,6 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
     _probe = tried_tensor_by_tensor(check_one_by_one)
 
     def _refuse(self, named):
-        for name, param in named:
-            if hasattr(param, "placements"):
-                raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part: Muon steps whole matrices")
+        for name in [name for name, param in named if hasattr(param, "placements")]:
+            raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part; this steps whole matrices")
         return super()._refuse(named)

@@ -1,5 +1,6 @@
 """Stage 4: overlap that is right whatever the schedule, and that overlaps. And bugs of real systems."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
@@ -126,11 +128,17 @@ def test_results_do_not_depend_on_the_size_of_the_buckets(rank):
 
 @on_ranks(2)
 def test_a_native_reduce_scatter_gives_what_an_exchange_gives(rank):
-    """gloo's own reduce-scatter and all-gather stand for those of NCCL."""
+    """gloo's own reduce-scatter and all-gather stand for those of NCCL; its average is a sum of what is divided."""
+    gloos = dist.reduce_scatter_tensor
+
+    def averaged(output, full, op, **options):
+        assert op == dist.ReduceOp.AVG
+        return gloos(output, full.div_(rank.world_size), **options)
+
     for cap_mb in (ONE_PARAM, None):
         exchanged = trained(rank, torch.float32, cap_mb, reduce_dtype=torch.float32)
         native = mock.patch.object(DistributedOptimizer, "transport_for", lambda _, group, *__: Transport(group))
-        with native, Ledger() as ledger:
+        with native, mock.patch.object(dist, "reduce_scatter_tensor", averaged), Ledger() as ledger:
             reduced = trained(rank, torch.float32, cap_mb)
         assert ledger.collectives["reduce_scatter"] == ledger.collectives["all_gather"]
         assert equal(reduced, exchanged)
@@ -625,8 +633,24 @@ def test_a_bucket_is_sent_and_received_while_backward_goes_on(rank):
 # ------------------------------------------------------------------------------------------------------------- device
 
 
+class Written(TorchDispatchMode):
+    """Which operators wrote into the memory at `places`, of the tensors in `of`."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.names = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        first = args[0] if args else None
+        tensors = first if isinstance(first, (list, tuple)) else [first]
+        if any(isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() in self.places for one in tensors):
+            self.names += [func._schema.name.removeprefix("aten::")] * func._schema.is_mutable
+        return func(*args, **kwargs or {})
+
+
 def test_the_native_reduce_scatter_where_it_is_one():
-    """Everywhere but on gloo: one operator a bucket, straight into the shard."""
+    """Everywhere but on gloo: one operator a bucket, which averages, straight into the shard. Of a second micro-batch
+    the average lands in the bucket buffer, and is added."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         model = Branches(seed=0)
@@ -635,9 +659,23 @@ def test_the_native_reduce_scatter_where_it_is_one():
             model(torch.ones(2, 7)).sum().backward()
             optimizer.step()
         assert ledger.collectives == {"reduce_scatter": 12, "all_reduce": 1, "all_gather": 12}
-        for _, sent, received in optimizer.idle[0].places.values():
-            (own,) = optimizer.idle[0].transport.parts(sent, received)
-            assert own.data_ptr() == sent.data_ptr() + own.nbytes  # in place, where NCCL wants it: at this rank's part
+        landed, native, written = [], dist.reduce_scatter_tensor, Written()
+        written.places = {memory.untyped_storage().data_ptr() for memory in [
+            *(buffer.sent for buffer in optimizer.idle), *(bucket.gradient.shard for bucket in optimizer.buckets)]}
+
+        def noted(output, full, op, **options):
+            assert op == dist.ReduceOp.AVG and optimizer.idle[0].transport.rank == 1
+            landed.append((output.data_ptr(), full.data_ptr() + output.nbytes))
+            return native(output, full, op, **options)
+
+        with mock.patch.object(dist, "reduce_scatter_tensor", noted), written:
+            for _ in range(2):
+                model(torch.ones(2, 7)).sum().backward()
+            optimizer.sync_grads()
+        shards = [bucket.gradient.shard.data_ptr() for bucket in optimizer.buckets]
+        assert [place for place, _ in landed[:12]] == shards
+        assert all(place == own_part for place, own_part in landed[12:])  # in place, where NCCL wants it
+        assert collections.Counter(written.names) == {"_foreach_copy_": 24, "add_": 12}
     finally:
         dist.destroy_process_group()
 
@@ -670,7 +708,7 @@ def test_what_had_left_when_its_optimizer_was_dropped_is_kept_until_it_has_arriv
     with one_rank_of(2):
         weight, work = torch.nn.Parameter(torch.ones(40)), Unfinished()
         optimizer = DistributedOptimizer([weight], lr=0.1)
-        optimizer.buckets[0].transport.reduce_scatter = lambda sent, received: [work]
+        optimizer.buckets[0].transport.reduce_scatter = lambda sent, received, gradient: ([work], [])
         weight.sum().backward()
         sent = optimizer.travelling[0].sent
         del optimizer
