@@ -297,15 +297,11 @@ class Reader:
             crc = 0
             for place in range(0, wanted, CHUNK):
                 chunk = content[: wanted - place][:CHUNK] if room is None else content[place : place + CHUNK]
-                need_bytes(os.preadv(file.fileno(), [chunk], one.offset + place) == len(chunk), one.file)
+                if os.preadv(file.fileno(), [chunk], one.offset + place) != len(chunk):
+                    raise DamagedCheckpoint(f"{one.file} is damaged: it ends too early")
                 crc = zlib.crc32(chunk, crc) if wanted == n_bytes else None
         if None not in (crc, one.crc32) and crc != one.crc32:
             raise DamagedCheckpoint(f"{one.file} is damaged: a tensor with checksum {one.crc32:08x} was written, now "
                                     f"it has {crc:08x}")
         if room is not None and room.dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
             room.copy_(room.view(torch.uint8).ne(0))
-
-
-def need_bytes(condition, name):
-    if not condition:
-        raise DamagedCheckpoint(f"{name} is damaged: it ends too early")
