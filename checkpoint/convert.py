@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from .boxes import whole_box
 from .json_values import unpack
 from .manifest import manifest_of
-from .rank_files import read_box, verify
+from .rank_files import Reader
 from .reading import TensorsOf
 
 
@@ -72,14 +72,16 @@ def said_by_the_disk(error):
 def converted(folder) -> dict:
     """A checkpoint in one dict, on the CPU. Raises OSError or CheckpointError: it is damaged, or none."""
     manifest, _ = manifest_of(folder)
-    verify(folder, manifest)
-    tensors = TensorsOf(folder, manifest)
+    reader = Reader(folder, manifest)
+    tensors = TensorsOf(reader, manifest)
     stored = {name: manifest.tensors[f"model.{name}"] for name in manifest.model}
     groups = [{**unpack(group["options"], tensors), "params": group["params"]} for group in manifest.groups]
     states = {name: without_deques(unpack(state, tensors)) for name, state in manifest.states.items()}
-    return {"model": {name: read_box(folder, one, whole_box(one.shape)) for name, one in stored.items()},
-            "optimizer": {"state": states, "param_groups": groups},
-            "extra": [without_deques(unpack(extra, tensors)) for extra in manifest.extra]}
+    found = {"model": {name: reader.box(one, whole_box(one.shape)) for name, one in stored.items()},
+             "optimizer": {"state": states, "param_groups": groups},
+             "extra": [without_deques(unpack(extra, tensors)) for extra in manifest.extra]}
+    reader.run()
+    return found
 
 
 def without_deques(value):

@@ -16,6 +16,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
     torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)}
+CODES = "F64 F32 F16 BF16 C64 C128 BOOL U8 I8 I16 I32 I64 U16 U32 U64 F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ"
+DTYPE_OF_CODE = dict(zip(CODES.split(), DTYPES.values(), strict=True))  # as safetensors calls them
 SEQUENCES = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
 DICTS = {"dict": dict, "ordered": collections.OrderedDict}
 PLAIN = bool, int, float, str, type(None)
@@ -118,13 +120,6 @@ def unpack(packed, tensor: Callable, depth=0):
     return torch.device(what) if name == "device" else tensor(name, what)
 
 
-def tensors_in(packed) -> list[tuple[str, object]]:
-    """-> (name, what) of each tensor in a packed value, in order."""
-    found = []
-    unpack(packed, lambda name, what: found.append((name, what)))
-    return found
-
-
 def pack_data(tensor) -> dict:
     """A tensor with its data in it: for small ones."""
     tensor = tensor.detach().cpu().contiguous()
@@ -139,6 +134,19 @@ def bytes_of(tensor) -> memoryview:
         return memoryview(b"")
     # By a storage of its own: numpy() makes the one that it is called on unfit to be resized, as a variant does.
     return memoryview(torch.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).numpy())
+
+
+def need(condition, what):
+    """Raise ValueError, of which a file that is read makes damage."""
+    if not condition:
+        raise ValueError(what)
+
+
+def without_doubles(pairs):
+    """For json.loads: keys of which one would be lost are refused."""
+    found = dict(pairs)
+    need(len(found) == len(pairs), "a key comes twice")
+    return found
 
 
 def unpack_data(what) -> torch.Tensor:

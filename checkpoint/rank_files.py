@@ -1,8 +1,15 @@
-"""One raw file a rank: its parts of tensors, byte for byte, each at a multiple of 64 bytes, and nothing else.
+"""One safetensors file a rank: its parts of tensors, byte for byte. Anyone's tool opens it.
 
-What lies where is in the manifest. The checksum of a file is made while it is written, and compared when it is loaded.
+Eight bytes say how long the header is, a JSON of key -> dtype, shape and offsets; then come the bytes of tensors with
+no gap between them, those of the longest numbers first: each lies at a multiple of its size. A part of a tensor has the
+shape (*lead, elements); what it is a part of stands in `places`, among what the format leaves to its writer.
 """
 
+import collections
+import concurrent.futures
+import contextlib
+import json
+import math
 import os
 import stat
 import zlib
@@ -12,12 +19,14 @@ from typing import NamedTuple
 import torch
 
 from .boxes import boxes
-from .errors import DamagedCheckpoint
-from .json_values import bytes_of, tensor_of
+from .errors import CheckpointError, DamagedCheckpoint
+from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, need, without_doubles
 
-ALIGNMENT = 64  # bytes; with it a program that maps a file has tensors in place
-CHUNK = 2**20  # bytes that are written at once, while the processor still has them from the checksum
+ALIGNMENT = 64  # bytes; with it a program that maps a file has the first tensor in place
+CHUNK = 2**20  # bytes that are written or read at once, while the processor still has them for the checksum
 BEHIND = 2**24  # bytes after which the disk is told to begin with them, not only at fsync
+READERS = 2  # threads: one makes a checksum while the other waits for the disk
+CODE_OF = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
 class Part(NamedTuple):
@@ -29,35 +38,163 @@ class Part(NamedTuple):
     cuts: list | None = None  # of a DTensor, by dimension
 
 
+class Range(NamedTuple):
+    """Elements start to stop of a tensor, as bytes from `offset` on in a file. `crc32` of these; None: of all of it."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+    crc32: int | None = None
+
+
+class Stored(NamedTuple):
+    """A tensor in the files.
+
+    shape: the first `n_lead` dimensions are whole in each range; the others, flat, are what ranges divide.
+    cuts: into which pieces a DTensor was cut along each of these others: its elements then lie box after box, see
+        boxes.py, and ranges divide that.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    n_lead: int
+    cuts: list[list[int]]
+    ranges: list[Range]
+
+    @property
+    def lead(self):
+        return self.shape[: self.n_lead]
+
+    def nbytes(self, one):
+        return math.prod(self.lead) * (one.stop - one.start) * self.dtype.itemsize
+
+
 def whole(tensor) -> Part:
     return Part(tensor.reshape(-1), tuple(tensor.shape), 0)
 
 
 def name_of(rank) -> str:
-    return f"rank-{rank:05}.bin"
+    return f"rank-{rank:05}.safetensors"
 
 
-def write_rank_file(path, parts) -> tuple[dict, dict]:
-    """Write `parts`, key -> Part, to a new file. -> key -> the manifest's entry of that tensor; size and checksum.
+def write_rank_file(path, parts) -> dict:
+    """Write `parts`, key -> Part, to a new file. -> its size; checksums of its header and of each tensor, in order.
 
     Raises OSError: the disk says no.
     """
-    entries, crc, place, told = {}, 0, 0, 0
+    ordered = sorted(parts.items(), key=lambda item: -item[1].data.dtype.itemsize)
+    header = header_of(ordered)
+    checksums, place, told = [zlib.crc32(header)], len(header), 0
     with open(path, "xb") as file:
-        for key, (data, shape, start, cuts) in parts.items():
-            content = bytes_of(data.cpu().contiguous())
-            for chunk in (bytes(-place % ALIGNMENT), *(content[i : i + CHUNK] for i in range(0, len(content), CHUNK))):
+        file.write(header)
+        for _, part in ordered:
+            content, crc = bytes_of(part.data.cpu().contiguous()), 0
+            for start in range(0, len(content), CHUNK):
+                chunk = content[start : start + CHUNK]
                 crc = zlib.crc32(chunk, crc)
                 place += file.write(chunk)
                 if place - told >= BEHIND and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(file.fileno(), told, place - told, os.POSIX_FADV_DONTNEED)
                     told = place
-            ranges = [[start, start + data.shape[-1], path.name, place - len(content)]] if len(content) else []
-            entries[key] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(shape),
-                            "n_lead": data.dim() - 1, "ranges": ranges, **({"cuts": cuts} if cuts else {})}
+            checksums.append(crc)
         file.flush()
         os.fsync(file.fileno())
-    return entries, {"bytes": place, "crc32": crc}
+    return {"bytes": place, "crc32": checksums}
+
+
+def header_of(parts) -> bytes:
+    entries, places, end = {}, {}, 0
+    for key, (data, shape, start, cuts) in parts:
+        is_whole = data.dim() == 1 and len(data) == math.prod(shape) and not cuts
+        if not is_whole:
+            places[key] = {"shape": shape, "start": start, **({"cuts": cuts} if cuts else {})}
+        entries[key] = {"dtype": CODE_OF[data.dtype], "shape": shape if is_whole else [*data.shape],
+                        "data_offsets": [end, end := end + data.nbytes]}
+    text = json.dumps({"__metadata__": {"places": json.dumps(places)}, **entries}).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensors_in(folder, files, limit) -> dict[str, Stored]:
+    """What the headers say. `files`: name -> what `write_rank_file` returned; `limit`: bytes of all headers.
+
+    Raises OSError or DamagedCheckpoint: they are not what was written, or don't make whole tensors.
+    """
+    found = collections.defaultdict(list)
+    for name, written in sorted(files.items()):
+        with damage_of(name), opened(folder, name) as file:
+            length = file.read(8)
+            limit -= int.from_bytes(length, "little")
+            need(limit >= 0, "its header is too long")
+            header = file.read(int.from_bytes(length, "little"))
+            need(zlib.crc32(length + header) == written["crc32"][0], "the checksum of its header is another")
+            for key, one in parsed_header(header, name, written).items():
+                found[key].append(one)
+    return {key: put_together(key, parts) for key, parts in found.items()}
+
+
+def parsed_header(text, name, written) -> dict[str, Stored]:
+    """-> the parts of tensors in a file, which are all of its bytes."""
+    entries = json.loads(text, object_pairs_hook=without_doubles)
+    places = json.loads(entries.pop("__metadata__")["places"], object_pairs_hook=without_doubles)
+    need(places.keys() <= entries.keys() and len(written["crc32"]) == 1 + len(entries), "it has other entries")
+    found, end = {}, 8 + len(text)
+    for (key, what), crc in zip(entries.items(), written["crc32"][1:]):
+        dtype, shape = DTYPE_OF_CODE[what["dtype"]], checked_shape(what["shape"])
+        place = places.get(key, {})
+        start, n_lead = place.get("start", 0), len(shape) - 1 if place else 0
+        here = shape[-1] if place else math.prod(shape)
+        need(what["data_offsets"] == [end - 8 - len(text), end - 8 - len(text) + math.prod(shape) * dtype.itemsize],
+             f"{key!r:.60} doesn't lie behind the one before")
+        one = [Range(start, start + here, name, end, crc)] if here else []
+        of = checked_shape(place["shape"]) if place else shape
+        need(of[:n_lead] == shape[:n_lead] and n_lead >= 0, f"dimensions of {key!r:.60}")
+        found[key] = Stored(dtype, of, n_lead, place.get("cuts", [[size] for size in of[n_lead:]]), one)
+        end += math.prod(shape) * dtype.itemsize
+    need(end == written["bytes"], "it has bytes of no tensor")
+    return found
+
+
+def put_together(key, parts) -> Stored:
+    """Of the parts in all files the tensor. Raises DamagedCheckpoint: they are not all of it, or of several."""
+    ranges = sorted(one for part in parts for one in part.ranges)
+    with damage_of(key):
+        need(all(part[:4] == parts[0][:4] for part in parts), "its parts are of several tensors")
+        return checked(key, parts[0]._replace(ranges=ranges))
+
+
+def checked(key, stored) -> Stored:
+    """Ranges leave nothing out and have nothing twice, and cuts are all of the shape, with a range for each box."""
+    end = 0
+    for start, stop, *_ in stored.ranges:
+        need(is_count(start) and start == end < stop, f"ranges of {key!r:.60}")
+        end = stop
+    shape, cuts = stored.shape[stored.n_lead :], stored.cuts
+    need(end == math.prod(shape) or not math.prod(stored.shape), f"ranges of {key!r:.60} are not all of it")
+    need(type(cuts) is list and all(type(sizes) is list for sizes in cuts), f"cuts of {key!r:.60}")
+    for sizes in cuts:
+        need(all(map(is_count, sizes)) and (all(sizes) or len(sizes) == 1), f"cuts of {key!r:.60}")
+    need([sum(sizes) for sizes in cuts] == list(shape), f"the cuts of {key!r:.60} are not all of it")
+    need(math.prod(map(len, cuts)) <= max(1, len(stored.ranges)), f"{key!r:.60} is cut into too many boxes")
+    return stored
+
+
+def is_count(value):
+    return type(value) is int and value >= 0
+
+
+@contextlib.contextmanager
+def damage_of(name):
+    """Whatever is wrong with what a file says is a DamagedCheckpoint, in one line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{name} is damaged: {type(error).__name__} in it") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{name} is damaged: {str(error)[:200]}") from None
 
 
 def opened(folder, name):
@@ -77,83 +214,94 @@ def opened(folder, name):
     return os.fdopen(descriptor, "rb")
 
 
-def checksum(file) -> dict:
-    """Size and CRC-32 of an open file."""
-    crc, n_bytes, chunk = 0, 0, memoryview(bytearray(CHUNK))
-    while n_read := file.readinto(chunk):
-        crc, n_bytes = zlib.crc32(chunk[:n_read], crc), n_bytes + n_read
-    return {"bytes": n_bytes, "crc32": crc}
-
-
-def verify(folder, manifest, rank=0, world_size=1):
-    """Raise OSError or DamagedCheckpoint unless the files are those that were written. Each rank reads some of them."""
-    verify_sizes(folder, manifest)
-    for name, written in sorted(manifest.files.items())[rank::world_size]:
-        with opened(folder, name) as file:
-            found = checksum(file)
-        if found != written:
-            now = described(found)
-            raise DamagedCheckpoint(f"{name} is damaged: {described(written)} were written, now it is {now}")
-
-
-def verify_sizes(folder, manifest):
+def verify_sizes(folder, files):
     """And that all files are there, before anything is read."""
-    for name, written in sorted(manifest.files.items()):
-        size = size_of(folder, name)
+    for name, written in sorted(files.items()):
+        try:
+            with opened(folder, name) as file:
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            size = None
         if size != written["bytes"]:
             now = "missing" if size is None else f"{size} bytes"
-            raise DamagedCheckpoint(f"{name} is damaged: {described(written)} were written, now it is {now}")
+            raise DamagedCheckpoint(f"{name} is damaged: {written['bytes']} bytes were written, now it is {now}")
 
 
-def size_of(folder, name):
-    try:
-        with opened(folder, name) as file:
-            return os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        return None
+class Reader:
+    """Tensors of a checkpoint, on the CPU: asked for first, as memory that is empty yet, then read in one go.
 
+    What is read in whole is compared with its checksum on the way. `rank` of `world_size` reads what else there is in
+    its share of the files too, to compare: each byte is compared by one rank at least, and read once by most.
+    """
 
-def described(file):
-    return f"{file['bytes']} bytes with checksum {file['crc32']:08x}"
+    def __init__(self, folder, manifest, rank=0, world_size=1):
+        self.folder, self.tensors = folder, manifest.tensors
+        self.share = sorted(manifest.files)[rank::world_size]
+        self.jobs = []  # (range, bytes of it, memory for them, or None)
+        self.copies = []  # (memory, what is copied there when it has been read)
 
+    def box(self, stored, box) -> torch.Tensor:
+        """-> a part of a tensor: (*lead, *sizes of the box)."""
+        return self.part(stored, box, 0, box.numel).view((*stored.lead, *box.sizes))
 
-def read_box(folder, stored, box) -> torch.Tensor:
-    """-> a part of a tensor in the files: (*lead, *sizes of the box), on the CPU."""
-    return read_part(folder, stored, box, 0, box.numel).reshape((*stored.lead, *box.sizes))
+    def part(self, stored, box, start, stop) -> torch.Tensor:
+        """-> flat elements start to stop of a box: (*lead, stop - start). Of one that was saved so, no more is read."""
+        for saved in boxes(stored.cuts):
+            if saved[:2] == box[:2]:
+                return self.flat(stored, saved.base + start, saved.base + stop)
+        found = torch.empty((*stored.lead, *box.sizes), dtype=stored.dtype, device="cpu")
+        for saved in boxes(stored.cuts):
+            if both := saved.overlap(box):
+                there, here = both
+                part = self.flat(stored, saved.base, saved.base + saved.numel).view((*stored.lead, *saved.sizes))
+                self.copies.append((found[(..., *here)], part[(..., *there)]))
+        return found.view((*stored.lead, box.numel))[..., start:stop]
 
+    def flat(self, stored, start, stop) -> torch.Tensor:
+        """-> elements start to stop, as they are in files: (*lead, stop - start)."""
+        found = torch.empty(*stored.lead, stop - start, dtype=stored.dtype, device="cpu")
+        for one in stored.ranges:
+            first, last = max(start, one.start), min(stop, one.stop)
+            if first < last:
+                here, room = found[..., first - start : last - start], None
+                if stored.n_lead:  # of a stack all, in one go
+                    room = torch.empty(*stored.lead, one.stop - one.start, dtype=stored.dtype, device="cpu")
+                    self.copies.append((here, room[..., first - one.start : last - one.start]))
+                    first = one.start
+                place = one._replace(offset=one.offset + (first - one.start) * stored.dtype.itemsize)
+                self.jobs.append((place, stored.nbytes(one), here if room is None else room))
+        return found
 
-def read_part(folder, stored, box, start, stop) -> torch.Tensor:
-    """-> flat elements start to stop of a box: (*lead, stop - start). Of one that was saved so, no more is read."""
-    for saved in boxes(stored.cuts):
-        if saved[:2] == box[:2]:
-            return read(folder, stored, saved.base + start, saved.base + stop)
-    found = torch.empty((*stored.lead, *box.sizes), dtype=stored.dtype, device="cpu")
-    for saved in boxes(stored.cuts):
-        if both := saved.overlap(box):
-            there, here = both
-            part = read(folder, stored, saved.base, saved.base + saved.numel).reshape((*stored.lead, *saved.sizes))
-            found[(..., *here)] = part[(..., *there)]
-    return found.reshape((*stored.lead, box.numel))[..., start:stop]
+    def run(self):
+        """Raises OSError or DamagedCheckpoint."""
+        asked = {(one.file, one.offset) for one, n_bytes, room in self.jobs if room.nbytes == n_bytes}
+        rest = [(one, stored.nbytes(one), None) for stored in self.tensors.values() for one in stored.ranges
+                if one.file in self.share and (one.file, one.offset) not in asked]
+        in_order = sorted([*self.jobs, *rest], key=lambda job: (job[0].file not in self.share, *job[0][2:4]))
+        with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+            try:
+                for _ in pool.map(self.read, in_order):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for there, what in self.copies:
+            there.copy_(what)
 
-
-def read(folder, stored, start, stop) -> torch.Tensor:
-    """-> elements start to stop of a manifest's Stored, as they are in files: (*lead, stop - start), on the CPU."""
-    found = torch.empty(*stored.lead, stop - start, dtype=stored.dtype, device="cpu")
-    for one in stored.ranges:
-        first, last = max(start, one.start), min(stop, one.stop)
-        if first < last:
-            own = (first, last) if not stored.n_lead else (one.start, one.stop)  # of a stack all, in one go
-            n_bytes = stored.nbytes(own[1] - own[0])
-            content = bytes_at(folder, one.file, one.offset + (own[0] - one.start) * stored.dtype.itemsize, n_bytes)
-            part = tensor_of(content, stored.dtype, (*stored.lead, own[1] - own[0]))
-            found[..., first - start : last - start] = part[..., first - own[0] : last - own[0]]
-    return found
-
-
-def bytes_at(folder, name, offset, n_bytes) -> bytearray:
-    content = bytearray(n_bytes)
-    with opened(folder, name) as file:
-        file.seek(offset)
-        if file.readinto(content) != n_bytes:
-            raise DamagedCheckpoint(f"{name} is damaged: it ends too early")
-    return content
+    def read(self, job):
+        one, n_bytes, room = job
+        content = memoryview(bytearray(CHUNK)) if room is None else bytes_of(room)
+        wanted = n_bytes if room is None else len(content)
+        with opened(self.folder, one.file) as file:
+            os.posix_fadvise(file.fileno(), one.offset, wanted, os.POSIX_FADV_WILLNEED)
+            crc = 0
+            for place in range(0, wanted, CHUNK):
+                chunk = content[: wanted - place][:CHUNK] if room is None else content[place : place + CHUNK]
+                if os.preadv(file.fileno(), [chunk], one.offset + place) != len(chunk):
+                    raise DamagedCheckpoint(f"{one.file} is damaged: it ends too early")
+                crc = zlib.crc32(chunk, crc) if wanted == n_bytes else None
+        if None not in (crc, one.crc32) and crc != one.crc32:
+            raise DamagedCheckpoint(f"{one.file} is damaged: a tensor with checksum {one.crc32:08x} was written, now "
+                                    f"it has {crc:08x}")
+        if room is not None and room.dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
+            room.copy_(room.view(torch.uint8).ne(0))

@@ -16,7 +16,6 @@ from guard.schema import Spec, check_state, described
 
 from .boxes import Box, box_of, whole_box
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
-from .full_state import Whole
 from .json_values import unpack, unpack_data
 from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
 from .model import names_of, state_of, untied, unwrapped
@@ -33,7 +32,7 @@ from .optimizers import (
     prepared,
     ranks_of,
 )
-from .rank_files import read_box, read_part, verify, verify_sizes
+from .rank_files import Reader
 from .ranks import all_gather, errors_on_all, rank_in
 from .states import check_states, fixed_paths, kind_of
 
@@ -61,20 +60,20 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         path, model = Path(path), unwrapped(model)
         names, pieces = names_of(model, optimizer), pieces_of(optimizer)
         manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
-        verify_sizes(path, manifest)
         check(manifest, model, optimizer, names)
         groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
         schemas = check_manifest_states(manifest, optimizer, names, groups)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
     with errors_on_all(what, group), read_errors_are_damage():
-        verify(path, manifest, rank, world_size)
-        found = {name: read_for(path, manifest, name, tensor) for name, tensor in untied(model).items()}
-        states = {index: read_state(path, manifest, names[index], all_params(optimizer)[index], piece,
-                                    fixed_paths(schemas[index])) for index, piece in pieces.items()}
+        reader = Reader(path, manifest, rank, world_size)
+        found = {name: room_for(reader, manifest, name, tensor) for name, tensor in untied(model).items()}
+        states = {index: state_of_piece(reader, manifest, names[index], all_params(optimizer)[index], piece,
+                                        fixed_paths(schemas[index])) for index, piece in pieces.items()}
+        extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(reader, manifest))
+        reader.run()
         for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
             check_piece(schemas[index], state, pieces[index].main, names[index])
-        extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(path, manifest))
         ready = prepared(optimizer, states, groups)
     with errors_on_all(what, group):
         for name, tensor in untied(model).items():
@@ -145,12 +144,12 @@ def check_manifest_states(manifest, optimizer, names, groups):
 
 
 class TensorsOf(NamedTuple):
-    """Called with what a packed value says of a tensor, it returns that; of a piece a part, in the piece's shape.
+    """Called with what a packed value says of a tensor, it returns that, empty yet; of a piece a part, in its shape.
 
     `box`: what this rank has of the parameter.
     """
 
-    path: Path
+    reader: Reader
     manifest: Manifest
     piece: Piece | None = None
     box: Box | None = None
@@ -160,19 +159,24 @@ class TensorsOf(NamedTuple):
             return unpack_data(what)
         stored = self.manifest.tensors[what]
         if name == "tensor" or self.piece is None:
-            return read_box(self.path, stored, whole_box(stored.shape[stored.n_lead :]))
-        part = read_part(self.path, stored, self.box, self.piece.start, self.piece.stop)
-        return Whole(part, True).cut_for(self.piece._replace(start=0, stop=part.shape[-1]))
+            return self.reader.box(stored, whole_box(stored.shape[stored.n_lead :]))
+        part, main = self.reader.part(stored, self.box, self.piece.start, self.piece.stop), self.piece.main
+        part = part.view((*stored.lead, *main.shape))
+        if stored.lead or main.is_contiguous():
+            return part
+        found = torch.empty_like(main, dtype=part.dtype, device="cpu")  # it lies as the piece does: kernels don't look
+        self.reader.copies.append((found, part))
+        return found
 
 
-def read_for(path, manifest, name, tensor):
+def room_for(reader, manifest, name, tensor):
     """What is to become `tensor` of the model, of a DTensor what this rank has: of another dtype, the main parameter,
     so that it is rounded once.
     """
     stored = manifest.tensors[f"model.{name}"]
     main = main_param_of(manifest, name)
     stored = manifest.tensors[main] if main and tensor.dtype != stored.dtype else stored
-    return read_box(path, stored, box_of(tensor))
+    return reader.box(stored, box_of(tensor))
 
 
 def main_param_of(manifest, name) -> str | None:
@@ -182,9 +186,9 @@ def main_param_of(manifest, name) -> str | None:
             return value.get("piece")
 
 
-def read_state(path, manifest, name, param, piece, fixed):
+def state_of_piece(reader, manifest, name, param, piece, fixed):
     """`fixed`: what has not the parameter's shape here, though it may have it where the parameter is a scalar."""
-    tensors = TensorsOf(path, manifest, piece, box_of(param))
+    tensors = TensorsOf(reader, manifest, piece, box_of(param))
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
     for key, value in manifest.states.get(name, {"dict": []})["dict"]:
         if key in fixed and isinstance(value, dict) and "piece" in value:

@@ -18,6 +18,8 @@ from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
 from .ranks import all_gather, at_own_pace, first_line
 
+TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
+MOST_TRIED = 1000
 RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
 
 
@@ -226,20 +228,29 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     Of a parameter of the same shape; of a small one where ranks step ranges, each element by itself then.
     Raises ValueError: the optimizer can't step with what was saved.
     """
-    known, schemas, saved_groups = {}, [], iter(saved_groups or optimizer.param_groups)
+    schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
     all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
     for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
         make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
+        options = hyperparameters(group), hyperparameters(saved)
+        kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
             shape, dtype = local(param).shape, param.dtype
             if steps_ranges(owner):
                 shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
-            key = id(group), shape, dtype
-            if key not in known:
-                options = hyperparameters(group), hyperparameters(saved)
-                known[key] = schema_of(make, *options, shape, dtype, param.device)
-            schemas.append(known[key])
+            key = kind, shape, dtype, param.device
+            if key not in TRIED:
+                if len(TRIED) > MOST_TRIED:  # a schedule changes what stands in groups at each save
+                    TRIED.clear()
+                TRIED[key] = schema_of(make, *options, shape, dtype, param.device)
+            schemas.append(TRIED[key])
     return schemas
+
+
+def with_sign_of_lr(options):
+    """A schedule's next value makes no other state; one that is negative, say, is refused."""
+    return {key: value > 0 if key in ("lr", "initial_lr") and type(value) is float else value
+            for key, value in options.items()}
 
 
 def check_states(optimizer, names, states, saved_groups):

@@ -27,10 +27,10 @@ from .errors import CheckpointError, UnfitModel
 from .folder import claim, refuse_existing
 from .full_state import part_of
 from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
-from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, parsed, sealed
+from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, sealed
 from .model import names_of, state_of, unwrapped
 from .optimizers import all_params, inner_of, itself, local, packed_groups, pieces_in_whole, ranks_of
-from .rank_files import Part, name_of, verify_sizes, whole, write_rank_file
+from .rank_files import Part, name_of, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
 from .states import NotKept, agree_on_states, check_states, local_states, owners_of, path_of, with_data
 
@@ -267,8 +267,8 @@ def write(path, partial, owned, manifest, group):
         with errors_on_all(what, group):
             if not partial.is_dir():
                 raise FileNotFoundError(2, "the folder that rank 0 has made isn't here: all need the same folder")
-            entries, written = write_rank_file(file, owned)
-        everyone = all_gather(({file.name: written}, entries, manifest.get("extra")), group)
+            written = write_rank_file(file, owned)
+        everyone = all_gather((file.name, written, manifest.get("extra")), group)
         with errors_on_all(what, group):
             if len(everyone) < manifest["ranks"]:
                 raise RuntimeError("the process group was destroyed meanwhile: call result() before")
@@ -277,16 +277,9 @@ def write(path, partial, owned, manifest, group):
 
 
 def complete_manifest(manifest, everyone) -> dict:
-    """With the parts of all ranks: files, tensors, extra."""
-    files, tensors = {}, {}
-    for their_files, entries, _ in everyone:
-        files.update(their_files)
-        for key, entry in entries.items():
-            tensors.setdefault(key, {**entry, "ranges": []})["ranges"] += entry["ranges"]
-    for entry in tensors.values():
-        entry["ranges"].sort()
+    """With the files and the extra of all ranks."""
     return {"format": FORMAT, "byteorder": sys.byteorder, **manifest, "extra": [extra for *_, extra in everyone],
-            "files": files, "tensors": tensors}
+            "files": {name: written for name, written, _ in everyone}}
 
 
 def finish(path, partial, manifest):
@@ -294,12 +287,11 @@ def finish(path, partial, manifest):
     if len(text) > limit:
         raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra` or of "
                          "a state into tensors")
-    parsed(text)
     with open(partial / MANIFEST, "wb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    verify_sizes(partial, manifest_of(partial)[0])  # as `load` will
+    manifest_of(partial, limit)  # as `load` will
     sync_folder(partial)
     refuse_existing(path)  # of another run, where there are no locks
     partial.rename(path)

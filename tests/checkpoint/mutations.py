@@ -10,7 +10,6 @@ change before the refusal, a step or a save that fails, a process that dies, mor
 import argparse
 import collections
 import copy
-import json
 import math
 import os
 import random
@@ -26,18 +25,19 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from checkpoint.json_values import DTYPES
+from checkpoint.json_values import DTYPE_OF_CODE
 from harness import results
 from harness.results import MutationResult, MutationRow
-from tests.checkpoint import nothing_changes, tamper, wrapped
+from tests.checkpoint import data_of, header_bytes, nothing_changes, tamper, text_of, wrapped
 from tests.common import STAGES
 
 LONGEST_S, MOST_KB = 10, 2**20
 STRANGE = [0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), True, None, "", "0",
-           "\x1b[31m", "a" * 10_000, "../elsewhere", "rank-00000.bin", "manifest.json", "float64", "int8", "bool", [],
-           [0], [[]], [2**40], {}, {"tuple": []}, {"data": ["float32", [], "AAAAAA=="]}, {"deque": [-1, []]},
+           "\x1b[31m", "a" * 10_000, "../elsewhere", "rank-00000.safetensors", "manifest.json", "float64", "int8",
+           "bool", [], [0], [[]], [2**40], {}, {"tuple": []}, {"data": ["float32", [], "AAAAAA=="]},
            {"data": ["int64", [2], "AAAA"]}, {"piece": "model.0.weight"}, {"tensor": "model.0.weight"},
-           {"bytes": "AAAA"}, {"dtype": "float32"}, {"complex": [1, 1]}, {"device": "cuda:9"}, {"set": [1, 1]}]
+           {"bytes": "AAAA"}, {"dtype": "float32"}, {"complex": [1, 1]}, {"deque": [-1, []]},
+           {"device": "cuda:9"}, {"set": [1, 1]}]
 NAMES = ["step", "exp_avg", "momentum_buffer", "main_param", "mine", ""]
 # (stage, dtype, optimizer, its options): a small model of each, on one rank
 ADAMW = {"fused": True, "amsgrad": True, "weight_decay": 0.1}
@@ -92,25 +92,29 @@ def two_that_changed_places(chance, manifest, _):
 @kind
 def a_tensor_of_another_shape(chance, manifest, folder):
     """Its bytes are there, and where the old ones are kept somebody claims them: only the model knows better."""
-    key = chance.choice(sorted(key for key, what in manifest["tensors"].items() if what["ranges"]))
-    old = manifest["tensors"].pop(key)
+    header = manifest["headers"][chance.choice(sorted(manifest["headers"]))]
+    key = chance.choice(sorted(header.keys() - {"places"}))
+    old = header[key]
     lead = chance.choice([[], [], [0], [1], [2]])
     shape = [*lead, *chance.choice([[], [1], [3], old["shape"], old["shape"][::-1], [*old["shape"], 2]])]
-    name, itemsize = f"own-{chance.randrange(10**9)}.bin", DTYPES[old["dtype"]].itemsize
-    if math.prod(shape):
-        (folder / name).write_bytes(bytes(math.prod(shape) * itemsize))
-        manifest["files"][name] = {"bytes": math.prod(shape) * itemsize, "crc32": 0}
-    ranges = [[0, math.prod(shape[len(lead):]), name, 0]] if math.prod(shape) else []
-    manifest["tensors"][key] = {**old, "shape": shape, "n_lead": len(lead), "ranges": ranges}
-    manifest["tensors"]["extra.0.old"] = old
+    name, n_bytes = f"own-{chance.randrange(10**9)}", math.prod(shape) * DTYPE_OF_CODE[old["dtype"]].itemsize
+    own = {key: {**old, "shape": [*lead, math.prod(shape[len(lead):])], "data_offsets": [0, n_bytes]}}
+    places = {key: {"shape": shape, "start": 0}}
+    (folder / name).write_bytes(header_bytes(places, own) + bytes(n_bytes))
+    manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "crc32": [0, 0]}
+    manifest["headers"][name] = {"places": places, **own}
+    renamed = [("extra.0.old" if its == key else its, what) for its, what in header.items()]  # in their order
+    header.clear()
+    header.update(renamed)
     manifest["extra"][0]["dict"].append(["old", {"tensor": "extra.0.old"}])
 
 
 @kind
 def a_tensor_of_another_dtype(chance, manifest, _):
-    entry = manifest["tensors"][chance.choice(sorted(manifest["tensors"]))]
-    size = DTYPES[entry["dtype"]].itemsize
-    entry["dtype"] = chance.choice([name for name, dtype in DTYPES.items()
+    header = manifest["headers"][chance.choice(sorted(manifest["headers"]))]
+    entry = header[chance.choice(sorted(header.keys() - {"places"}))]
+    size = DTYPE_OF_CODE[entry["dtype"]].itemsize
+    entry["dtype"] = chance.choice([name for name, dtype in DTYPE_OF_CODE.items()
                                     if dtype.itemsize == size or chance.random() < 0.2])
 
 
@@ -120,7 +124,7 @@ def bytes_of_a_file(chance, manifest, folder):
     name = chance.choice(sorted(manifest["files"]))
     content = bytearray((folder / name).read_bytes())
     for _ in range(chance.choice([1, 10, 1000])):
-        content[chance.randrange(len(content))] = chance.randrange(256)
+        content[-1 - chance.randrange(len(data_of(content)))] = chance.randrange(256)
     (folder / name).write_bytes(content)
 
 
@@ -143,7 +147,7 @@ def a_bit_of_the_manifest(chance, manifest, folder):
 
 @kind
 def noise_for_a_manifest(chance, manifest, folder):
-    text = json.dumps(manifest).encode()
+    text = text_of(manifest).encode()
     start = chance.randrange(len(text))
     noise = chance.choice([b"[" * 10**5, b"\xff\xfe", b"9" * 5000, b'"' + b"\\u0000" * 9, b"NaN", b"{}", b"[],"])
     return text[:start] + noise + text[start:]

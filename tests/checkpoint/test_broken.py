@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from checkpoint import reading, writing
+from checkpoint import writing
 from checkpoint.folder import LOCK
+from checkpoint.rank_files import Reader
 from tests.checkpoint import (
     ADAMW,
     SHARDED,
@@ -36,6 +37,7 @@ from tests.checkpoint import (
     said_by_all,
     small,
     tamper,
+    text_of,
     train,
     weights,
     wrapped,
@@ -60,9 +62,6 @@ def renamed(name):
         old = a_file(m)
         to = str(folder.parent / "outside" / "x") if name == "absolute" else name
         m["files"][to] = m["files"].pop(old)
-        for tensor in m["tensors"].values():
-            tensor["ranges"] = [[start, stop, to if file == old else file, at]
-                                for start, stop, file, at in tensor["ranges"]]
         if "/" in to:
             (folder / to).parent.mkdir(exist_ok=True)
             (folder / old).rename(folder / to)
@@ -79,11 +78,15 @@ def replaced(make, name=None):
     return change
 
 
+def rewrite(path, start):
+    path.write_bytes(start + path.read_bytes()[len(start) :])
+
+
 def instead(text, old="ranks"):
     """The manifest's JSON with `text` in the place of an entry."""
     def change(m, _):
         m[old] = "here"
-        return json.dumps(m).replace('"here"', text)
+        return text_of(m).replace('"here"', text)
     return change
 
 
@@ -91,22 +94,28 @@ def written(text):
     return lambda m, folder: (folder / "manifest.json").write_bytes(text(m, folder))
 
 
+def header(change, key=MOMENT):
+    """change(entries, places) of the first file that has `key`."""
+    return lambda m, _: next(change(its, its["places"]) for its in m["headers"].values() if key in its)
+
+
 def tensor(key=MOMENT, **changes):
-    return lambda m, _: m["tensors"][key].update(changes)
+    return header(lambda its, _: its[key].update(changes), key)
 
 
-def ranges(change, key=None):
-    """change(ranges of a tensor); by default of a moment of which each rank has written a part."""
+def part(rank, **changes):
+    """What `places` say of the part that a rank has written of a moment: each has one."""
     def of(m, _):
-        moments = [name for name in m["tensors"] if name.endswith("exp_avg")]
-        found = m["tensors"][key or max(moments, key=lambda name: len(m["tensors"][name]["ranges"]))]["ranges"]
-        assert key or len({file for _, _, file, _ in found}) > 1
-        change(found)
+        both = [its["places"] for its in m["headers"].values()]
+        key = next(name for name in both[0] if name in both[1] and name.endswith("exp_avg"))
+        both[rank][key].update(changes)
     return of
 
 
-def in_a_range(place, value):
-    return ranges(lambda found: found[0].__setitem__(place, value))
+def without_last(m, _):
+    """The last tensor of a file, and its bytes say nothing."""
+    its = m["headers"][a_file(m)]
+    its.pop(list(its)[-1])
 
 
 def of_a_file(**changes):
@@ -135,12 +144,6 @@ def tuples(m, _):
         m["extra"][0] = {"tuple": [m["extra"][0]]}
 
 
-def single_elements(m, _):
-    tensor = m["tensors"]["extra.0.average"]
-    ((_, stop, file, offset),) = tensor["ranges"]
-    tensor["ranges"] = [[i, i + 1, file, offset + 4 * i] for i in range(stop)]
-
-
 def a_large_file(m, folder):
     """Of nothing, whose checksum would be right."""
     os.truncate(folder / a_file(m), 2**33)
@@ -149,14 +152,22 @@ def a_large_file(m, folder):
 
 def a_number_for_a_moment(m, folder):
     entry("exp_avg", 0.0)(m, folder)
-    m["tensors"].pop(MOMENT)
+    rename(m, MOMENT, "extra.0.more")
+    m["extra"][0]["dict"].append(["more", {"tensor": "extra.0.more"}])
 
 
+def rename(m, key, to):
+    for name, its in m["headers"].items():
+        m["headers"][name] = {to if key == other else other: what for other, what in its.items()}
+
+
+FILES = [f"rank-{rank:05}.safetensors" for rank in range(2)]
 DAMAGE = {  # where nobody makes the checksums right; function(folder)
-    "a bit": (lambda folder: flip_a_bit(folder / "rank-00001.bin"), "now it is 2204 bytes with checksum"),
-    "a file cut": (lambda folder: os.truncate(folder / "rank-00000.bin", 1000), "now it is 1000 bytes"),
-    "many bytes": (lambda folder: os.truncate(folder / "rank-00000.bin", 2**40), "now it is 1099511627776 bytes"),
-    "no file": (lambda folder: (folder / "rank-00001.bin").unlink(), "now it is missing"),
+    "a bit": (lambda folder: flip_a_bit(folder / FILES[1]), "is damaged: a tensor with checksum"),
+    "a bit of a header": (lambda folder: rewrite(folder / FILES[1], b"\1"), "the checksum of its header is another"),
+    "a file cut": (lambda folder: os.truncate(folder / FILES[0], 1000), "now it is 1000 bytes"),
+    "many bytes": (lambda folder: os.truncate(folder / FILES[0], 2**40), "now it is 1099511627776 bytes"),
+    "no file": (lambda folder: (folder / FILES[1]).unlink(), "now it is missing"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it is not complete: manifest.json is missing"),
     "a manifest cut": (lambda folder: os.truncate(folder / "manifest.json", 100), "its checksum is that of another"),
     "a large manifest": (lambda folder: os.truncate(folder / "manifest.json", 2**40), "it has more than 8749056 bytes"),
@@ -178,57 +189,62 @@ WAYS = {
     "the manifest as a fifo": (replaced(lambda path, _: os.mkfifo(path), "manifest.json"), "it is no regular file"),
     "a pickle for a manifest": (written(lambda _, folder: pickle.dumps(Exploit(folder.parent / "outside" / "ran"))),
         "codec can't decode byte 0x80"),
-    "a list for a manifest": (written(lambda *_: b"[]"), "it has no checksum of itself"),
-    "a manifest without its checksum": (written(lambda m, _: json.dumps(m).encode()), "it has no checksum of itself"),
+    "a list for a manifest": (written(lambda *_: b"[]"), "it is no dict"),
+    "a manifest without its checksum": (written(lambda m, _: text_of(m).encode()), "it has no checksum of itself"),
     "another weight decay": (written(lambda _, folder: (folder / "manifest.json").read_bytes().replace(
         b'["weight_decay", 0.1]', b'["weight_decay", 0.9]')), "its checksum is that of another"),
     "10,000 lists in each other": (instead("[" * 10_000 + "]" * 10_000), "RecursionError in it"),
     "60 MB of lists": (instead("[" + "[]," * 20_000_000 + "0]"), "it has more than 8749056 bytes"),
     "a number of a million digits": (instead("9" * 1_000_000), "Exceeds the limit (4300 digits)"),
-    "a key twice": (lambda m, _: json.dumps(m)[:-1] + ', "ranks": 2}', "a key comes twice"),
+    "a key twice": (lambda m, _: text_of(m)[:-1] + ', "ranks": 2}', "a key comes twice"),
     "tuples in each other": (tuples, "values nested deeper than 50"),
-    "ranges of one element": (single_elements, "is in too many ranges"),
     "8 GB of nothing": (a_large_file, "has bytes of no tensor"),
-    "another format": (lambda m, _: m.update(format=99), "this program reads 1 and 2"),
+    "another format": (lambda m, _: m.update(format=99), "this program reads 1, 2, 3"),
     "the other byte order": (lambda m, _: m.update(byteorder="big"), "its numbers are 'big', here they are little"),
     "no ranks": (lambda m, _: m.update(ranks=0), "ranks"),
     "more ranks than extras": (lambda m, _: m.update(ranks=10**9), "extra"),
     "an entry more": (lambda m, _: m.update(code="print(1)"), "it has other entries"),
     "an entry less": (lambda m, _: m.pop("extra") and None, "it has other entries"),
-    "more bytes than there are": (of_a_file(bytes=10**15), "has bytes of no tensor"),
-    "less than no bytes": (of_a_file(bytes=-1), "file 'rank-00001.bin'"),
-    "a text for a checksum": (of_a_file(crc32="0"), "file 'rank-00001.bin'"),
-    "a range less": (ranges(lambda found: found.pop()), "are not all of it"),
-    "no range": (ranges(lambda found: found.clear()), "are not all of it"),
-    "a range twice": (ranges(lambda found: found.append(found[-1])), "ranges of '"),
-    "ranges that overlap": (ranges(lambda found: found[0].__setitem__(1, found[0][1] + 1)), "ranges of '"),
-    "a range beyond the tensor": (ranges(lambda found: found[-1].__setitem__(1, 10**6)), "are not all of it"),
-    "a range that starts below zero": (in_a_range(0, -1), "ranges of '"),
-    "an offset below zero": (in_a_range(3, -1), "ranges of '"),
-    "an offset beyond the file": (in_a_range(3, 10**12), "lies outside of its file"),
-    "not a number for an offset": (in_a_range(3, float("nan")), "ranges of '"),
-    "a range in no file": (in_a_range(2, "nowhere.bin"), "lies outside of its file"),
-    "a list for a file": (in_a_range(2, []), "TypeError in it"),
-    "two tensors in the same bytes": (lambda m, _: m["tensors"][MOMENT].update(  # neighbours neither in a file nor here
-        ranges=m["tensors"]["optimizer.state.head.weight.exp_avg"]["ranges"]), "lies where another tensor does"),
-    "a shape of many": (tensor(shape=[2**40]), "are not all of it"),
+    "more bytes than there are": (of_a_file(bytes=10**15), "1000000000000000 bytes were written, now it is"),
+    "less than no bytes": (of_a_file(bytes=-1), "file 'rank-00001.safetensors'"),
+    "a text for a checksum": (of_a_file(crc32="0"), "file 'rank-00001.safetensors'"),
+    "a part less": (without_last, "it has bytes of no tensor"),
+    "a part of the end only": (part(0, start=1), "ranges of '"),
+    "a part twice": (part(1, start=0), "ranges of '"),
+    "a part that lies apart": (part(1, start=10**6), "ranges of '"),
+    "a part that starts below zero": (part(0, start=-1), "ranges of '"),
+    "not a number for a start": (part(0, start=float("nan")), "ranges of '"),
+    "a text for a start": (part(0, start="0"), "TypeError in it"),
+    "parts of other tensors": (part(1, shape=[10**6]), "its parts are of several tensors"),
+    "a part of no place": (part(0, wide=3, start=None), "TypeError in it"),
+    "a place of no part": (header(lambda _, places: places.update(nowhere={"shape": [3], "start": 0})),
+        "it has other entries"),
+    "an offset beyond the file": (tensor(data_offsets=[10**12, 10**12 + 140]), "doesn't lie behind the one before"),
+    "two tensors in the same bytes": (tensor(data_offsets=[0, 140]), "doesn't lie behind the one before"),
+    "a tensor of no bytes": (tensor(data_offsets=[0, 0]), "doesn't lie behind the one before"),
+    "a shape of many": (tensor(shape=[2**40]), "doesn't lie behind the one before"),
     "a shape of too many": (tensor(shape=[2**40, 2**40]), "a shape of too many elements"),
     "a shape below zero": (tensor(shape=[-5, -7]), "a shape of [-5, -7]"),
     "a shape of a text": (tensor(shape="57"), "a shape of 57"),
     "a parameter of another shape": (tensor(WEIGHT, shape=[7, 5]), "the shape of '"),
     "a moment of another shape": (tensor(shape=[7, 5]), "the shape of '"),
     "a dtype that is none": (tensor(dtype="load"), "KeyError in it"),
-    "a dtype of more bytes": (tensor(dtype="complex128"), "lies where another tensor does"),
-    "a dtype of another kind": (tensor(dtype="int32"), "is of another optimizer: int32"),
-    "a parameter of another kind": (tensor(WEIGHT, dtype="int32"), "embed.weight is torch.int32 there"),
+    "a dtype of more bytes": (tensor(dtype="C128"), "doesn't lie behind the one before"),
+    "a dtype of another kind": (tensor(dtype="I32"), "is of another optimizer: int32"),
+    "a parameter of another kind": (tensor(WEIGHT, dtype="I32"), "embed.weight is torch.int32 there"),
     "a count of another kind": (entry("step", {"data": ["int32", [], "AAAAAA=="]}), "is of another optimizer: int32"),
-    "more dimensions before than there are": (tensor(n_lead=3), "dimensions of '"),
-    "dimensions before that others have not": (tensor(n_lead=1), "are not all of it"),
-    "dimensions before below zero": (tensor(n_lead=-1), "dimensions of '"),
-    "an entry more in a tensor": (tensor(layout="sparse"), "tensor 'optimizer.state.embed.weight.exp_avg'"),
-    "a tensor that nobody claims": (lambda m, _: m["tensors"].update(
-        more={**m["tensors"][MOMENT], "ranges": [], "shape": [0]}), "nobody claims 'more'"),
-    "a tensor less": (lambda m, _: m["tensors"].pop(MOMENT) and None, "KeyError in it"),
+    "a part without dimensions": (header(lambda its, places: places.update({WEIGHT: {"shape": [], "start": 0}}) or
+        its[WEIGHT].update(shape=[]), WEIGHT), "IndexError in it"),
+    "dimensions before that others have not": (header(lambda _, places: places.update(
+        {WEIGHT: {"shape": [7, 35], "start": 0}}), WEIGHT), "dimensions of '"),
+    "a header of many bytes": (lambda m, folder: rewrite(folder / a_file(m), (2**62).to_bytes(8, "little")),
+        "its header is too long"),
+    "a header cut": (lambda m, folder: rewrite(folder / a_file(m), (64).to_bytes(8, "little")),
+        "Unterminated string"),
+    "a tensor that nobody claims": (lambda m, _: rename(m, MOMENT, "more"), "KeyError in it"),
+    "a tensor more": (header(lambda its, _: its.update(more={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
+        "'more' doesn't lie behind the one before"),
+    "an extra that is gone": (extra(3), "nobody claims 'extra.0.average'"),
     "a name less": (lambda m, _: m["model"].remove("embed.weight"), "parameters of the groups"),
     "a name twice": (lambda m, _: m["model"].append("embed.weight"), "model"),
     "another optimizer": (lambda m, _: m.update(optimizer="SGD"), "it is of SGD, this optimizer is AdamW"),
@@ -405,26 +421,26 @@ def test_load_unpickles_nothing(tmp_path, monkeypatch):
 @on_ranks(2, stage=STAGES[1::2])
 def test_what_cannot_be_read_to_its_end_changes_nothing(rank, stage, tmp_path):
     """On rank 1 the disk breaks at the last tensor, after everything has been checked."""
-    read = reading.read_box
+    read, jobs_of = Reader.read, lambda reader: reader.jobs
 
-    def read_until(path, stored, *args):
-        if rank.rank == 1 and stored.shape == (100,):
+    def read_until(self, job):
+        if rank.rank == 1 and job is jobs_of(self)[-1]:
             raise OSError(5, "Input/output error")
-        return read(path, stored, *args)
+        return read(self, job)
 
     model, optimizer = a_run(rank, stage)
     train(rank, model, optimizer, range(1))
     checkpoint.save(tmp_path / stage, model, optimizer, torch.arange(100.0))
     train(rank, model, optimizer, range(1))
     with pytest.MonkeyPatch.context() as patch, nothing_changes(model, optimizer):
-        patch.setattr(reading, "read_box", read_until)
+        patch.setattr(Reader, "read", read_until)
         line = error_of(lambda: checkpoint.load(tmp_path / stage, model, optimizer), checkpoint.DamagedCheckpoint)
     assert said_by_all(line).endswith("rank 1: Input/output error")
 
 
-LOST = {  # function(path, entries, written): after the last rank has written its file
-    "a range": lambda path, entries, _: next(one for one in entries.values() if one["ranges"])["ranges"].pop(),
-    "bytes": lambda path, *_: os.truncate(path, path.stat().st_size - 1), "a file": lambda path, *_: path.unlink(),
+LOST = {  # function(path, written): after the last rank has written its file
+    "a checksum": lambda _, written: written["crc32"].pop(), "a file": lambda path, _: path.unlink(),
+    "bytes": lambda path, _: os.truncate(path, path.stat().st_size - 1),
 }
 
 
@@ -434,7 +450,7 @@ def test_what_could_not_be_loaded_is_not_saved(rank, stage, what, tmp_path):
 
     def changed(path, parts):
         answer = write(path, parts)
-        LOST[what](path, *answer)
+        LOST[what](path, answer)
         return answer
 
     model, optimizer = a_run(rank, stage)

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import checkpoint
 from checkpoint import convert as converts
 from checkpoint import full_state_dict, load_full_state_dict, reshard
-from checkpoint.rank_files import checksum
+from checkpoint.json_values import bytes_of
+from checkpoint.manifest import manifest_of, sealed
 from harness.memory import Memory
 from tests.checkpoint import (
     ADAMW,
@@ -341,7 +343,7 @@ def test_names_are_those_of_the_bare_model(rank, stage, tmp_path):
                 param.zero_()
         checkpoint.load(paths[0], its, optimizer)
         assert equal([*weights(model).values()], [*before.values()])
-    names = [json.loads((path / "manifest.json").read_text())["tensors"].keys() for path in paths]
+    names = [manifest_of(path)[0].tensors.keys() for path in paths]
     assert names[0] == names[1] == names[2]
     other, second = a_run(rank, stage, seed=3)
     checkpoint.load(paths[1], other, second)
@@ -686,8 +688,8 @@ def with_code(path):
     shutil.copytree(FORMAT_1 / "adamw", path)
     (path / ".metadata").write_bytes(pickle.dumps(Exploit(path.parent / "code has run")))
     manifest = json.loads((path / "manifest.json").read_text())
-    with open(path / ".metadata", "rb") as file:
-        manifest["files"][".metadata"] = checksum(file)
+    content = (path / ".metadata").read_bytes()
+    manifest["files"][".metadata"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -700,3 +702,43 @@ def test_damage_of_the_format_before_is_found(tmp_path):
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
     with pytest.raises(checkpoint.DamagedCheckpoint, match="it has no checksum of itself"):
         converts.converted(path)
+
+
+def test_the_format_of_raw_files_is_loaded_and_its_damage_found(tmp_path):
+    """What format 2 wrote: bytes in a raw file, and where they are in the manifest, with its checksum."""
+    model, optimizer = alone(torch.nn.Linear(3, 2, bias=False))
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    its, raw, tensors, content = optimizer.state[model[0].weight], tmp_path / "one" / "rank-00000.bin", {}, b""
+    for key, value in (("model.0.weight", model[0].weight), *((f"optimizer.state.0.weight.{name}", its[name])
+                                                              for name in ("exp_avg", "exp_avg_sq"))):
+        tensors[key] = {"dtype": "float32", "shape": [2, 3], "n_lead": 0, "ranges": [[0, 6, raw.name, len(content)]]}
+        content += bytes_of(value.detach())
+    raw.write_bytes(content)
+    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    del manifest["crc32"]
+    (tmp_path / "one" / "rank-00000.safetensors").unlink()
+    files = {raw.name: {"bytes": len(content), "crc32": zlib.crc32(content)}}
+    text = sealed({**manifest, "format": 2, "files": files, "tensors": tensors})
+    (tmp_path / "one" / "manifest.json").write_bytes(text)
+    again = alone(torch.nn.Linear(3, 2, bias=False))
+    again[0][0].weight.data.zero_()
+    checkpoint.load(tmp_path / "one", *again)
+    assert equal(weights(again[0]), weights(model)) and equal(full(again[1]), full(optimizer))
+    flip_a_bit(raw)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="rank-00000.bin is damaged: its checksum was"):
+        converts.converted(tmp_path / "one")
+
+
+@on_ranks(2, stage=STAGES)
+def test_the_library_of_the_format_opens_what_a_rank_writes(rank, stage, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer = a_run(rank, stage)
+    train(rank, model, optimizer, range(1))
+    checkpoint.save(tmp_path / stage, model, optimizer, {"flags": torch.ones(20, dtype=torch.bool)})
+    found = {}
+    for file in sorted((tmp_path / stage).glob("rank-*.safetensors")):
+        for key, value in safetensors.load_file(file).items():
+            found.setdefault(key, []).append(value.reshape(-1))
+    for name, value in weights(model).items():
+        assert torch.equal(torch.cat(found[f"model.{name}"]), value.cpu().reshape(-1)), name
+    assert found["extra.1.flags"][0].all()

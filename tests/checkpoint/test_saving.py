@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint import folder as folders
-from checkpoint import full_state, load_full_state_dict, rank_files, ranks, reading, reshard, states, writing
+from checkpoint import full_state, load_full_state_dict, manifest, rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
 from checkpoint.ranks import LONGEST, at_own_pace, first_line
 from harness.meeting import Rank
@@ -326,7 +326,7 @@ def slow(rank, folder):
 
     model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=2)))
     of_rank_1 = ((writing, "collect"), (states, "refuse_unclaimed"), (writing, "write_rank_file"),
-                 (rank_files, "checksum"), (reading, "install"))
+                 (rank_files.Reader, "run"), (reading, "install"))
     with pytest.MonkeyPatch.context() as patch:
         for module, name in of_rank_1 if rank.rank else [(writing, "finish")]:
             patch.setattr(module, name, late(getattr(module, name)))
@@ -377,8 +377,9 @@ OF_SAVE = [(writing, "names_of"), (writing, "packed"), (writing, "local_states")
            (states, "describe"), (writing, "check_states"), (writing, "collect"), (writing, "packed_states"),
            (writing, "write_rank_file")]
 OF_RANK_0 = [(writing, "claim"), (writing, "complete_manifest"), (writing, "sealed"), (writing, "sync_folder")]
-OF_LOAD = [(reading, "names_of"), (reading, "pieces_of"), (reading, "manifest_of"), (reading, "verify_sizes"),
-           (reading, "check"), (reading, "check_manifest_states"), (reading, "verify"), (reading, "read_box"),
+OF_LOAD = [(reading, "names_of"), (reading, "pieces_of"), (reading, "manifest_of"), (manifest, "verify_sizes"),
+           (manifest, "tensors_in"), (reading, "check"), (reading, "check_manifest_states"), (reading, "room_for"),
+           (rank_files.Reader, "run"), (rank_files.Reader, "read"),
            (reading, "check_piece"), (reading, "prepared"), (reading, "install")]
 OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("what nobody thought of"),
@@ -507,7 +508,7 @@ def test_what_would_not_be_loaded_again_is_not_saved(rank, stage, tmp_path):
 def test_what_the_disk_cannot_read_is_damage(number, tmp_path, monkeypatch):
     """So that a run takes the checkpoint before. Too many open files are none."""
     checkpoint.save(tmp_path / "one", *alone())
-    monkeypatch.setattr(reading, "verify", raising(OSError(number, os.strerror(number))))
+    monkeypatch.setattr(rank_files.Reader, "read", raising(OSError(number, os.strerror(number))))
     with pytest.raises(checkpoint.CheckpointError, match=os.strerror(number)) as refusal:
         checkpoint.load(tmp_path / "one", *alone())
     assert isinstance(refusal.value, checkpoint.DamagedCheckpoint) == (number != errno.EMFILE)

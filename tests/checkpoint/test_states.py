@@ -254,6 +254,23 @@ def test_no_memory_is_taken_for_the_trial_where_a_class_reads_no_values():
     assert schema.entries["exp_avg"].shape == (2**20, 2**20)
 
 
+def test_an_optimizer_is_tried_once_until_its_groups_change(tmp_path, monkeypatch):
+    """A learning rate changes at each step, and is no such change unless it can't be stepped with."""
+    trials, of = [], states.schema_of
+    monkeypatch.setattr(states, "schema_of", lambda *args: trials.append(args) or of(*args))
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = type("Own", (torch.optim.SGD,), {})(model.parameters(), lr=0.1, momentum=0.9)
+    for turn, changes in enumerate([{}, {"lr": 0.05}, {"momentum": 0.0}, {"lr": 0.01}]):
+        optimizer.param_groups[0].update(changes)
+        model.weight.grad = torch.ones(3, 3)
+        optimizer.step()
+        checkpoint.save(tmp_path / str(turn), model, optimizer)
+        checkpoint.load(tmp_path / str(turn), model, optimizer)
+        assert len(trials) == [1, 1, 2, 2][turn]
+    with pytest.raises(ValueError, match="can't step with the hyperparameters that were saved"):
+        states.schemas_of(optimizer, [{**optimizer.param_groups[0], "lr": -1.0}])
+
+
 NUMBER, LIKE_IT = Spec((), torch.float32), Spec((5, 7), torch.float32)
 SCHEMA = Schema({"step": NUMBER, "sum": LIKE_IT, "n": 3, "text": "a", "last": Spec((2, 5, 7), torch.float32),
                  "pair": (NUMBER, 1), "past": [LIKE_IT]}, False, (5, 7))

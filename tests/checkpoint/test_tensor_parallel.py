@@ -136,8 +136,10 @@ CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
 def with_cuts(cuts, saved, folder):
     """A copy of a checkpoint in which one tensor is said to be cut otherwise."""
     def change(manifest, _):
-        assert manifest["tensors"]["model.up.weight"]["cuts"] == [[6, 5], [8]]
-        manifest["tensors"]["model.up.weight"]["cuts"] = cuts
+        for header in manifest["headers"].values():
+            place = header["places"].get("model.up.weight", {"cuts": [[6, 5], [8]]})
+            assert place["cuts"] == [[6, 5], [8]]
+            place["cuts"] = cuts
 
     tamper(shutil.copytree(saved, folder), change)
     return folder
@@ -150,12 +152,12 @@ def test_what_is_damaged_or_of_another_model_is_refused_on_every_rank(on, tmp_pa
     for number, (cuts, words) in enumerate(CUTS):
         with pytest.raises(damaged, match=words):
             manifest_of(with_cuts(cuts, saved, tmp_path / f"{number}"))
-    flip_a_bit(shutil.copytree(saved, tmp_path / "bit") / "rank-00003.bin")
+    flip_a_bit(shutil.copytree(saved, tmp_path / "bit") / "rank-00003.safetensors")
     (tmp_path / "other").mkdir()
     on(1, save_another, tmp_path / "other" / "saved")
     folders = [tmp_path / "0", tmp_path / "bit", tmp_path / "other" / "saved"]
     said = on(4, refuses, list(zip(folders, (damaged, damaged, foreign))))
-    wanted = ["the cuts of 'model.up.weight' are not all of it", "rank-00003.bin is damaged",
+    wanted = ["the cuts of 'model.up.weight' are not all of it", "rank-00003.safetensors is damaged",
               "up.weight: the checkpoint has it with shape (12, 8), the model has it"]
     assert all(words in line for words, line in zip(wanted, said, strict=True)), said
 

@@ -178,7 +178,7 @@ def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monk
 
 
 def damage(path):
-    file = max(path.glob("rank-*.bin"))
+    file = max(path.glob("rank-*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
 
 
