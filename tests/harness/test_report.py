@@ -136,7 +136,8 @@ def published_runs():
 TYPED = [
     ("README.md", r"takes ([\d.]+) of tuned DDP's time at 100 Mbit/s, and ([\d.]+) at 300 Mbit/s",
      lambda: [over_tuned("100mbit"), over_tuned("300mbit")]),
-    ("README.md", r"each holds (\d+) GB; in stage 4 (\d+) GB after a step, (\d+) within one", gigabytes_of_7b),
+    ("README.md", r"holds (\d+) GB at the peak\. Stage 4 holds (\d+) GB between steps, and (\d+) GB at the peak",
+     gigabytes_of_7b),
     ("README.md", r"DDP takes ([\d,]+) ms per step, stage 3 ([\d,]+), and stage 4 ([\d,]+)", ms_of_70b),
     ("docs/plan.md", r"(\w+) rows fit in 80 GB",
      lambda: [{6: "Six"}[sum(row.fits_from > 0 for row in read("plan.json", PlanResult).rows)]]),
