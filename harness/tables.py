@@ -841,8 +841,8 @@ def notes(result, ddp):
             "between steps (1 to 3: 8 + 8/d; 4: 4 + 12/d + b, where b stands for two bucket buffers); the peak in a "
             "step, with activations; and how often a rank sends (d-1)/d of Ψ values per step. Code lines: of the core. "
             "Time: per step, with core and guard (2, 3: without gloo's own reduce-scatter and all-gather), over the "
-            f"time of {ddp_words(result)}, on two hosts with a link of {rate_words(c.rate)}, median of {c.rounds} rounds "
-            f"({c.machine}, {c.date}).")
+            f"time of {ddp_words(result)}, on two hosts with a link of {rate_words(c.rate)}, median of {c.rounds} "
+            f"rounds ({c.machine}, {c.date}).")
 
 
 def ddp_words(result):
