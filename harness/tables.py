@@ -837,11 +837,12 @@ def held(rung, d):
 
 def notes(result, ddp):
     c = result.conditions
-    return ("Counted: bytes a parameter after a step, AdamW, fp32 (1 to 3: 8 + 8/d; 4: 4 + 12/d + b; b: two bucket "
-            f"buffers); peak in a step, with activations; Ψ: {c.parameters:,} parameters' bytes, of which (d-1)/d are "
-            "sent. Code lines: of the core. Time: of a step, core and guard (2, 3: without gloo's own reduce-scatter "
-            f"and all-gather), over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, "
-            f"median of {c.rounds} rounds ({c.machine}, {c.date}).")
+    return (f"Ψ: the number of parameters, here {c.parameters:,}. Counted, for AdamW in fp32: bytes a parameter "
+            "between steps (1 to 3: 8 + 8/d; 4: 4 + 12/d + b, where b stands for two bucket buffers); the peak in a "
+            "step, with activations; and how often a rank sends (d-1)/d of Ψ values per step. Code lines: of the core. "
+            "Time: per step, with core and guard (2, 3: without gloo's own reduce-scatter and all-gather), over the "
+            f"time of {ddp_words(result)}, on two hosts with a link of {rate_words(c.rate)}, median of {c.rounds} "
+            f"rounds ({c.machine}, {c.date}).")
 
 
 def ddp_words(result):

@@ -108,6 +108,11 @@ def gigabytes_of_7b():
     return [f"{n_bytes / 1e9:.0f}" for n_bytes in (ddp.peak, sum(stage4.held.values()), stage4.peak)]
 
 
+def ms_of_70b():
+    rows = {row.base: row for row in read("plan_70b.json", PlanResult).rows}
+    return [f"{rows[base].ms[1024]:,.0f}" for base in ("ddp bf16", "stage 3 bf16/bf16", "stage 4 bf16")]
+
+
 def near_runs():
     runs = read("plan.json", PlanResult).check.two_hosts
     return [f"{sum(abs(run.error) <= 0.1 for run in runs)}", f"{len(runs)}"]
@@ -131,7 +136,9 @@ def published_runs():
 TYPED = [
     ("README.md", r"takes ([\d.]+) of tuned DDP's time at 100 Mbit/s, and ([\d.]+) at 300 Mbit/s",
      lambda: [over_tuned("100mbit"), over_tuned("300mbit")]),
-    ("README.md", r"each holds (\d+) GB; in stage 4 (\d+) GB after a step, (\d+) within one", gigabytes_of_7b),
+    ("README.md", r"holds (\d+) GB at the peak\. Stage 4 holds (\d+) GB between steps, and (\d+) GB at the peak",
+     gigabytes_of_7b),
+    ("README.md", r"DDP takes ([\d,]+) ms per step, stage 3 ([\d,]+), and stage 4 ([\d,]+)", ms_of_70b),
     ("docs/plan.md", r"(\w+) rows fit in 80 GB",
      lambda: [{6: "Six"}[sum(row.fits_from > 0 for row in read("plan.json", PlanResult).rows)]]),
     ("docs/plan.md", r"(\d+) of (\d+) steps are modelled within 10 %", near_runs),
