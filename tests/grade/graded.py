@@ -46,7 +46,8 @@ def told(check, came, cause=None, also=None, expected=None):
     """Of a class that is wrong: what its lines begin with. An "r" is the number of whichever rank is the first."""
     first = EXPECTED.get(check, ONE_PROCESS) if expected is None else expected
     lines = [("expected  ", first), ("came      ", came), ("", also), ("cause     ", cause)]
-    return lambda cls: WRONG.setdefault(cls, (check, [start + line for start, line in lines if line is not None])) and cls
+    said = [start + line for start, line in lines if line is not None]
+    return lambda cls: WRONG.setdefault(cls, (check, said)) and cls
 
 
 def mistake(base, method, *lines, **more):
