@@ -24,16 +24,16 @@ from harness import command_line
 from grade import contract, grader, left_over, variants
 from grade.grader import Grader, Wrong
 from grade.levels import LEVELS
+from grade.skeleton import STAGES
 
-ROOT = Path(__file__).resolve().parents[1]
 fail = functools.partial(command_line.fail, "grade")
 
 
 def package_of(stage):
     """-> the name of a package: that of a stage's number, or `stage` itself. Nothing of it is run."""
     if stage.isdecimal():
-        folders = sorted(ROOT.glob(f"stage{stage}_*"))
-        return folders[0].name if folders else fail(f"STAGE={stage}: there are stages 1 to 4")
+        return next((name for name in STAGES if name.startswith(f"stage{stage}_")), None) or fail(
+            f"STAGE={stage}: there are stages 1 to 4")
     package = stage.removesuffix("/").removesuffix(".py").replace("/", ".")
     path, found = None, None
     for end in (match.start() for match in re.finditer(r"\.|$", package)):

@@ -3,6 +3,7 @@
 An element is where it should be, or where it was, or it holds what another should, padding, or a gradient.
 """
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ ORDER = "gradients come in another order on rank 1: what leaves must leave in on
 USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
 NEVER_EMPTY = "gradients of the step before are added: the docstring of step() says that they are gone"
 ALMOST = "almost right, to two or three digits: something travels or is summed in 16 bits"
+AS_PADDING = "0, as padding is"
 WRONG_PLACE = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
 PADDING = "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
 GRADIENT = "a gradient was taken for a parameter: copy what was stepped"
@@ -204,13 +206,12 @@ def cause_of(factor, d, lr, is_fed):
 
 def mixed_up(moved, grads, case, d):
     """Averages of two ranks' gradients of different parameters -> a sentence, or "" if there is none."""
-    parts = list(zip(*(grad.split(case.numels) for grad in [torch.arange(float(sum(case.numels))), moved, *grads])))
-    names = [f"{index[0]:g}-{index[-1]:g}" for index, *_ in parts]
-    for k, other, rank in ((k, other, rank) for k in range(len(parts)) for other in range(len(parts)) if k != other
-                           for rank in range(2)):
-        if ((parts[k][1] - (parts[k][2 + rank][0] + parts[other][3 - rank][0]) / d).abs() < 1e-3).any():
-            return (f"of elements {names[k]} rank {rank}'s gradient was averaged with rank {1 - rank}'s of "
-                    f"elements {names[other]}")
+    parts = zip(*(values.split(case.numels) for values in (case.start(), moved, *grads[:2])))
+    for (index, came, *own), (other, _, *others) in itertools.permutations(parts, 2):
+        for rank in range(2):
+            if ((came - (own[rank][0] + others[1 - rank][0]) / d).abs() < 1e-3).any():
+                return (f"of elements {index[0]:g}-{index[-1]:g} rank {rank}'s gradient was averaged with "
+                        f"rank {1 - rank}'s of elements {other[0]:g}-{other[-1]:g}")
     return ""
 
 
@@ -226,32 +227,24 @@ def decode(came, start, due, gradients, near):
         for name, gradient in gradients.items():
             if near(values, gradient)[wrong].all() and wrong.sum() > 1:
                 return f"in elements {spans(wrong)}: the {name}{where}", GRADIENT
-        runs = []  # [kind, how far the source is, first, last]
-        for index in wrong.nonzero().flatten().tolist():
-            kind, source = held(values[index], start, due, near)
-            if kind is None:
-                return None
-            shift = None if source is None else source - index
-            if runs and runs[-1][:2] == [kind, shift] and runs[-1][3] == index - 1:
-                runs[-1][3] = index
-            else:
-                runs.append([kind, shift, index, index])
-        words = [f"in {between(first, last)}: {kind.format(between(first + (shift or 0), last + (shift or 0)))}"
-                 for kind, shift, first, last in runs]
-        is_padding = any(shift is None for _, shift, *_ in runs)
+        found = {index: held(index, values[index], start, due, near) for index in wrong.nonzero().flatten().tolist()}
+        if None in found.values():
+            return None
+        words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
+                 for (kind, shift), first, last in runs(found)]
+        is_padding = any(kind == AS_PADDING for kind, _ in found.values())
         return shorten("; ".join(words)) + where, PADDING if is_padding else WRONG_PLACE
     return None
 
 
-def held(value, start, due, near):
-    """-> what an element holds, with {} for elements; the first of these. (None, None) if it can't be told."""
+def held(index, value, start, due, near):
+    """-> what an element holds, with {} for elements, and how far the first of these is; None if it can't be told."""
     if abs(value) < 1e-9:
-        return "0, as padding is", None
+        return AS_PADDING, 0
     for kind, values in (("what {} should hold", due), ("what {} held before", start)):
-        found = near(values, value).nonzero().flatten().tolist()
-        if found:
-            return kind, found[0]
-    return None, None
+        if (found := near(values, value)).any():
+            return kind, found.nonzero()[0].item() - index
+    return None
 
 
 def figures(moved, stays, lr):
@@ -260,13 +253,18 @@ def figures(moved, stays, lr):
     return shorten("moved by " + "; ".join(f"rank {rank}: {', '.join(values)}" for rank, values in enumerate(rounded)))
 
 
+def runs(found):
+    """Of {index: what was found there} -> (that, first, last) of neighbours where it is the same."""
+    for (_, what), its in itertools.groupby(enumerate(found), lambda one: (one[1] - one[0], found[one[1]])):
+        indices = [index for _, index in its]
+        yield what, indices[0], indices[-1]
+
+
 def between(first, last):
     return f"elements {first}-{last}" if first < last else f"element {first}"
 
 
 def spans(mask):
     """Which elements of a (n,) mask are set -> "0-3, 8"."""
-    indices = mask.nonzero().flatten().tolist()
-    starts = [i for i in indices if i - 1 not in indices]
-    stops = [i for i in indices if i + 1 not in indices]
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops))
+    found = dict.fromkeys(mask.nonzero().flatten().tolist())
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for _, a, b in runs(found))

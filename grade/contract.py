@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 from grade.grader import shorten
 from grade.left_over import MARK
+from grade.skeleton import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TESTS = {False: "tests/stages/test_contract.py", True: "tests/stages/test_cores.py"}  # whether it is a core -> file
 N_FAILURES = 40  # then it ends: a hang takes a minute
 CAUSES = {  # a part of a failure -> its cause

@@ -1,9 +1,9 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
 import contextlib
-from pathlib import Path
 
 from grade import on_ranks
+from grade.skeleton import ROOT
 from harness.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
@@ -17,7 +17,7 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "SystemExit": "the program that trains decides when a rank ends, and not its optimizer",
     "cycle_momentum": "give torch.optim.Optimizer's constructor the defaults of the inner optimizer: betas and so on",
 }
-SHOW = Path(__file__).resolve().parents[1] / "show"  # the recorder of a step, where there is one
+SHOW = ROOT / "show"  # the recorder of a step, where there is one
 
 
 class Wrong(Exception):

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.ledger import Ledger
 from harness.meeting import Rank
-from harness.memory import Memory
+from harness.memory import Memory, plain_tensors
 from harness.workers import event
 
 CLASSES = ("DistributedOptimizer", "ShardedOptimizer")  # the whole one, or the idea alone: a core
@@ -340,19 +340,15 @@ class Inner:
     grads: torch.Tensor | None  # None: there are none
 
 
-def local(tensor):
-    """-> of a DTensor what lies on this rank."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def flat(params):
-    return torch.cat([torch.zeros(0), *(local(param.detach()).float().reshape(-1) for param in params)])
+    local = [plain for param in params for plain in plain_tensors(param.detach())]
+    return torch.cat([torch.zeros(0), *(tensor.float().reshape(-1) for tensor in local)])
 
 
 def moments(optimizers):
     """-> Seen.state"""
-    tensors = [local(value) for one in optimizers for state in one.state.values() for value in state.values()
-               if torch.is_tensor(value) and value.dim()]
+    tensors = [local for one in optimizers for state in one.state.values() for value in state.values()
+               if torch.is_tensor(value) and value.dim() for local in plain_tensors(value)]
     real = sum(int(value.count_nonzero()) for value in tensors)
     return real, sum(value.numel() for value in tensors) - real
 

@@ -27,28 +27,33 @@ BY_HAND, BY_3 = "16 elements by hand, 2 ranks", "16 elements by hand, 3 ranks"
 STATE, BYTES = "the state is spread over 2 ranks", "collectives and bytes"
 GROUPS, CLIP = "three groups, with their own lr and weight decay", "clip_grad_norm_ equals torch's on the whole model"
 RESUME, FIRST = "state_dict() and load_state_dict() go on where they left off", "prefetch_params: the first layer waits"
-MOVES = "expected  every element moves by lr × mean gradient, "
-ONE_PROCESS = "expected  2 ranks train like one process that has the batches of all"
-ENDS, LIVES = "expected  every rank ends this check", "expected  every rank lives until the end of th"
-NO_EXCEPTION = "expected  no exception"
+MOVES = "every element moves by lr × mean gradient, "
+ONE_PROCESS = "2 ranks train like one process that has the batches of all"
+ENDS, LIVES = "every rank ends this check", "every rank lives until the end of th"
+NO_EXCEPTION = "no exception"
 EXPECTED = {  # check -> its first line, where a class says nothing else
     BY_HAND: f"{MOVES}0.1 · (1 + 2) / 2 = 0.15, on every rank",
     BY_3: f"{MOVES}0.1 · (1 + 2 + 4) / 3 = 0.233, on every rank",
     "parameters of 16 bits": f"{MOVES}1 · (1 + 2) / 2 = 1.5, on every rank",
-    STATE: "expected  AdamW's state exists once, about 1/2 on each rank",
-    BYTES: "expected  at most 3 · 4Ψ · (d-1)/d bytes sent by a rank",
-    CLIP: "expected  clip_grad_norm_ returns the norm of the averaged gradients of the whole model",
-    FIRST: "expected  the first layer computes while the parameters of others are under way"}
+    STATE: "AdamW's state exists once, about 1/2 on each rank",
+    BYTES: "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank",
+    CLIP: "clip_grad_norm_ returns the norm of the averaged gradients of the whole model",
+    FIRST: "the first layer computes while the parameters of others are under way"}
 WRONG = {}  # class -> the check that fails, and what its lines begin with
 
 
-def told(check, *lines):
-    """Of a class that is wrong. An "r" stands for the number of whichever rank is the first."""
-    def decorate(cls):
-        given = lines[0].startswith("expected")
-        WRONG[cls] = check, (lines if given else (EXPECTED.get(check, ONE_PROCESS), *lines))
-        return cls
-    return decorate
+def told(check, came, cause=None, also=None, expected=None):
+    """Of a class that is wrong: what its lines begin with. An "r" is the number of whichever rank is the first."""
+    first = EXPECTED.get(check, ONE_PROCESS) if expected is None else expected
+    lines = [("expected  ", first), ("came      ", came), ("", also), ("cause     ", cause)]
+    said = [start + line for start, line in lines if line is not None]
+    return lambda cls: WRONG.setdefault(cls, (check, said)) and cls
+
+
+def mistake(base, method, *lines, **more):
+    """Of a function, which becomes a class: `base`, with the function for `method`, is wrong."""
+    return lambda function: told(*lines, **more)(
+        type(function.__name__, (base,), {method: function, "__doc__": function.__doc__}))
 
 
 class Right:
@@ -211,208 +216,185 @@ class Whole(Stage1):
             group.update(its)
 
 
-@told(BY_HAND, "came      0.3 wherever it has moved: 2 times as far",
-      "cause     the gradients are summed and not averaged: divide by the number of ranks")
-class Summed(Right):
+@mistake(Right, "average", BY_HAND, "0.3 wherever it has moved: 2 times as far",
+         "the gradients are summed and not averaged: divide by the number of ranks")
+def Summed(self, grad):
     """Sums gradients where the mean is due. AdamW hardly notices."""
-    def average(self, grad):
-        dist.all_reduce(grad, group=self.group)
+    dist.all_reduce(grad, group=self.group)
 
 
-@told(BY_HAND, "came      0.075 wherever it has moved: 1/2 as far",
-      "cause     the gradients are divided by the number of ranks twice")
-class AveragedTwice(Right):
+@mistake(Right, "average", BY_HAND, "0.075 wherever it has moved: 1/2 as far",
+         "the gradients are divided by the number of ranks twice")
+def AveragedTwice(self, grad):
     """Divides before the sum, and after it."""
-    def average(self, grad):
-        grad /= self.d
-        super().average(grad)
+    grad /= self.d
+    Right.average(self, grad)
 
 
-@told(BY_HAND, "came      moved by rank 0: 0.1, 0.2; rank 1: 0.1, 0.2",
-      "cause     each rank steps with its own gradients")
-class AveragesACopy(Right):
+@mistake(Right, "average", BY_HAND, "moved by rank 0: 0.1, 0.2; rank 1: 0.1, 0.2",
+         "each rank steps with its own gradients")
+def AveragesACopy(self, grad):
     """Averages a copy of each gradient, as torch.cat makes one: every rank steps with its own."""
-    def average(self, grad):
-        super().average(grad.clone())
+    Right.average(self, grad.clone())
 
 
-@told(BY_HAND, "came      not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
-      "cause     what was received did not reach the parameters: torch.cat copies")
-class ReceivesACopy(Right):
+@mistake(Right, "send", BY_HAND, "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
+         "what was received did not reach the parameters: torch.cat copies")
+def ReceivesACopy(self, param, owner):
     """Flattens what a rank owns with torch.cat, broadcasts that, and forgets to copy back."""
-    def send(self, param, owner):
-        flat = torch.cat([param.reshape(-1)])
-        dist.broadcast(flat, group=self.group, group_src=owner)
+    flat = torch.cat([param.reshape(-1)])
+    dist.broadcast(flat, group=self.group, group_src=owner)
 
 
-@told(BY_HAND, "came      nothing has moved, on any rank",
-      "cause     the inner optimizer's parameters have no gradients: they are copies")
-class Noop(Right):
+@mistake(Right, "owned", BY_HAND, "nothing has moved, on any rank",
+         "the inner optimizer's parameters have no gradients: they are copies")
+def Noop(self):
     """All replicas agree, because nothing ever moves: the inner optimizer has copies of the parameters."""
-    def owned(self):
-        return [param.clone().detach().requires_grad_() for param in super().owned()]
+    return [param.clone().detach().requires_grad_() for param in Right.owned(self)]
 
 
-@told(BY_HAND,
-      "came      nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
-      "cause     what was stepped was overwritten by a rank that")
-class NotTheOwner(Right):
+@mistake(Right, "send", BY_HAND,
+         "nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
+         "what was stepped was overwritten by a rank that")
+def NotTheOwner(self, param, owner):
     """Broadcasts each parameter from a rank that has not stepped it."""
-    def send(self, param, owner):
-        super().send(param, (owner + 1) % self.d)
+    Right.send(self, param, (owner + 1) % self.d)
 
 
-@told(BY_HAND, "came      elements 12-15 have moved on no rank", "cause     nobody owns these parameters")
-class Nobodys(Right):
+@mistake(Right, "owned", BY_HAND, "elements 12-15 have moved on no rank", "nobody owns these parameters")
+def Nobodys(self):
     """The last parameter has no owner."""
-    def owned(self):
-        return [param for param in super().owned() if param is not self.params[-1]]
+    return [param for param in Right.owned(self) if param is not self.params[-1]]
 
 
-@told(BY_HAND, "came      0.0015 wherever it has moved: 0.01 times the mean gradient",
-      "cause     lr and weight_decay of the constructor do not reach the inner optimizer")
-class ForgetsLr(Right):
+@mistake(Right, "__init__", BY_HAND, "0.0015 wherever it has moved: 0.01 times the mean gradient",
+         "lr and weight_decay of the constructor do not reach the inner optimizer")
+def ForgetsLr(self, params, optimizer_cls, *, process_group=None, lr, **kwargs):
     """Hands on no hyperparameters."""
-    def __init__(self, params, optimizer_cls, *, process_group=None, lr, **kwargs):
-        super().__init__(params, optimizer_cls, process_group=process_group)
+    Right.__init__(self, params, optimizer_cls, process_group=process_group)
 
 
-@told(BY_HAND, "came      0.75 wherever it has moved: 5 times as far", "cause     the figures don't give one away")
-class FiveTimes(Right):
+@mistake(Right, "average", BY_HAND, "0.75 wherever it has moved: 5 times as far", "the figures don't give one away")
+def FiveTimes(self, grad):
     """Steps with five times the gradient: nothing tells why."""
-    def average(self, grad):
-        super().average(grad)
-        grad *= 5
+    Right.average(self, grad)
+    grad *= 5
 
 
-@told(BY_HAND, "came      -0.15 wherever it has moved: -1 times", "cause     step against the gradient")
-class Adds(Right):
+@mistake(Right, "average", BY_HAND, "-0.15 wherever it has moved: -1 times", "step against the gradient")
+def Adds(self, grad):
     """Steps along the gradient, and not against it."""
-    def average(self, grad):
-        super().average(grad)
-        grad.neg_()
+    Right.average(self, grad)
+    grad.neg_()
 
 
-@told(BY_HAND, "came      0.3 wherever it has moved: 2 times as far",
-      "cause     the inner optimizer has the right gradients, and another lr than the constructor's")
-class ScalesLr(Right):
+@mistake(Right, "__init__", BY_HAND, "0.3 wherever it has moved: 2 times as far",
+         "the inner optimizer has the right gradients, and another lr than the constructor's")
+def ScalesLr(self, params, optimizer_cls, *, process_group=None, lr=1e-3, **kwargs):
     """Multiplies lr by the number of ranks, as some training loops do for larger batches."""
-    def __init__(self, params, optimizer_cls, *, process_group=None, lr=1e-3, **kwargs):
-        lr *= dist.get_world_size(process_group)
-        super().__init__(params, optimizer_cls, process_group=process_group, lr=lr, **kwargs)
+    lr *= dist.get_world_size(process_group)
+    Right.__init__(self, params, optimizer_cls, process_group=process_group, lr=lr, **kwargs)
 
 
-@told(BY_3, "came      elements 15 have moved on no rank", "cause     nobody owns these")
-class DropsTheRest(Flat):
+@mistake(Flat, "numel_of_shards", BY_3, "elements 15 have moved on no rank", "nobody owns these")
+def DropsTheRest(self, numel):
     """Cuts the flat parameters into d parts, and drops what is left over."""
-    def numel_of_shards(self, numel):
-        return numel // self.d * self.d
+    return numel // self.d * self.d
 
 
-@told(BY_HAND, "came      in elements 0-15: the mean gradient", "cause     a gradient was taken for a parameter")
-class GradientForParameter(Right):
+@mistake(Right, "send", BY_HAND, "in elements 0-15: the mean gradient", "a gradient was taken for a parameter")
+def GradientForParameter(self, param, owner):
     """Sends the averaged gradient where the parameter is due."""
-    def send(self, param, owner):
-        super().send(param.grad, owner)
-        param.copy_(param.grad)
+    Right.send(self, param.grad, owner)
+    param.copy_(param.grad)
 
 
-@told(BY_3, "came      0.35 wherever it has moved: 1.5 times the mean gradient",
-      "cause     the sum of the gradients is divided by 2: the number of ranks is 3 here")
-class Half(Right):
+@mistake(Right, "average", BY_3, "0.35 wherever it has moved: 1.5 times the mean gradient",
+         "the sum of the gradients is divided by 2: the number of ranks is 3 here")
+def Half(self, grad):
     """Divides the sum by 2, whatever the number of ranks."""
-    def average(self, grad):
-        dist.all_reduce(grad, group=self.group)
-        grad /= 2
+    dist.all_reduce(grad, group=self.group)
+    grad /= 2
 
 
-@told(BY_3, "came      in element 11: 0, as padding is; in elements 12-15: what elements 11-14 should hold",
-      "cause     padding was taken for parameters")
-class Padding(Padded):
+@mistake(Padded, "start", BY_3, "in element 11: 0, as padding is; in elements 12-15: what elements 11-14 should hold",
+         "padding was taken for parameters")
+def Padding(self, rank, longest, shards):
     """Cuts the gathered shards as if there were no padding between them."""
-    def start(self, rank, longest, shards):
-        return sum(param.numel() for shard in shards[:rank] for param in shard)
+    return sum(param.numel() for shard in shards[:rank] for param in shard)
 
 
-@told(BY_3,
-      "came      in elements 11-13: what elements 13-15 should hold; in elements 14-15: what elements 11-12",
-      "cause     who packs and who cuts disagree")
-class AnotherOrder(Padded):
+@mistake(Padded, "packed", BY_3,
+         "in elements 11-13: what elements 13-15 should hold; in elements 14-15: what elements 11-12",
+         "who packs and who cuts disagree")
+def AnotherOrder(self, shards):
     """Packs a shard with the smallest parameter first, and cuts it in the model's order."""
-    def packed(self, shards):
-        return sorted(shards[self.rank], key=torch.Tensor.numel, reverse=True)
+    return sorted(shards[self.rank], key=torch.Tensor.numel, reverse=True)
 
 
-@told(BY_HAND, ENDS, f"came      rank 0 hangs in barrier ({FILE}",
-      f"rank 1 hangs in broadcast of 16 bytes from rank 0 ({FILE}",
-      "cause     the ranks part at collective 9: barrier on rank 0, broadcast of 16 bytes from rank 0 on rank")
-class Hangs(Right):
+@mistake(Right, "send", BY_HAND, f"rank 0 hangs in barrier ({FILE}",
+         "the ranks part at collective 9: barrier on rank 0, broadcast of 16 bytes from rank 0 on rank",
+         also=f"rank 1 hangs in broadcast of 16 bytes from rank 0 ({FILE}", expected=ENDS)
+def Hangs(self, param, owner):
     """Rank 0 alone waits for all, before it writes a log, say."""
-    def send(self, param, owner):
-        if self.rank == 0:
-            dist.barrier(group=self.group)
-        super().send(param, owner)
+    if self.rank == 0:
+        dist.barrier(group=self.group)
+    Right.send(self, param, owner)
 
 
-@told(BY_HAND, ENDS, f"came      rank 0 hangs in {FILE}",
-      f"rank 1 has ended; its last was broadcast of 16 bytes from rank 1 ({FILE}",
-      "cause     all ranks have called the same collectives")
-class WaitsAlone(Right):
+@mistake(Right, "step", BY_HAND, f"rank 0 hangs in {FILE}", "all ranks have called the same collectives",
+         also=f"rank 1 has ended; its last was broadcast of 16 bytes from rank 1 ({FILE}", expected=ENDS)
+def WaitsAlone(self):
     """Rank 0 waits for something that isn't a collective, and never comes."""
-    def step(self):
-        super().step()
-        if self.rank == 0:
-            threading.Event().wait()
+    Right.step(self)
+    if self.rank == 0:
+        threading.Event().wait()
 
 
-@told(BY_HAND, ENDS, "came      rank 0 hangs in broadcast of 16 bytes from rank 1 (",
-      "rank 1 hangs in broadcast of 16 bytes from rank 0 (",
-      "cause     the ranks part at collective 9: broadcast of 16 bytes from rank 1 on rank 0, from rank")
-class OtherRoots(Right):
+@mistake(Right, "send", BY_HAND, "rank 0 hangs in broadcast of 16 bytes from rank 1 (",
+         "the ranks part at collective 9: broadcast of 16 bytes from rank 1 on rank 0, from rank",
+         also="rank 1 hangs in broadcast of 16 bytes from rank 0 (", expected=ENDS)
+def OtherRoots(self, param, owner):
     """Each rank waits for what others own, and nobody sends its own: the ranks broadcast from different roots."""
-    def send(self, param, owner):
-        if owner != self.rank:
-            super().send(param, owner)
+    if owner != self.rank:
+        Right.send(self, param, owner)
 
 
-@told(BY_HAND, NO_EXCEPTION, "came      rank 1: ValueError: the shard of rank 1 has the wrong size", f"in {FILE}")
-class Raises(Right):
+@mistake(Right, "send", BY_HAND, "rank 1: ValueError: the shard of rank 1 has the wrong size", also=f"in {FILE}",
+         expected=NO_EXCEPTION)
+def Raises(self, param, owner):
     """An exception on rank 1, while rank 0 waits for it."""
-    def send(self, param, owner):
-        if self.rank == 1:
-            raise ValueError("the shard of rank 1 has the wrong size")
-        super().send(param, owner)
+    if self.rank == 1:
+        raise ValueError("the shard of rank 1 has the wrong size")
+    Right.send(self, param, owner)
 
 
-@told(BY_HAND, NO_EXCEPTION, "came      rank r: RuntimeError: a leaf Variable that requires grad is being",
-      f"in {FILE}", "cause     step() and the constructor must run under torch.no_grad()")
-class WithGrad(Right):
+@mistake(Right, "step", BY_HAND, "rank r: RuntimeError: a leaf Variable that requires grad is being",
+         "step() and the constructor must run under torch.no_grad()", also=f"in {FILE}", expected=NO_EXCEPTION)
+def WithGrad(self):
     """No torch.no_grad() around the step."""
-    def step(self):
-        for param in self.owned():
-            param -= 0.1 * param.grad
+    for param in self.owned():
+        param -= 0.1 * param.grad
 
 
-@told(BY_HAND, NO_EXCEPTION, "came      rank r: SystemExit: 0", f"in {FILE}",
-      "cause     the program that trains decides when a rank ends")
-class Exits(Right):
+@mistake(Right, "step", BY_HAND, "rank r: SystemExit: 0", "the program that trains decides when a rank ends",
+         also=f"in {FILE}", expected=NO_EXCEPTION)
+def Exits(self):
     """step() ends the process."""
-    def step(self):
-        sys.exit(0)
+    sys.exit(0)
 
 
-@told(BY_HAND, LIVES, "came      rank 1 ended with exit code 0", f"after broadcast of 16 bytes from rank 0 ({FILE}",
-      "cause     os._exit() or a crash ended it")
-class Leaves(Right):
+@mistake(Right, "average", BY_HAND, "rank 1 ended with exit code 0", "os._exit() or a crash ended it",
+         also=f"after broadcast of 16 bytes from rank 0 ({FILE}", expected=LIVES)
+def Leaves(self, grad):
     """Rank 1 ends in the middle of a step, as if all were well."""
-    def average(self, grad):
-        if self.rank == 1:
-            os._exit(0)
-        super().average(grad)
+    if self.rank == 1:
+        os._exit(0)
+    Right.average(self, grad)
 
 
-@told("the interface", "expected  methods step() and zero_grad()", "came      DistributedOptimizer has no step()",
-      "cause     docs/exercise.md lists the methods that each level asks for")
+@told("the interface", "DistributedOptimizer has no step()",
+      "docs/exercise.md lists the methods that each level asks for", expected="methods step() and zero_grad()")
 class NoStep(Right):
     """The step has another name."""
     step = None
@@ -421,30 +403,28 @@ class NoStep(Right):
         return super().step()
 
 
-@told("the interface", "expected  DistributedOptimizer(params, optimizer_cls, *, process_group=None, **",
-      "came      DistributedOptimizer(optimizer): too many positional arguments", "cause     docs/")
-class OtherArguments(Right):
+@mistake(Right, "__init__", "the interface", "DistributedOptimizer(optimizer): too many positional arguments", "docs/",
+         expected="DistributedOptimizer(params, optimizer_cls, *, process_group=None, **")
+def OtherArguments(self, optimizer):
     """Takes an optimizer, and not a class and its arguments."""
-    def __init__(self, optimizer):
-        super().__init__(optimizer.param_groups[0]["params"], type(optimizer), **optimizer.defaults)
+    Right.__init__(self, optimizer.param_groups[0]["params"], type(optimizer), **optimizer.defaults)
 
 
-@told("all ranks start from rank 0's parameters", "expected  the constructor gives every rank the",
-      "came      elements 0-15 of rank 1 are 1", "cause     parameters are broadcast from rank 0")
-class NoBroadcast(Right):
+@mistake(Right, "__init__", "all ranks start from rank 0's parameters", "elements 0-15 of rank 1 are 1",
+         "parameters are broadcast from rank 0", expected="the constructor gives every rank the")
+def NoBroadcast(self, params, *args, **kwargs):
     """Every rank keeps the parameters that it was started with."""
-    def __init__(self, params, *args, **kwargs):
-        params = list(params)
-        own = [param.detach().clone() for param in params]
-        super().__init__(params, *args, **kwargs)
-        with torch.no_grad():
-            for param, value in zip(params, own):
-                param.copy_(value)
+    params = list(params)
+    own = [param.detach().clone() for param in params]
+    Right.__init__(self, params, *args, **kwargs)
+    with torch.no_grad():
+        for param, value in zip(params, own):
+            param.copy_(value)
 
 
-@told("all ranks start from rank 0's parameters", "expected  the constructor gives every rank the",
-      "came      so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
-      "cause     what the inner optimizer steps was copied before the broadcast")
+@told("all ranks start from rank 0's parameters",
+      "so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
+      "what the inner optimizer steps was copied before the broadcast", expected="the constructor gives every rank the")
 class CopiesTooEarly(Right):
     """Main parameters are copied before rank 0's have arrived."""
     def __init__(self, params, *args, **kwargs):
@@ -466,24 +446,21 @@ class CopiesTooEarly(Right):
             self.send(param, self.owner[param])
 
 
-@told(BY_3, "came      0.23", "cause     almost right, to two or three digits")
-class In16Bits(Right):
+@mistake(Right, "average", BY_3, "0.23", "almost right, to two or three digits")
+def In16Bits(self, grad):
     """Gradients travel, and are summed, in 16 bits."""
-    def average(self, grad):
-        short = grad.bfloat16()
-        super().average(short)
-        grad.copy_(short)
+    short = grad.bfloat16()
+    Right.average(self, short)
+    grad.copy_(short)
 
 
-@told(SGD, "came      after step 2, 0.weight, 0.bias, 2.weight and 3 more",
-      "cause     gradients of the step before are added again: zero_grad() must forget them")
-class KeepsGrads(Right):
+@mistake(Right, "zero_grad", SGD, "after step 2, 0.weight, 0.bias, 2.weight and 3 more",
+         "gradients of the step before are added again: zero_grad() must forget them")
+def KeepsGrads(self):
     """zero_grad() forgets nothing."""
-    def zero_grad(self):
-        pass
 
 
-@told(ADAMW, "came      after step 2, ", "cause     the optimizer's state is new in each step")
+@told(ADAMW, "after step 2, ", "the optimizer's state is new in each step")
 class NewState(Right):
     """Makes the inner optimizer anew in each step, and with it the state."""
     def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
@@ -495,73 +472,65 @@ class NewState(Right):
         super().step()
 
 
-@told("gradients in another order on rank 1",
-      "expected  every element moves by lr × mean gradient, 0.15, 0.3, 0.6, 1.2 of the parameters",
-      "came      of elements 0-3 rank 0's gradient was averaged with rank 1's of elements 12-15",
-      "cause     gradients come in another order on rank 1: what leaves must leave in one order")
-class AsTheyCome(Stage4):
+@mistake(Stage4, "on_grad_ready", "gradients in another order on rank 1",
+         "of elements 0-3 rank 0's gradient was averaged with rank 1's of elements 12-15",
+         "gradients come in another order on rank 1: what leaves must leave in one order",
+         expected="every element moves by lr × mean gradient, 0.15, 0.3, 0.6, 1.2 of the parameters")
+def AsTheyCome(self, param):
     """Buckets leave as they come, in another order on every rank."""
-    def on_grad_ready(self, param):
-        bucket = self.bucket_of[param]
-        bucket.ready.add(param)
-        if bucket.is_full():
-            self.send_grads(bucket)
+    bucket = self.bucket_of[param]
+    bucket.ready.add(param)
+    if bucket.is_full():
+        self.send_grads(bucket)
 
 
-@told("one parameter, 3 ranks", NO_EXCEPTION, "came      rank r: ValueError: optimizer got an empty parameter list",
-      "in tests/grade/graded.py", "cause     a rank owns nothing here")
-class NothingOwned(Right):
+@mistake(Right, "__init__", "one parameter, 3 ranks", "rank r: ValueError: optimizer got an empty parameter list",
+         "a rank owns nothing here", also="in tests/grade/graded.py", expected=NO_EXCEPTION)
+def NothingOwned(self, params, optimizer_cls, *, process_group=None, **kwargs):
     """Doesn't think of a rank that owns nothing."""
-    def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
-        super().__init__(params, optimizer_cls, process_group=process_group, **kwargs)
-        self.optimizer = optimizer_cls(self.owned(), **kwargs)
+    Right.__init__(self, params, optimizer_cls, process_group=process_group, **kwargs)
+    self.optimizer = optimizer_cls(self.owned(), **kwargs)
 
 
-@told("prefetch_params: rank 1 is late", "expected  ", "came      after step 3, ",
-      "cause     a module reads parameters that have not arrived: each must wait for its own")
-class NoWait(Stage4):
+@mistake(Stage4, "wait_for_own_params", "prefetch_params: rank 1 is late", "after step 3, ",
+         "a module reads parameters that have not arrived: each must wait for its own", expected="")
+def NoWait(self, module, _):
     """Parameters are prefetched, and no module waits for its own."""
-    def wait_for_own_params(self, module, _):
-        pass
 
 
-@told(STATE, "came      66560 of its 66560 elements more than once: 100%", "cause     every rank steps every parameter")
-class Unsharded(Right):
+@mistake(Right, "owned", STATE, "66560 of its 66560 elements more than once: 100%", "every rank steps every parameter")
+def Unsharded(self):
     """Trains like the reference, and is sharded in name only: every rank steps everything."""
-    def owned(self):
-        return self.params
+    return self.params
 
 
-@told(STATE, "came      1024 of its 66560 elements more than once: 51%",
-      "cause     some parameters are stepped on several ranks")
-class OwnsTwice(Right):
+@mistake(Right, "owned", STATE, "1024 of its 66560 elements more than once: 51%",
+         "some parameters are stepped on several ranks")
+def OwnsTwice(self):
     """The parameters of one dimension are stepped on every rank: they are small, and their state isn't spread."""
-    def owned(self):
-        return [param for param in self.params if self.owner[param] == self.rank or param.shape == (64,)]
+    return [param for param in self.params if self.owner[param] == self.rank or param.shape == (64,)]
 
 
-@told(STATE, "came      1.5 times, with padding", "cause     pad a shard by less")
-class PadsMuch(Right):
+@mistake(Right, "owned", STATE, "1.5 times, with padding", "pad a shard by less")
+def PadsMuch(self):
     """Right, but for a whole shard of padding."""
-    def owned(self):
-        numel = sum(param.numel() for param in self.params) // 4
-        self.padding = torch.nn.Parameter(torch.zeros(numel))
-        self.padding.grad = torch.zeros(numel)
-        return [*super().owned(), self.padding]
+    numel = sum(param.numel() for param in self.params) // 4
+    self.padding = torch.nn.Parameter(torch.zeros(numel))
+    self.padding.grad = torch.zeros(numel)
+    return [*Right.owned(self), self.padding]
 
 
-@told(BYTES, "came      with 4 ranks, 4.00 · 4Ψ · (d-1)/d bytes, in 32 all_reduce",
-      "cause     an all-reduce takes twice the bytes of a broadcast")
-class AllReducesParams(Right):
+@mistake(Right, "send", BYTES, "with 4 ranks, 4.00 · 4Ψ · (d-1)/d bytes, in 32 all_reduce",
+         "an all-reduce takes twice the bytes of a broadcast")
+def AllReducesParams(self, param, owner):
     """Brings the parameters to all ranks as a sum with zeros: right, and twice the bytes of a broadcast."""
-    def send(self, param, owner):
-        if self.rank != owner:
-            param.zero_()
-        dist.all_reduce(param, group=self.group)
+    if self.rank != owner:
+        param.zero_()
+    dist.all_reduce(param, group=self.group)
 
 
-@told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
-      "cause     every parameter is stepped with the")
+@told(GROUPS, "after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
+      "every parameter is stepped with the")
 class OneGroup(Whole):
     """The inner optimizer has one group, with the constructor's hyperparameters."""
     def shard(self, groups):
@@ -571,28 +540,27 @@ class OneGroup(Whole):
         self.optimizer.step()
 
 
-@told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with group 0's lr and",
-      "cause     the first group's lr is taken for all")
-class FirstLr(Whole):
+@mistake(Whole, "step_own", GROUPS, "after step 1, 0.weight, 0.bias … moved with group 0's lr and",
+         "the first group's lr is taken for all")
+def FirstLr(self):
     """Hands on the first group's lr to all groups."""
-    def step_own(self):
-        for own in self.optimizer.param_groups:
-            own["lr"] = self.param_groups[0]["lr"]
-        self.optimizer.step()
+    for own in self.optimizer.param_groups:
+        own["lr"] = self.param_groups[0]["lr"]
+    self.optimizer.step()
 
 
-@told(GROUPS, "came      after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
-      "cause     the weight decay of a group is lost")
-class LostDecay(Whole):
+@mistake(Whole, "step_own", GROUPS,
+         "after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
+         "the weight decay of a group is lost")
+def LostDecay(self):
     """Every group has its own lr, and the constructor's weight decay."""
-    def step_own(self):
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):
-            own.update(lr=group["lr"], weight_decay=self.defaults["weight_decay"])
-        self.optimizer.step()
+    for group, own in zip(self.param_groups, self.optimizer.param_groups):
+        own.update(lr=group["lr"], weight_decay=self.defaults["weight_decay"])
+    self.optimizer.step()
 
 
-@told(GROUPS, "came      after step 1, 0.weight moved with group 0's lr and its own",
-      "cause     groups are paired wrongly: a rank that owns nothing of a group still needs that")
+@told(GROUPS, "after step 1, 0.weight moved with group 0's lr and its own",
+      "groups are paired wrongly: a rank that owns nothing of a group still needs that")
 class PairsWrongly(Stage1):
     """Leaves a group out where a rank owns nothing of it: the groups after it get another's lr."""
     def shard(self, groups):
@@ -605,25 +573,22 @@ class PairsWrongly(Stage1):
         self.optimizer.step()
 
 
-@told("a scheduler of torch", "came      after step 2, ", "cause     the lr of a scheduler doesn't arrive")
-class LateLr(Whole):
+@mistake(Whole, "step_own", "a scheduler of torch", "after step 2, ", "the lr of a scheduler doesn't arrive")
+def LateLr(self):
     """The inner optimizer keeps the hyperparameters of the start: a scheduler writes into the outer groups."""
-    def step_own(self):
-        self.optimizer.step()
+    self.optimizer.step()
 
 
-@told("a scheduler that writes betas, too", "came      after step 2, ",
-      "cause     the scheduler's lr arrives, its betas don't")
-class OnlyLr(Whole):
+@mistake(Whole, "step_own", "a scheduler that writes betas, too", "after step 2, ",
+         "the scheduler's lr arrives, its betas don't")
+def OnlyLr(self):
     """Hands on lr alone: a scheduler that writes betas is not heard."""
-    def step_own(self):
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):
-            own["lr"] = group["lr"]
-        self.optimizer.step()
+    for group, own in zip(self.param_groups, self.optimizer.param_groups):
+        own["lr"] = group["lr"]
+    self.optimizer.step()
 
 
-@told("three micro-batches equal one large batch", "came      after step 1, ",
-      "cause     micro-batches that were averaged are sent again")
+@told("three micro-batches equal one large batch", "after step 1, ", "micro-batches that were averaged are sent again")
 class SendsAgain(Whole):
     """Averages after each backward pass, and adds what was averaged before to it again."""
     def shard(self, groups):
@@ -648,44 +613,40 @@ class SendsAgain(Whole):
             param.grad = self.sums.pop(param)
 
 
-@told("the same, inside no_sync()", "came      after step 1, ", "cause     only the last micro-batch counts")
-class DropsMicroBatches(Whole):
+@mistake(Whole, "no_sync", "the same, inside no_sync()", "after step 1, ", "only the last micro-batch counts")
+@contextlib.contextmanager
+def DropsMicroBatches(self):
     """Gradients of inside no_sync() are gone when it ends."""
-    @contextlib.contextmanager
-    def no_sync(self):
-        yield
-        self.zero_grad()
+    yield
+    self.zero_grad()
 
 
-@told("the same, inside no_sync()", "came      after step 1, ", "cause     each rank steps with its own gradients")
-class NeverSyncsAgain(Whole):
+@mistake(Whole, "no_sync", "the same, inside no_sync()", "after step 1, ", "each rank steps with its own gradients")
+@contextlib.contextmanager
+def NeverSyncsAgain(self):
     """no_sync() notes that gradients are synchronised, and nobody takes it back."""
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.is_synced = True
-        yield
+    self.is_synced = True
+    yield
 
 
-@told("the same, inside no_sync()", "expected  no communication inside no_sync()", "came      6 collectives in 3 steps",
-      "cause     gradients must stay on their rank")
-class SyncsInNoSync(Whole):
+@mistake(Whole, "no_sync", "the same, inside no_sync()", "6 collectives in 3 steps",
+         "gradients must stay on their rank", expected="no communication inside no_sync()")
+@contextlib.contextmanager
+def SyncsInNoSync(self):
     """Averages the gradients at the end of no_sync(), which is right, and no saving."""
-    @contextlib.contextmanager
-    def no_sync(self):
-        yield
-        Stage1.sync_grads(self)
+    yield
+    Stage1.sync_grads(self)
 
 
-@told("a loop without zero_grad()", "expected  every element moves by lr × mean gradient, 0.3 or 0.45 aft",
-      "came      step 2 moved every element by lr × (gradient + parameter)",
-      "cause     the second step added its gradients to parameters")
-class NotZeroed(Stage3):
+@mistake(Stage3, "step", "a loop without zero_grad()", "step 2 moved every element by lr × (gradient + parameter)",
+         "the second step added its gradients to parameters",
+         expected="every element moves by lr × mean gradient, 0.3 or 0.45 aft")
+@torch.no_grad()
+def NotZeroed(self):
     """step() leaves parameters in the buffer, and trusts the loop to call zero_grad()."""
-    @torch.no_grad()
-    def step(self):
-        self.sync_grads()
-        self.step_own()
-        self.sync_params()
+    self.sync_grads()
+    self.step_own()
+    self.sync_params()
 
 
 class UnfilledBuffer(GradBuffer):
@@ -696,8 +657,8 @@ class UnfilledBuffer(GradBuffer):
             self.main_grad_shard.copy_(before)
 
 
-@told("parameters of 16 bits", "came      nothing has moved, on any rank",
-      "cause     the inner optimizer's gradients are all 0: main gradients must be filled")
+@told("parameters of 16 bits", "nothing has moved, on any rank",
+      "the inner optimizer's gradients are all 0: main gradients must be filled")
 class Unfilled(Stage3):
     """16-bit main gradients are never filled."""
     buffer_class = UnfilledBuffer
@@ -708,67 +669,62 @@ class NotCopiedBucket(Bucket):
         self.param_sync = self.transport.all_gather(self.shards)
 
 
-@told("parameters of 16 bits", "came      nothing has moved, on any rank",
-      "cause     the inner optimizer stepped copies (main parameters), which were not copied to the mode")
+@told("parameters of 16 bits", "nothing has moved, on any rank",
+      "the inner optimizer stepped copies (main parameters), which were not copied to the mode")
 class NotCopied(Stage4):
     """16-bit parameters: what was stepped in fp32 is not copied to the model."""
     bucket_class = NotCopiedBucket
 
 
-@told(CLIP, "came      0.38", "cause     each rank takes the norm of its own shard")
-class ClipsItsShard(Whole):
+@mistake(Whole, "clipped", CLIP, "0.38", "each rank takes the norm of its own shard")
+def ClipsItsShard(self):
     """Takes the norm of what this rank owns, and not of all."""
-    def clipped(self):
-        return self.shards[self.rank]
+    return self.shards[self.rank]
 
 
-@told(CLIP, "came      0.57", "cause     the norm is of this rank's own gradients: average them")
-class ClipsItsOwn(Whole):
+@mistake(Whole, "clip_grad_norm_", CLIP, "0.57", "the norm is of this rank's own gradients: average them")
+def ClipsItsOwn(self, max_norm):
     """Clips each rank's own gradients, before they are averaged."""
-    def clip_grad_norm_(self, max_norm):
-        return torch.nn.utils.clip_grad_norm_(self.clipped(), max_norm)
+    return torch.nn.utils.clip_grad_norm_(self.clipped(), max_norm)
 
 
-@told(CLIP, "came      0.05000 on rank 0, 0.05000", "cause     the norm after clipping")
-class NormAfter(Whole):
+@mistake(Whole, "clip_grad_norm_", CLIP, "0.05000 on rank 0, 0.05000", "the norm after clipping")
+def NormAfter(self, max_norm):
     """Returns the norm after clipping."""
-    def clip_grad_norm_(self, max_norm):
-        return super().clip_grad_norm_(max_norm).clamp(max=max_norm)
+    return Whole.clip_grad_norm_(self, max_norm).clamp(max=max_norm)
 
 
-@told(CLIP, "came      0.83654 on rank 0, 0.83654", "cause     √d times the norm")
-class NormSqrtD(Whole):
+@mistake(Whole, "clip_grad_norm_", CLIP, "0.83654 on rank 0, 0.83654", "√d times the norm")
+def NormSqrtD(self, max_norm):
     """Adds the squares of all gradients over the ranks, which have the same: the norm is sqrt(d) times too large."""
-    def clip_grad_norm_(self, max_norm):
-        self.sync_grads()
-        squares = sum((param.grad**2).sum() for param in self.clipped())
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        for param in self.clipped():
-            param.grad *= torch.clamp(max_norm / norm, max=1)
-        return norm
+    self.sync_grads()
+    squares = sum((param.grad**2).sum() for param in self.clipped())
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    for param in self.clipped():
+        param.grad *= torch.clamp(max_norm / norm, max=1)
+    return norm
 
 
-@told(CLIP, ONE_PROCESS, "came      after step 1, ", "cause     the norm is right, and the gradients were not scaled")
-class ClipsNothing(Whole):
+@mistake(Whole, "clip_grad_norm_", CLIP, "after step 1, ", "the norm is right, and the gradients were not scaled",
+         expected=ONE_PROCESS)
+def ClipsNothing(self, max_norm):
     """Returns the norm, and scales nothing."""
-    def clip_grad_norm_(self, max_norm):
-        return super().clip_grad_norm_(float("inf"))
+    return Whole.clip_grad_norm_(self, float("inf"))
 
 
-@told(RESUME, "came      after step 3, ",
-      "cause     state and lr are lost: load_state_dict() leaves both as new")
-class LosesItsState(Whole):
+@mistake(Whole, "load_state_dict", RESUME, "after step 3, ",
+         "state and lr are lost: load_state_dict() leaves both as new")
+def LosesItsState(self, state_dict):
     """load_state_dict() loads the state into the outer optimizer, which steps nothing."""
-    def load_state_dict(self, state_dict):
-        self.loaded = state_dict
+    self.loaded = state_dict
 
 
 # --------------------------------------------------------------------------------- what was accepted, or misunderstood
 
 
-@told(BY_HAND, "came      not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
-      "cause     nothing is sent after the inner optimizer has stepped: what it steps must travel after")
+@told(BY_HAND, "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
+      "nothing is sent after the inner optimizer has stepped: what it steps must travel after")
 class GathersBefore(Padded):
     """Gathers what the inner optimizer has not stepped yet."""
     def stepped(self):
@@ -779,8 +735,8 @@ class GathersBefore(Padded):
         super().stepped()
 
 
-@told(BY_HAND, "came      not moved: elements 0-3, 8-11 on rank 0, elements 4-7, 12-15 on rank 1",
-      "cause     what a rank has stepped reaches the others and not its own model: its own part is to be copied, too")
+@told(BY_HAND, "not moved: elements 0-3, 8-11 on rank 0, elements 4-7, 12-15 on rank 1",
+      "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too")
 class StaleOwn(Padded):
     """Steps copies, and copies to the model what came from the others."""
     def owned(self):
@@ -800,105 +756,100 @@ class StaleOwn(Padded):
             super().cut(gathered, rank, *more)
 
 
-@told(BY_HAND, "expected  every ", "cause     a collective with async_op=True returns a work: wait() for it")
-class WaitsForNothing(Right):
+@mistake(Right, "send", BY_HAND, None, "a collective with async_op=True returns a work: wait() for it",
+         expected="every ")
+def WaitsForNothing(self, param, owner):
     """Starts broadcasts, and reads on: what has come by then is a matter of luck."""
-    def send(self, param, owner):
-        dist.broadcast(param, group=self.group, group_src=owner, async_op=True)
+    dist.broadcast(param, group=self.group, group_src=owner, async_op=True)
 
 
-@told(BY_HAND, "expected  every ", "cause     step() waits for the parameters by finish_param_sync(), unless")
-class NeverFinishes(Stage4):
+@mistake(Stage4, "sync_params", BY_HAND, None, "step() waits for the parameters by finish_param_sync(), unless",
+         expected="every ")
+def NeverFinishes(self):
     """step() waits for no parameters, also where nobody prefetches them."""
-    def sync_params(self):
-        self.prefetching = True
-        super().sync_params()
+    self.prefetching = True
+    Stage4.sync_params(self)
 
 
-@told(SGD, "came      after step 2, ", "cause     parameters were taken for gradients: new gradients miss the buffer")
+@told(SGD, "after step 2, ", "parameters were taken for gradients: new gradients miss the buffer")
 class LeavesZeroGradToTorch(Stage3):
     """The bug that you will write, of stage 3's chapter: torch's zero_grad() sets param.grad to None."""
     zero_grad = torch.optim.Optimizer.zero_grad
 
 
-@told(SGD, "came      after step 2, ", "cause     gradients were added to parameters: the buffer must be zeroed")
-class NeverZeroes(Stage3):
+@mistake(Stage3, "zero_grad", SGD, "after step 2, ", "gradients were added to parameters: the buffer must be zeroed")
+def NeverZeroes(self, set_to_none=True):
     """zero_grad() does nothing at all."""
-    def zero_grad(self, set_to_none=True):
-        pass
 
 
-@told("gradients are gone after a step", f"{MOVES}0.3 after two", "came      0.45 wherever it has moved: 3 times",
-      "cause     gradients of the step before are added: the docstring of step() says that they are gone")
-class NeverEmpties(Stage4):
+@mistake(Stage4, "sync_params", "gradients are gone after a step", "0.45 wherever it has moved: 3 times",
+         "gradients of the step before are added: the docstring of step() says that they are gone",
+         expected=f"{MOVES}0.3 after two")
+def NeverEmpties(self):
     """Adds to the gradients of the step before, until zero_grad() is called."""
-    def sync_params(self):
-        for bucket in reversed(self.buckets):
-            bucket.start_param_sync()
-        if not self.prefetching:
-            self.finish_param_sync()
+    for bucket in reversed(self.buckets):
+        bucket.start_param_sync()
+    if not self.prefetching:
+        self.finish_param_sync()
 
 
-@told(FIRST, "came      it has waited for 8 of 8 messages", "cause     a module waits for its own parameters alone")
-class WaitsForAll(Stage4):
+@mistake(Stage4, "wait_for_own_params", FIRST, "it has waited for 8 of 8 messages",
+         "a module waits for its own parameters alone")
+def WaitsForAll(self, module, _):
     """The root of the model waits for all of its parameters: nothing overlaps."""
-    def wait_for_own_params(self, module, _):
-        for param in module.parameters():
-            if param in self.bucket_of:
-                self.bucket_of[param].finish_param_sync()
+    for param in module.parameters():
+        if param in self.bucket_of:
+            self.bucket_of[param].finish_param_sync()
 
 
-@told(FIRST, "came      it has waited for 2 of 8 messages", "cause     what the forward pass reads first must")
-class ComesBackwards(Stage4):
+@mistake(Stage4, "sync_params", FIRST, "it has waited for 2 of 8 messages", "what the forward pass reads first must")
+def ComesBackwards(self):
     """Parameters come back in the order of the backward pass: what is read first arrives last."""
-    def sync_params(self):
-        self.buckets.reverse()
-        super().sync_params()
-        self.buckets.reverse()
+    self.buckets.reverse()
+    Stage4.sync_params(self)
+    self.buckets.reverse()
 
 
-@told(BYTES, "came      with 4 ranks, 5.00 · 4Ψ · (d-1)/d bytes", "cause     a rank gives the all-gather more than it")
-class GathersGrads(Right):
+@mistake(Right, "average", BYTES, "with 4 ranks, 5.00 · 4Ψ · (d-1)/d bytes", "a rank gives the all-gather more than it")
+def GathersGrads(self, grad):
     """Gathers all gradients of all ranks, and averages them: as many bytes as a sum where there are two ranks."""
-    def average(self, grad):
-        grads = [torch.empty_like(grad) for _ in range(self.d)]
-        dist.all_gather(grads, grad, group=self.group)
-        grad.copy_(sum(grads) / self.d)
+    grads = [torch.empty_like(grad) for _ in range(self.d)]
+    dist.all_gather(grads, grad, group=self.group)
+    grad.copy_(sum(grads) / self.d)
 
 
-@told(BYTES, "expected  fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
-      "came      with 4 ranks, 18.00", "cause     beside parameters and gradients a rank holds its own 1/d")
-class WholeCopies(Right):
+@mistake(Right, "average", BYTES, "with 4 ranks, 18.00", "beside parameters and gradients a rank holds its own 1/d",
+         expected="fewer bytes a parameter held after a step than DDP with AdamW holds: 16")
+def WholeCopies(self, grad):
     """Keeps an fp32 copy of all parameters, and of all gradients."""
-    def average(self, grad):
-        super().average(grad)
-        self.copies = [torch.stack([param, param.grad]) for param in self.params]
+    Right.average(self, grad)
+    self.copies = [torch.stack([param, param.grad]) for param in self.params]
 
 
-@told(CLIP, ONE_PROCESS, "came      after step 2, ", "cause     gradients are scaled also where their norm is")
-class ClipsAlways(Whole):
+@mistake(Whole, "clip_grad_norm_", CLIP, "after step 2, ", "gradients are scaled also where their norm is",
+         expected=ONE_PROCESS)
+def ClipsAlways(self, max_norm):
     """Scales to max_norm, also what is smaller."""
-    def clip_grad_norm_(self, max_norm):
-        norm = super().clip_grad_norm_(float("inf"))
-        for param in self.clipped():
-            param.grad *= max_norm / norm
-        return norm
+    norm = Whole.clip_grad_norm_(self, float("inf"))
+    for param in self.clipped():
+        param.grad *= max_norm / norm
+    return norm
 
 
-@told(RESUME, "came      after step 3, ", "cause     the lr of a scheduler is lost: state_dict() has the groups'")
-class ForgetsTheScheduler(Whole):
+@mistake(Whole, "load_state_dict", RESUME, "after step 3, ",
+         "the lr of a scheduler is lost: state_dict() has the groups'")
+def ForgetsTheScheduler(self, saved):
     """The state goes on, and the lr is the constructor's."""
-    def load_state_dict(self, saved):
-        self.optimizer.load_state_dict(saved[0])
+    self.optimizer.load_state_dict(saved[0])
 
 
-@told(RESUME, "came      after step 3, ", "cause     the lr that is loaded is that of the last step: a scheduler has")
-class ResumesLate(Whole):
+@mistake(Whole, "load_state_dict", RESUME, "after step 3, ",
+         "the lr that is loaded is that of the last step: a scheduler has")
+def ResumesLate(self, saved):
     """Takes the lr from the inner optimizer, which has that of the last step."""
-    def load_state_dict(self, saved):
-        self.optimizer.load_state_dict(saved[0])
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(own))
+    self.optimizer.load_state_dict(saved[0])
+    for group, own in zip(self.param_groups, self.optimizer.param_groups):
+        group.update(hyperparameters(own))
 
 
 class Slow(Right):

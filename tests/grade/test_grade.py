@@ -290,7 +290,7 @@ def test_an_empty_exercise_is_told_what_to_fill_in(grade, exercise, stage):
     """Each of its functions says so itself, in a line."""
     number = stage.removeprefix("stage")[0]
     name, expected, came, *_, cause = complaint(grade(exercise(number)))
-    assert name == ("ranges_in_shard by hand" if number == "3" else BY_HAND) and expected == NO_EXCEPTION
+    assert name == ("ranges_in_shard by hand" if number == "3" else BY_HAND) and expected == f"expected  {NO_EXCEPTION}"
     assert re.fullmatch(r"came      rank \d: RuntimeError: fill in \w+: .*[^…]", came), came
     assert cause == "cause     this exercise is not finished yet: docs/exercise.md has hints"
 
