@@ -166,33 +166,21 @@ def beside_sheet(name, mine, theirs):
     same = next((one for one in theirs if one.conditions.rate == mine.conditions.rate), None)
     rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
 
-    def cells(row):
-        pair = [same and same.find(*row.choice), row]
-        return [tables.label_of(row), *map(_ms, pair), *map(_ratio, pair), *map(_sent, pair), *map(_held, pair)]
-    columns = [("ms/step", "measured"), ("x ddp", "measured"), ("MB sent", "counted"), ("bytes a\nparam.", "counted")]
-    return tables.Sheet(
-        f"Yours beside the published ones: {name}{rate}",
-        [("", ""), *((f"{title}\n{whose}", source) for title, source in columns for whose in ("publ.", "yours"))],
-        [cells(row) for row in mine.rows],
-        [f"Yours: {tables.conditions_line(mine.conditions)}.",
-         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
-         *[f"{row.name}: {row.error}" for row in mine.rows if row.error]])
+    figures = [("ms/step", "measured", tables.median_ms, ".0f"),
+               ("x ddp", "measured", tables.of("vs_reference"), ".2f"),
+               ("MB sent", "counted", tables.of("wire_bytes", 1e6), ".1f"),
+               ("bytes a\nparam.", "counted", tables.of("bytes_per_param"), ".2f")]
 
-
-def _ms(row):
-    return f"{row.median_ms:.0f}" if row and row.rounds_ms else tables.NONE
-
-
-def _ratio(row):
-    return tables.NONE if row is None or row.vs_reference is None else f"{row.vs_reference:.2f}"
-
-
-def _sent(row):
-    return tables.NONE if row is None or row.wire_bytes is None else f"{row.wire_bytes / 1e6:.1f}"
-
-
-def _held(row):
-    return tables.bytes_per_param_cells(row, tables.Notes())[0].rstrip("*") if row else tables.NONE
+    def published(get):
+        return lambda row: same and (found := same.find(*row.choice)) and get(found)
+    return tables.sheet_of(
+        f"Yours beside the published ones: {name}{rate}", mine.rows,
+        [("", "", tables.label_of), *((f"{title}\n{whose}", source, of(get), form)
+                                      for title, source, get, form in figures
+                                      for whose, of in (("publ.", published), ("yours", lambda get: get)))],
+        f"Yours: {tables.conditions_line(mine.conditions)}.",
+        f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
+        tables.failures(mine.rows))
 
 
 def publish():
