@@ -646,10 +646,6 @@ WORDS_A_MINUTE, CODE_LINES_A_MINUTE = 200, 5
 CORE = ("optimizer.py", "buffer.py", "transport.py")
 
 
-def words(text):
-    return len(text.split())
-
-
 def code_lines(path):
     """-> number -> text of the lines of a Python file that are code: no blanks, comments or docstrings."""
     source = path.read_text(encoding="utf-8")
@@ -673,31 +669,29 @@ def core_lines(folder):
 def minutes(page, folder=None):
     """To read a page, its generated tables aside, and the core in `folder`."""
     text = re.sub(r"(<!-- report: \w+ -->\n).*?(<!-- end -->)", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return words(text) / WORDS_A_MINUTE + (core_lines(folder) / CODE_LINES_A_MINUTE if folder else 0)
+    return len(text.split()) / WORDS_A_MINUTE + (core_lines(folder) / CODE_LINES_A_MINUTE if folder else 0)
 
 
 # --------------------------------- The ladder of README.md: formulas, what was counted, and one column of measured time
 
 
 class Rung(NamedTuple):
-    """A row of README's ladder: that of the bench, its stage's folder, and the formulas that its chapter derives."""
+    """A row of README's ladder: that of the bench, its stage's folder, and what travels: of Ψ parameters' bytes, of
+    which (d-1)/d are sent."""
     row: str
     folder: str
     title: str
     collectives: str
-    formula: str  # of bytes a parameter after a step
-    travels: int  # of Ψ parameters' bytes, of which (d-1)/d are sent
+    travels: int
 
 
 LADDER = [
-    Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets", "16", 2),
-    Rung("rung 0 replicated", "", "0 replicated", "all-reduce", "16", 2),
-    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts",
-         "8 + 8/d", 3),
-    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather", "8 + 8/d", 3),
-    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather", "8 + 8/d", 2),
-    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets",
-         "4 + 12/d + b", 2),
+    Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets", 2),
+    Rung("rung 0 replicated", "", "0 replicated", "all-reduce", 2),
+    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts", 3),
+    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather", 3),
+    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather", 2),
+    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets", 2),
 ]
 RANKS = 2, 8, 64
 
@@ -720,28 +714,19 @@ def ladder_block():
 
 def held(rung, d):
     """Bytes a parameter after a step: of stages 3 and 4 counted in the bench's file, padding and buffers included."""
-    for row in results.load_bench().model_state:
-        if row.name == f"stage {rung.title[0]} float32/float32":
-            return row.bytes_per_param[d]
-    return 8 + 8 / d if rung.formula == "8 + 8/d" else float(rung.formula)
+    counted = {row.name: row.bytes_per_param[d] for row in results.load_bench().model_state}
+    return counted.get(f"stage {rung.title[0]} float32/float32", 8 + 8 / d if rung.folder else 16)
 
 
 def notes(result, ddp):
-    c = result.conditions
+    c, tuned = result.conditions, catalogue.tuned(result, "ddp")
+    words = "DDP with its default buckets" if tuned is None else (
+        f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
     return ("Counted: bytes a parameter after a step, AdamW, fp32 (1 to 3: 8 + 8/d; 4: 4 + 12/d + b; b: two bucket "
             f"buffers); peak in a step, with activations; Ψ: {c.parameters:,} parameters' bytes, of which (d-1)/d are "
             "sent. Code lines: of the core. Time: of a step, core and guard (2, 3: without gloo's own reduce-scatter "
-            f"and all-gather), over that of {ddp_words(result)}, on two hosts with a line of {rate_words(c.rate)}, "
+            f"and all-gather), over that of {words}, on two hosts with a line of {rate_words(c.rate)}, "
             f"median of {c.rounds} rounds ({c.machine}, {c.date}).")
-
-
-def ddp_words(result):
-    """Which DDP a sentence that says "ahead" speaks of."""
-    tuned = catalogue.tuned(result, "ddp")
-    if tuned is None:
-        return "DDP with its default buckets"
-    size = "its default" if tuned.bucket_mb is None else tuned.size
-    return f"DDP with {size} buckets, the best size tried"
 
 
 # ------------------------------------------------------------------------------ All tables of a result, in the terminal
@@ -749,17 +734,15 @@ def ddp_words(result):
 
 def sheets(result):
     """-> list of Sheets: time and traffic; floors, where there is a line; memory, correctness; model state."""
-    line = [line_sheet(result)] if result.conditions.bits_per_second else []
-    sweep = [buckets_sheet(result.sweep)] if result.sweep else []
-    accumulation = [accumulation_sheet(result.accumulation.rows)] if result.accumulation else []
-    accumulation += [share_sheet(result.accumulation)] if has_shares(result.accumulation) else []
-    state = [state_sheet(result.model_state)] if result.model_state else []
-    gathered = [gathered_sheet(result.gathered)] if result.gathered else []
-    caps = [caps_sheet(result.caps)] if result.caps else []
-    host = [host_sheet(rows) for rows in result.host]
-    shared = [shared_sheet(result.shared)] if result.shared else []
-    return [time_sheet(result), *line, *sweep, *accumulation, *memory_sheets(result), *shared, *state, *gathered, *caps,
-            *host]
+    def made(*parts):
+        return [sheet(part) for sheet, part in parts if part]
+    line, accumulated = result.conditions.bits_per_second and result, result.accumulation
+    return [*made((time_sheet, result), (line_sheet, line), (buckets_sheet, result.sweep),
+                  (accumulation_sheet, accumulated and accumulated.rows),
+                  (share_sheet, has_shares(accumulated) and accumulated)),
+            *memory_sheets(result),
+            *made((shared_sheet, result.shared), (state_sheet, result.model_state), (gathered_sheet, result.gathered),
+                  (caps_sheet, result.caps), *((host_sheet, rows) for rows in result.host))]
 
 
 def show(result):

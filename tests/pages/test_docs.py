@@ -3,7 +3,6 @@
 import ast
 import functools
 import re
-import shutil
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 
 from checkpoint import errors
 from harness import docs_check
-from harness.tables import code_lines, core_lines, minutes, words
+from harness.tables import code_lines, core_lines, minutes
 from tests.common import STAGES
 from tests.ranks import ROOT
 
@@ -151,13 +150,6 @@ def test_a_chapter_quotes_its_stage_to_the_letter(project):
     assert wrong.startswith(f"{chapter}:5: `self.send_params()` is not in stage4_overlap/")
     assert project(quotation.format("send_params").replace("python", "diff"), chapter) == []
     assert project("```python\nimport torch\nloss.backward()\n```\n", chapter) == []
-
-
-def test_words_are_those_of_wc():
-    text = (ROOT / "README.md").read_text()
-    if shutil.which("wc"):
-        counted = subprocess.run(["wc", "-w", ROOT / "README.md"], capture_output=True, text=True, timeout=60)
-        assert words(text) == int(counted.stdout.split()[0])
 
 
 def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
