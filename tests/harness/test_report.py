@@ -13,18 +13,7 @@ import pytest
 
 from harness import pages, pictures, results, tables
 from harness import rows as catalogue
-from harness.results import (
-    AccumulatedRow,
-    Accumulation,
-    FaultResult,
-    GpuResult,
-    MutationResult,
-    PlanResult,
-    RecordedStep,
-    Result,
-    Row,
-    Sweep,
-)
+from harness.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 from harness.rows import ONE_PARAMETER, Choice
 from harness.tables import NONE, accumulation_sheet, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
 from tests.ranks import run_module
@@ -50,8 +39,8 @@ def of_what_is_committed(committed, monkeypatch):
     monkeypatch.setattr(results, "ROOT", committed)
 
 
-def read(name, kind=Result):
-    return results.from_json(kind, (results.ROOT / "results" / name).read_text(encoding="utf-8"))
+def read(name):
+    return results.load(name)
 
 
 def rates():
@@ -102,20 +91,20 @@ def over_tuned(rate):
 
 
 def gigabytes_of_7b():
-    rows = {row.base: row for row in read("plan.json", PlanResult).rows}
+    rows = {row.base: row for row in read("plan.json").rows}
     ddp, stage4 = rows["ddp bf16"], rows["stage 4 bf16"]
     assert round(sum(ddp.held.values()) / 1e9) == round(ddp.peak / 1e9)
     return [f"{n_bytes / 1e9:.0f}" for n_bytes in (ddp.peak, sum(stage4.held.values()), stage4.peak)]
 
 
 def near_runs():
-    runs = read("plan.json", PlanResult).check.two_hosts
+    runs = read("plan.json").check.two_hosts
     return [f"{sum(abs(run.error) <= 0.1 for run in runs)}", f"{len(runs)}"]
 
 
 def errors_of_published(what, optimizers, is_users):
     """-> the least and the largest error of these runs, in percent."""
-    errors = [100 * abs(run.error) for run in read("plan.json", PlanResult).check.published
+    errors = [100 * abs(run.error) for run in read("plan.json").check.published
               if run.what == what and run.optimizer in optimizers and (run.gpus == 128) == is_users]
     return min(errors), max(errors)
 
@@ -133,7 +122,7 @@ TYPED = [
      lambda: [over_tuned("100mbit"), over_tuned("300mbit")]),
     ("README.md", r"each holds (\d+) GB; in stage 4 (\d+) GB after a step, (\d+) within one", gigabytes_of_7b),
     ("docs/plan.md", r"(\w+) rows fit in 80 GB",
-     lambda: [{6: "Six"}[sum(row.fits_from > 0 for row in read("plan.json", PlanResult).rows)]]),
+     lambda: [{6: "Six"}[sum(row.fits_from > 0 for row in read("plan.json").rows)]]),
     ("docs/plan.md", r"(\d+) of (\d+) steps are modelled within 10 %", near_runs),
     ("docs/plan.md", r"at most (\d+) % off\. .*? than (\d+) % faster .*? more than (\d+) %\..*? less than (\d+) % off",
      published_runs),
@@ -188,7 +177,7 @@ def test_what_the_pages_say_in_words_is_so():
         above = [[share > 0.5 for share in shares] for shares in (ddp, stage3, stage4)]
         assert above == [[True, False, False, False], [True, True, False, False], [False] * 4
                          ] if is_slow else not any(map(any, above))
-    plan = read("plan.json", PlanResult)
+    plan = read("plan.json")
     fitting = sorted((row for row in plan.rows if row.fits_from), key=lambda row: row.ms[1024])
     assert [row.base for row in fitting[:3]] == ["hybrid of 64 bf16", "stage 4 bf16", "stage 3 bf16/bf16"]
     rows = {row.base: row for row in plan.rows}
@@ -488,7 +477,7 @@ def test_a_result_of_another_device_is_not_shown_and_a_missing_one_is_named_with
     with pytest.raises(SystemExit, match="^report: results/bench.json must be measured with device cpu, .*$"):
         results.load_bench()
     with pytest.raises(SystemExit, match='run make bench ARGS="--json results/bench_cuda.json" first$'):
-        results.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"')
+        results.load_of("cuda", "bench_cuda.json")
 
 
 def test_a_file_of_another_schema_or_shape_is_refused_in_one_line(tmp_path, monkeypatch):
@@ -510,12 +499,10 @@ def test_a_file_of_another_schema_or_shape_is_refused_in_one_line(tmp_path, monk
             results.load("bench.json")
 
 
-@pytest.mark.parametrize("name, kind", [("bench.json", Result), ("network.json", Result), ("plan.json", PlanResult),
-                                        ("cuda.json", GpuResult), ("faults.json", FaultResult),
-                                        ("faults_mutations.json", MutationResult)])
-def test_what_is_read_is_written_as_it_was(name, kind):
+@pytest.mark.parametrize("name", results.FILES)
+def test_what_is_read_is_written_as_it_was(name):
     text = (results.ROOT / "results" / name).read_text(encoding="utf-8")
-    assert results.to_json(results.from_json(kind, text)) == text
+    assert results.to_json(results.load(name)) == text
 
 
 # ------------------------------------------------------------------------------------------------ yours, and publishing
