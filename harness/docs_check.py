@@ -316,17 +316,14 @@ def mistakes(text, project):
 
 def make_mistakes(rest, project):
     """make itself says, by --dry-run, which target or value there is not."""
-    given = [re.match(r"([A-Z_]+)=(.*)", word, re.DOTALL) for word in rest]
-    found = [f"the Makefile has no variable {one[1]}" for one in given if one and one[1] not in project.variables]
-    found += [mistake for one in given if one and one[1] == "ARGS"
-              for mistake in option_mistakes(shlex.split(one[2]), project)]
-    arguments = [word.replace("my_package", "stage4_overlap") for word, one in zip(rest, given) if not (
-        one and (one[1] in ("ARGS", "PYTHON") or is_placeholder(one[2].replace("my_package", ""))))]
-    if not found:
-        command = ["make", "--dry-run", *arguments, "PYTHON=true"]
-        done = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
-        found += done.stderr.strip().splitlines()[-1:] if done.returncode else []
-    return found
+    values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
+    found = [f"the Makefile has no variable {name}" for name in values if name not in project.variables]
+    found += option_mistakes(shlex.split(values.pop("ARGS", "")), project)
+    given = [f"{name}={value}".replace("my_package", "stage4_overlap") for name, value in values.items()]
+    given = [word for word in given if not is_placeholder(word.partition("=")[2])]
+    command = ["make", "--dry-run", *(word for word in rest if "=" not in word), *given, "PYTHON=true"]
+    done = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
+    return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
 
 
 def option_mistakes(rest, project):

@@ -23,24 +23,7 @@ IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests", "measu
 IGNORED_IN_A_CLONE = shutil.ignore_patterns(".venv", ".git", "__pycache__", "measured", "runs")
 
 
-@pytest.fixture(scope="session")
-def committed(tmp_path_factory):
-    """A copy of the project with results/ as committed: `make bench` has written a reader's own into this one."""
-    root = shutil.copytree(HERE, tmp_path_factory.mktemp("committed") / "copy", ignore=IGNORED)
-    for path in (root / "results").glob("*.json"):
-        git = subprocess.run(["git", "show", f"HEAD:./results/{path.name}"], cwd=HERE, capture_output=True, timeout=300)
-        if git.returncode == 0:  # else this is no clone
-            path.write_bytes(git.stdout)
-    return root
-
-
-@pytest.fixture(autouse=True)
-def of_what_is_committed(committed, monkeypatch):
-    monkeypatch.setattr(results, "ROOT", committed)
-
-
-def read(name):
-    return results.load(name)
+read = results.load
 
 
 def rates():
@@ -51,25 +34,18 @@ def rates():
 
 
 @pytest.mark.parametrize("path", pages.files(), ids=lambda path: path.parent.name + "/" + path.name)
-def test_every_block_agrees_with_its_json(path, monkeypatch):
-    text = path.read_text()
-    if pages.rewritten(text) != text:
-        monkeypatch.setattr(results, "ROOT", HERE)  # with what is measured anew, and not committed yet
-        assert pages.rewritten(text) == text, "run make report"
+def test_every_block_agrees_with_its_json(path):
+    assert pages.rewritten(path.read_text()) == path.read_text(), "run make report"
 
 
 @pytest.mark.parametrize("name", pages.PICTURES)
-def test_every_picture_agrees_with_its_json(name, monkeypatch):
+def test_every_picture_agrees_with_its_json(name):
     """To the byte by the matplotlib that drew it, and in its words by any other."""
-    path = HERE / "results" / name
+    path, drawn = HERE / "results" / name, pages.PICTURES[name]()
     text = path.read_text() if path.exists() else ""  # of what was not measured there is none
-
-    def seen(svg):
-        version, *_ = re.findall(r"Matplotlib v[\d.]+", svg) or [""]
-        return svg if version and version in text else re.findall(r"<text[^>]*>(.*?)</text>", svg)
-    if seen(pages.PICTURES[name]()) != (text if isinstance(seen(pages.PICTURES[name]()), str) else seen(text)):
-        monkeypatch.setattr(results, "ROOT", HERE)
-        assert seen(pages.PICTURES[name]()) == seen(text), "run make report"
+    if re.findall(r"Matplotlib v[\d.]+", drawn) != re.findall(r"Matplotlib v[\d.]+", text):
+        drawn, text = (re.findall(r"<text[^>]*>(.*?)</text>", svg) for svg in (drawn, text))
+    assert drawn == text, "run make report"
 
 
 def test_every_block_is_in_the_readme_or_among_the_results_once():
