@@ -639,10 +639,9 @@ def plan_check_sheets(check):
         "each micro-batch; distributed: stage 3, once a step.")]
 
 
-# --------------------------------------------------- What takes how long to read: words of a page, code lines of a file
+# ------------------------------------------------------------------------------------------------ Code lines of a file
 
 
-WORDS_A_MINUTE, CODE_LINES_A_MINUTE = 200, 5
 CORE = ("optimizer.py", "buffer.py", "transport.py")
 
 
@@ -664,12 +663,6 @@ def code_lines(path):
 def core_lines(folder):
     """Code lines of a stage's core."""
     return sum(len(code_lines(folder / name)) for name in CORE if (folder / name).exists())
-
-
-def minutes(page, folder=None):
-    """To read a page, its generated tables aside, and the core in `folder`."""
-    text = re.sub(r"(<!-- report: \w+ -->\n).*?(<!-- end -->)", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return len(text.split()) / WORDS_A_MINUTE + (core_lines(folder) / CODE_LINES_A_MINUTE if folder else 0)
 
 
 # --------------------------------- The ladder of README.md: formulas, what was counted, and one column of measured time

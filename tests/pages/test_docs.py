@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint import errors
 from harness import docs_check
-from harness.tables import code_lines, core_lines, minutes
+from harness.tables import code_lines, core_lines
 from tests.common import STAGES
 from tests.ranks import ROOT
 
@@ -158,8 +158,6 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
     )
     assert list(code_lines(tmp_path / "optimizer.py")) == [5, 9, 12, 14, 15, 16]
     assert core_lines(tmp_path) == 6
-    (tmp_path / "page.md").write_text("word " * 300 + "<!-- report: x -->\n" + "word " * 100 + "<!-- end -->")
-    assert minutes(tmp_path / "page.md", tmp_path) == pytest.approx(300 / 200 + 6 / 5, abs=0.01)
 
 
 # ------------------------------------------------------------------------------------------------- the reference
