@@ -464,9 +464,7 @@ def fault_sheets(result):
         sheet_of("What was done to a run, and what was seen", result.rows,
                  [("", "", "fault"), ("times", "counted", "times", ".0f"),
                   ("went on from", "", "seen"), ("at the\nend", "compared", "end")],
-                 f"Stage {result.stage} on two ranks or three. Equal: parameters and optimizer state are, to the bit, "
-                 "those of an undisturbed run. Whole: each checkpoint is, to the bit, of one of the two runs.",
-                 f"torch {result.torch} · {' and '.join(dates)}"),
+                 f"Stage {result.stage} on two ranks or three · torch {result.torch} · {' and '.join(dates)}"),
         sheet_of("A run that moves on, beside DDP undisturbed", result.journey,
                  [("after\nstep", "", "step", ".0f"), ("trained until there by", "", "where"),
                   ("validation\nloss", "measured", "loss", ".4f"),
@@ -484,9 +482,6 @@ def mutation_sheet(result):
         "Checkpoints that somebody has changed", [*result.rows, together],
         [("", "", "kind"), ("tried", "counted", lambda row: row.refused + row.loaded + row.wrong),
          *((name, "counted", of(outcome), ".0f") for name, outcome in outcomes.items())],
-        "Checksums were made right again, but of a bit of the manifest. Refused: model and optimizer are what they "
-        "were. Wrong: anything else, such as another error, a step that fails, a process that ends, more than 10 s "
-        "or 1 GB. Plain torch and stages 1, 3 and 4 on one rank, AdamW, SGD and Adagrad, float32 and bfloat16.",
         f"torch {result.torch} · {result.date} · seed {result.seed}")
 
 
@@ -614,29 +609,17 @@ def plan_check_sheets(check):
     found = {}  # (rate, row without its size) -> errors of ModelledRuns
     for run in check.two_hosts:
         found.setdefault((run.where, run.base), []).append(run.error)
-    near = sum(abs(run.error) <= 0.1 for run in check.two_hosts)
-    (flops, _), (users_flops, users_line) = check.hardware
     return [sheet_of(
         "Two hosts: modelled beside measured steps", [(*key, errors) for key, errors in found.items()],
         [("", "", lambda one: one[0]), ("", "", lambda one: one[1]), ("rows", "", lambda one: len(one[2])),
          ("from\nerror", "modelled", lambda one: min(one[2]), "+.1%"),
          ("to\nerror", "modelled", lambda one: max(one[2]), "+.1%")],
-        "The rate of computing is calibrated on compute only. Assumed: 5 GB/s of memory, 200 µs a message, 1448 "
-        "of 1514 bytes on the line are data, sending takes no time of the one core that computes, and a table "
-        "without compute only computed as fast as the one with it.",
-        f"Within 10 %: {near} of {len(check.two_hosts)}. Where computing is the limit, the model leaves out "
-        "what sending and Python take of the core that computes: compute + bytes shows a part of it.",
     ), sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", check.published,
         [("", "", "what"), ("", "", "optimizer"), ("GPUs", "", "gpus"), ("sequences\na step", "", "sequences"),
          ("", "published", "published", ",.0f"), ("", "modelled", "modelled", ",.0f"),
          ("error", "modelled", "error", "+.1%")],
-        "256 and 512 GPUs: Megatron-LLaMA's README; 128 GPUs: a user, issue 22 there. Calibrated: computing "
-        f"on the first row, {flops:.0f} TFLOP/s; below, on the user's two rows, {users_flops:.0f} TFLOP/s and "
-        f"{users_line:.0f} of 100 GB/s between nodes. none hidden: each message is waited for at once.",
-        "Assumed: 2 GPUs share a layer, sequences of 2048, 2048 of them a step with 256 and 512 GPUs, 4 a "
-        "micro-batch, the user's 2; overlapped: stage 4 with buckets of 400 MiB, and fp32 gradients sent after "
-        "each micro-batch; distributed: stage 3, once a step.")]
+        "What is assumed, and calibrated on which rows: results/plan.md.")]
 
 
 # ------------------------------------------------------------------------------------------------ Code lines of a file

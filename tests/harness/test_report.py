@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from harness import pages, pictures, results, tables
+from harness import pages, pictures, plan, results, tables
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 from harness.rows import ONE_PARAMETER, Choice
@@ -92,6 +92,16 @@ def published_runs():
             f"{math.ceil(errors_of_published('none hidden', users, True)[1])}"]
 
 
+def assumed():
+    assert plan.PAYLOAD == 1448 / 1514
+    return [f"{plan.HOST_MEMORY_RATE / 1e9:g}", f"{plan.HOST_LATENCY * 1e6:g}"]
+
+
+def calibrated():
+    (flops, _), users = read("plan.json").check.hardware
+    return [f"{figure:.0f}" for figure in (flops, *users, plan.DEVICES["a100"].between / 1e9)]
+
+
 # Sentences with figures that somebody typed: page, words, and what the results say of each figure in them.
 TYPED = [
     ("README.md", r"takes ([\d.]+) of tuned DDP's time at 100 Mbit/s, and ([\d.]+) at 300 Mbit/s",
@@ -100,6 +110,9 @@ TYPED = [
     ("docs/plan.md", r"(\w+) rows fit in 80 GB",
      lambda: [{6: "Six"}[sum(row.fits_from > 0 for row in read("plan.json").rows)]]),
     ("docs/plan.md", r"(\d+) of (\d+) steps are modelled within 10 %", near_runs),
+    ("results/plan.md", r"(\d+) GB/s of memory, (\d+) µs a message, 1448 of 1514 bytes", assumed),
+    ("results/plan.md", r"first row, (\d+) TFLOP/s; .*? (\d+) TFLOP/s and (\d+) of (\d+) GB/s between nodes",
+     calibrated),
     ("docs/plan.md", r"at most (\d+) % off\. .*? than (\d+) % faster .*? more than (\d+) %\..*? less than (\d+) % off",
      published_runs),
 ]
