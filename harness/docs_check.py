@@ -2,7 +2,7 @@
 
     python -m harness.docs_check [--pages README]
 
-Reads pages with markdown-it, which rich brings. This program also runs their commands, each in a small mode.
+Reads pages with markdown-it, which rich brings, and runs nothing but `make --dry-run`.
 """
 
 import argparse
@@ -13,17 +13,15 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
-from harness import command_line, processes
+from harness import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 # Words outside of code and tables, at the most. A page that teaches is short; where things are looked up is not.
@@ -55,10 +53,9 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A line that a reader types. `shown`: what the page says that it prints; [] if it doesn't."""
+    """A line that a reader types."""
     line: int
     text: str
-    shown: list
 
 
 class Page:
@@ -70,59 +67,54 @@ class Page:
         self.text = path.read_text(encoding="utf-8")
         self.blocks, self.spans, self.links, self.rows, self.anchors, self.n_words = [], [], [], [], set(), 0
         tokens = MarkdownIt("commonmark").enable("table").parse(self.text)
-        row, is_table, is_generated = None, False, False
-        for before, token in zip([None, *tokens], tokens):
+        row, is_table, is_generated, is_heading = None, False, False, False
+        for token in tokens:
             line = token.map[0] + 1 if token.map else row[0] if row else 1
             if token.type in ("fence", "code_block"):
                 at = line + (token.type == "fence")
                 self.blocks.append(Block(at, token.info.split(" ")[0], token.content.splitlines()))
-            elif token.type in ("table_open", "table_close"):
-                is_table = token.type == "table_open"
             elif token.type == "tr_open":
                 row = line, []
-            elif token.type == "tr_close":
                 self.rows.append(row)
             elif token.type == "html_block":
                 is_generated = "<!-- report:" in token.content or is_generated and "<!-- end" not in token.content
                 self._read_html(token.content, line)
             elif token.type == "inline":
                 self._read_inline(token, line)
-                if before.type == "heading_open":
-                    self._add_anchor("".join(child.content for child in token.children))
+                if is_heading:  # its anchor as GitHub makes it
+                    text = "".join(child.content for child in token.children).lower()
+                    slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+                    names = (slug, *(f"{slug}-{i}" for i in range(1, 100)))
+                    self.anchors.add(next(name for name in names if name not in self.anchors))
                 if is_table:
                     row[1].append(token.content)
                 elif not is_generated:
                     self.n_words += len(token.content.split())
+            is_table = token.type == "table_open" or is_table and token.type != "table_close"
+            is_heading = token.type == "heading_open"
 
     def _read_inline(self, token, line):
         for child in token.children:
             if child.type == "code_inline":
                 self.spans.append((line, " ".join(child.content.split())))
+                line += child.content.count("\n")
             elif child.type in ("link_open", "image"):
                 self.links.append((line, child.attrs.get("href", child.attrs.get("src"))))
             elif child.type == "html_inline":
                 self._read_html(child.content, line)
             line += child.type in ("softbreak", "hardbreak")
-            line += child.content.count("\n") if child.type == "code_inline" else 0
 
     def _read_html(self, text, line):
         self.anchors |= set(re.findall(r"(?:id|name)=\"([^\"]+)\"", text))
-        for number, part in enumerate(text.splitlines()):
-            self.links += [(line + number, target) for target in re.findall(r"(?:src|href|srcset)=\"([^\"]+)\"", part)]
-
-    def _add_anchor(self, heading):
-        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")  # as GitHub makes them
-        self.anchors.add(next(name for name in (slug, *(f"{slug}-{i}" for i in range(1, 100)))
-                              if name not in self.anchors))
+        for number, part in enumerate(text.splitlines(), line):
+            self.links += [(number, target) for target in re.findall(r"(?:src|href|srcset)=\"([^\"]+)\"", part)]
 
     def commands(self):
         """-> Commands, of blocks and of spans."""
         for block in self.blocks:
             if block.language in ("", "text", *SHELLS):
                 yield from commands_of(block)
-        for line, span in self.spans:
-            if len(span.split()) > 1 and program_of(span) in PROGRAMS:
-                yield Command(line, span, [])
+        yield from (Command(line, span) for line, span in self.spans if is_command(span, ""))
 
 
 def program_of(text):
@@ -131,19 +123,16 @@ def program_of(text):
 
 
 def commands_of(block):
-    shows_output = any(line.startswith("$ ") for line in block.lines)
-    number, text, shown = None, "", []
+    shows_output, unfinished = any(line.startswith("$ ") for line in block.lines), None
     for at, line in enumerate(block.lines, block.line):
-        if text.endswith("\\"):
-            text = f"{text[:-1].rstrip()} {line.strip()}"
-        elif line.startswith("$ ") if shows_output else is_command(line, block.language):
-            if number:
-                yield Command(number, text, shown)
-            number, text, shown = at, re.sub(r"\s+#\s.*", "", line.removeprefix("$ ").strip()), []
-        elif shows_output and number:
-            shown.append(line)
-    if number:
-        yield Command(number, text, shown)
+        if unfinished:
+            at, line = unfinished.line, f"{unfinished.text} {line.strip()}"
+        elif not (line.startswith("$ ") if shows_output else is_command(line, block.language)):
+            continue
+        found = Command(at, line.removeprefix("$ ").removesuffix("\\").strip())
+        unfinished = found if line.endswith("\\") else None
+        if not unfinished:
+            yield found
 
 
 def is_command(line, language):
@@ -175,13 +164,10 @@ class Project:
         self.tests = {Path(name).stem for name in tests} | set(re.findall(r"def (test_\w+)", "\n".join(tests.values())))
         self.options = OPTIONS | set(re.findall(r"[\"'](--[\w-]+)[\"']", "\n".join(sources.values())))
         self.sources = "\n".join(source for name, source in sources.items() if name not in tests)
-        makefile = (root / "Makefile").read_text(encoding="utf-8") if "Makefile" in self.files else ""
-        self.targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
-        self.variables = set(re.findall(r"\$\(([A-Z_]+)\)|^([A-Z_]+) *\?=", makefile, re.MULTILINE))
-        self.variables = {name for names in self.variables for name in names if name}
-        settings = (root / "pyproject.toml").read_text(encoding="utf-8") if "pyproject.toml" in self.files else ""
-        extras = re.findall(r"^(?:frameworks|report) = \[(.*?)\]", settings, re.MULTILINE | re.DOTALL)
-        self.libraries = re.findall(r'"(\w+)', " ".join(extras))  # a machine may lack them
+        makefile, self.settings = ((root / name).read_text(encoding="utf-8") if name in self.files else ""
+                                   for name in ("Makefile", "pyproject.toml"))
+        self.variables = {name for names in re.findall(r"\$\(([A-Z_]+)\)|^([A-Z_]+) *\?=", makefile, re.MULTILINE)
+                          for name in names if name}
 
     def has(self, name, beside):
         """Whether a file or folder is called `name`, from the root on or from the folder `beside` on, or ends so."""
@@ -193,12 +179,12 @@ class Project:
     def has_module(self, module, name=""):
         """Whether a module of the project exists, and has that name. Other modules are torch's or the reader's."""
         path = module.replace(".", "/")
+        top = path.split("/")[0]
         if f"{path}.py" in self.of_readers:
             return True
-        top = path.split("/")[0]
         if top not in self.folders and f"{top}.py" not in self.files:
-            if module == top or name:
-                return importlib.util.find_spec(top) is not None or is_placeholder(module) or top in self.libraries
+            if module == top or name:  # a machine may lack a library of an extra
+                return importlib.util.find_spec(top) is not None or is_placeholder(module) or f'"{top}' in self.settings
             return importlib.util.find_spec(top) is not None and importlib.util.find_spec(module) is not None
         file = next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in self.files), None)
         if file is None:
@@ -301,7 +287,7 @@ def rows_twice(pages):
                 yield page, line, f"{row!r} stands in {first.name}:{at} already"
 
 
-def commands_exist(page, project):
+def wrong_commands(page, project):
     for command in page.commands():
         for text in mistakes(command.text, project):
             yield command.line, f"{command.text}: {text}"
@@ -329,26 +315,15 @@ def mistakes(text, project):
 
 
 def make_mistakes(rest, project):
-    found, arguments = [], []
-    for word in rest:
-        variable = re.match(r"([A-Z_]+)=(.*)", word, re.DOTALL)
-        if variable:
-            if variable[1] not in project.variables:
-                found.append(f"the Makefile has no variable {variable[1]}")
-            if variable[1] == "ARGS":
-                found += option_mistakes(shlex.split(variable[2]), project)
-            value = variable[2].replace("my_package", "stage4_overlap")
-            if not is_placeholder(value) and variable[1] not in ("ARGS", "PYTHON"):
-                arguments.append(f"{variable[1]}={value}")
-        elif not word.startswith("-"):
-            arguments.append(word)
-            if word not in project.targets:
-                found.append(f"the Makefile has no target {word}")
-    if not found:
-        command = ["make", "-n", *arguments, "PYTHON=true"]
-        run = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
-        found += run.stderr.strip().splitlines()[-1:] if run.returncode else []
-    return found
+    """make itself says, by --dry-run, which target or value there is not."""
+    values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
+    found = [f"the Makefile has no variable {name}" for name in values if name not in project.variables]
+    found += option_mistakes(shlex.split(values.pop("ARGS", "")), project)
+    given = [f"{name}={value}".replace("my_package", "stage4_overlap") for name, value in values.items()]
+    given = [word for word in given if not is_placeholder(word.partition("=")[2])]
+    command = ["make", "--dry-run", *(word for word in rest if "=" not in word), *given, "PYTHON=true"]
+    done = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
+    return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
 
 
 def option_mistakes(rest, project):
@@ -366,83 +341,19 @@ def option_mistakes(rest, project):
 
 def python_mistakes(rest, project):
     """Of the words behind python or torchrun."""
-    if rest[:2] == ["-m", "torch.distributed.run"]:
-        rest = rest[2:]
+    rest = rest[2:] if rest[:2] == ["-m", "torch.distributed.run"] else rest
     scripts = [word for word in rest if word.endswith(".py")]
+    module = rest[rest.index("-m") + 1] if "-m" in rest[:-1] else None
     if any(map(is_placeholder, scripts)):
         return []
-    found = [f"there is no {name}" for name in scripts if not project.has(name, ".")]
-    module = rest[rest.index("-m") + 1] if "-m" in rest[:-1] else None
     if module and not project.has_module(module):
         return [f"there is no module {module}"]
     is_ours = scripts or module and module.split(".")[0] in project.folders
-    return found + option_mistakes(rest, project) * bool(is_ours)
+    return ([f"there is no {name}" for name in scripts if not project.has(name, ".")]
+            + option_mistakes(rest, project) * bool(is_ours))
 
 
-# --------------------------------------------------------------------------- commands, run in a mode that takes seconds
-
-
-LIMIT_S = 300  # of one command
-NANO = "--model nano --sequence-length 32"
-SMALL = {  # what makes a program quick: appended, and the last of two equal options counts
-    "bench": f"{NANO} --quick --json /dev/null",  # results/ stays whole, for `make report`
-    "timeline": NANO, "train": f"{NANO} --batch-size 2 --steps 2", "test": "--collect-only --quiet",
-    "plan": "--layers 1 --width 1024 --sequence-length 32 --world 8", "show": "", "report": "", "diff": "", "help": ""}
-
-
-def quick(text):
-    """A command -> the words of one that does the same in seconds; None where none does."""
-    program, *rest = split_command(text)
-    if any(is_placeholder(word.partition("=")[2] or word) for word in rest) or "--gpu" in text or "--nnodes" in text:
-        return None
-    if program == "make":
-        target = next((word for word in rest if re.fullmatch(r"[a-z-]+", word)), "help")
-        target = next((word.removeprefix("WHAT=") for word in rest if word.startswith("WHAT=")), target)
-        given = "".join(word.removeprefix("ARGS=") for word in rest if word.startswith("ARGS="))
-        kept = [word for word in rest if not word.startswith(("ARGS=", "PYTHON="))]
-        arguments = [f"ARGS={given} {SMALL[target]}".strip()] if target in SMALL else []
-        return ["make", *kept, f"PYTHON={sys.executable}", *arguments] if target in SMALL else None
-    if rest[:2] == ["-m", "torch.distributed.run"]:
-        program, rest = "torchrun", rest[2:]
-    if program == "torchrun" and any(word.endswith(("/train.py", "/train_ddp.py")) for word in rest):
-        return [sys.executable, "-m", "torch.distributed.run", *rest, *SMALL["train"].split()]
-    module = rest[1] if rest[:1] == ["-m"] else rest[0] if rest else ""
-    name = module.removesuffix(".py").split(".")[-1]
-    if program.endswith(("python", "python3")) and module.startswith(("bench", "harness.", "stage")) and name in SMALL:
-        return [sys.executable, *rest, *SMALL[name].split()]
-    return None
-
-
-def run(command, root):
-    """Runs a Command in its quick form, in `root` -> what is wrong, or "". None: it has no quick form."""
-    words = quick(command.text)
-    if words is None:
-        return None
-    try:
-        done = subprocess.run(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              timeout=LIMIT_S, encoding="utf-8", errors="replace")
-    except subprocess.TimeoutExpired:
-        return f"{shlex.join(words)} took more than {LIMIT_S} seconds"
-    if done.returncode:
-        return f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}"
-    missing = not_printed(command.shown, done.stdout)
-    return f"it doesn't print {missing!r}" if missing else ""
-
-
-def not_printed(shown, printed):
-    """The first line of `shown` that `printed` lacks, in this order and figures aside; or None. … is anything."""
-    def without_figures(line):
-        return " ".join(re.sub(r"\d[\d.,]*", "#", line).split())
-
-    lines = iter([without_figures(line) for line in printed.splitlines()])
-    for line in shown:
-        parts = [re.escape(part) for part in re.split(r" *(?:…|\.\.\.) *", without_figures(line))]
-        if any(parts) and not any(re.fullmatch(".*".join(parts), one) for one in lines):
-            return line
-    return None
-
-
-CHECKS = (long_pages, broken_links, unknown_names, wrong_samples, wrong_quotes, commands_exist)
+CHECKS = (long_pages, broken_links, unknown_names, wrong_samples, wrong_quotes, wrong_commands)
 
 
 def problems(root=ROOT, of=None):
@@ -463,25 +374,7 @@ def main():
     if not chosen:
         parser.error(f"--pages {args.pages!r}: no page has that in its name")
     found = problems(of=[page.name for page in chosen])
-    print(*found, sep="\n", end="\n" * bool(found))
-    processes.exit_on_signals()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy")
-        left_out = shutil.ignore_patterns(".venv", "__pycache__", "runs", "measured")
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
-        done = set()  # of two commands that are the same in small one is run
-        for page in chosen:
-            for command in page.commands():
-                small = " ".join(quick(command.text) or [command.text])
-                if small in done and not command.shown:
-                    continue
-                done.add(small)
-                wrong = run(command, copy)
-                outcome = {None: "read only", "": "as shown" if command.shown else "runs"}.get(wrong, wrong)
-                print(f"{page.name}:{command.line}: {command.text}: {outcome}", flush=True)
-                found += [wrong] * bool(wrong)
-    for page in chosen:
-        print(f"{page.name}: {len(page.text.split())} words")
+    print(*found, *(f"{page.name}: {page.n_words} words" for page in chosen), sep="\n")
     sys.exit(bool(found))
 
 

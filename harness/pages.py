@@ -32,14 +32,14 @@ def bench(result):
 
 
 def in_16_bits():
-    result = saved.load("bench_bfloat16.json", arguments=' ARGS="--dtype bfloat16"')
+    result = saved.load("bench_bfloat16.json")
     return [*texts(tables.time_sheet(result), tables.memory_sheets(result)[0]), conditions(result.conditions)]
 
 
 def cuda():
-    result = saved.load("cuda.json", GpuResult)
+    result = saved.load("cuda.json")
     return [*texts(tables.gpu_sheet(result), *(tables.host_sheet(rows) for rows in result.host if rows[0].d == 8)),
-            *bench(saved.load_of("cuda", "bench_cuda.json", ' ARGS="--json results/bench_cuda.json"'))]
+            *bench(saved.load_of("cuda", "bench_cuda.json"))]
 
 
 def one_below_the_other(found):
@@ -81,14 +81,9 @@ def buckets():
             "![ms a step by size of bucket](buckets.svg)"]
 
 
-def caps():
-    found = saved.load_bench().caps
-    return texts(tables.caps_sheet(found)) if found else ["Not measured: make bench."]
-
-
 def plans():
     first, second = (tables.plan_sheets(dataclasses.replace(plan, check=None))
-                     for plan in map(saved.load_plan, saved.PLANS))
+                     for plan in map(saved.load, ("plan.json", "plan_70b.json")))
     again = [sheet._replace(notes=[]) for sheet in (second[0], *second[2:])]  # their notes stand below the first
     return texts(*first, *again)
 
@@ -98,18 +93,18 @@ BLOCKS = {
     "state": lambda: texts(tables.state_sheet(saved.load_bench().model_state)),
     "gathered": lambda: texts(tables.gathered_sheet(saved.load_bench().gathered)),
     "host": lambda: texts(*map(tables.host_sheet, saved.load_bench().host)),
-    "caps": caps,
+    "caps": lambda: texts(tables.caps_sheet(saved.load_bench().caps)),
     "slow_line": lambda: lines(saved.by_rate()[:1]),
     "network": lambda: lines(saved.by_rate()[1:]),
     "bench_16bit": in_16_bits,
     "curve": lambda: texts(tables.curve_sheet(saved.at_all_rates())),
     "accumulation": accumulation,
     "cuda": cuda,
-    "faults": lambda: texts(*tables.fault_sheets(saved.load("faults.json", FaultResult))),
-    "mutations": lambda: texts(tables.mutation_sheet(saved.load("faults_mutations.json", MutationResult))),
-    "saving": lambda: texts(tables.saving_sheet(saved.load("saving.json", SavingResult))),
+    "faults": lambda: texts(*tables.fault_sheets(saved.load("faults.json"))),
+    "mutations": lambda: texts(tables.mutation_sheet(saved.load("faults_mutations.json"))),
+    "saving": lambda: texts(tables.saving_sheet(saved.load("saving.json"))),
     "plan": plans,
-    "plan_check": lambda: texts(*tables.plan_check_sheets(saved.load_plan("plan.json").check)),
+    "plan_check": lambda: texts(*tables.plan_check_sheets(saved.load("plan.json").check)),
 }
 MARKDOWN = {"ladder": tables.ladder_block, "buckets": buckets}  # these, and not as it looks in a terminal
 # By the name of a file in results/. "" where no sweep was made.
@@ -117,16 +112,12 @@ PICTURES = {"sixteen_bits.svg": pictures.state_picture,
             "network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
-            "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load_plan("plan.json")))}
+            "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
 
 
 # --------------------------------------------------------------------- What you have measured, beside what is published
 
 
-KINDS = {"bench.json": Result, "network.json": Result, "bench_variants.json": Result,
-         "network_variants.json": Result, "cuda.json": GpuResult, "faults.json": FaultResult,
-         "faults_mutations.json": MutationResult, "losses.json": LossResult, "saving.json": SavingResult,
-         "plan.json": PlanResult, "plan_70b.json": PlanResult}
 SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets,
           **{kind: lambda result, sheet=sheet: [sheet(result)] for kind, sheet in (
               (GpuResult, tables.gpu_sheet), (SavingResult, tables.saving_sheet),
@@ -134,9 +125,9 @@ SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets,
 
 
 def measured():
-    """-> {name: what the file holds}, of those files of KINDS that are there."""
-    return {name: saved.read(saved.ROOT / "measured" / name, kind)
-            for name, kind in KINDS.items() if (saved.ROOT / "measured" / name).exists()}
+    """-> {name: what the file holds}, of those that are there."""
+    paths = [saved.ROOT / "measured" / name for name in saved.FILES]
+    return {path.name: saved.read(path) for path in paths if path.exists()}
 
 
 def sheets():
@@ -166,33 +157,21 @@ def beside_sheet(name, mine, theirs):
     same = next((one for one in theirs if one.conditions.rate == mine.conditions.rate), None)
     rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
 
-    def cells(row):
-        pair = [same and same.find(*row.choice), row]
-        return [tables.label_of(row), *map(_ms, pair), *map(_ratio, pair), *map(_sent, pair), *map(_held, pair)]
-    columns = [("ms/step", "measured"), ("x ddp", "measured"), ("MB sent", "counted"), ("bytes a\nparam.", "counted")]
-    return tables.Sheet(
-        f"Yours beside the published ones: {name}{rate}",
-        [("", ""), *((f"{title}\n{whose}", source) for title, source in columns for whose in ("publ.", "yours"))],
-        [cells(row) for row in mine.rows],
-        [f"Yours: {tables.conditions_line(mine.conditions)}.",
-         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
-         *[f"{row.name}: {row.error}" for row in mine.rows if row.error]])
+    figures = [("ms/step", "measured", tables.median_ms, ".0f"),
+               ("x ddp", "measured", tables.of("vs_reference"), ".2f"),
+               ("MB sent", "counted", tables.of("wire_bytes", 1e6), ".1f"),
+               ("bytes a\nparam.", "counted", tables.of("bytes_per_param"), ".2f")]
 
-
-def _ms(row):
-    return f"{row.median_ms:.0f}" if row and row.rounds_ms else tables.NONE
-
-
-def _ratio(row):
-    return tables.NONE if row is None or row.vs_reference is None else f"{row.vs_reference:.2f}"
-
-
-def _sent(row):
-    return tables.NONE if row is None or row.wire_bytes is None else f"{row.wire_bytes / 1e6:.1f}"
-
-
-def _held(row):
-    return tables.bytes_per_param_cells(row, tables.Notes())[0].rstrip("*") if row else tables.NONE
+    def published(get):
+        return lambda row: same and (found := same.find(*row.choice)) and get(found)
+    return tables.sheet_of(
+        f"Yours beside the published ones: {name}{rate}", mine.rows,
+        [("", "", tables.label_of), *((f"{title}\n{whose}", source, of(get), form)
+                                      for title, source, get, form in figures
+                                      for whose, of in (("publ.", published), ("yours", lambda get: get)))],
+        f"Yours: {tables.conditions_line(mine.conditions)}.",
+        f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
+        tables.failures(mine.rows))
 
 
 def publish():

@@ -277,9 +277,6 @@ class Result:
         return row if row and row.rounds_ms else None
 
 
-# ------------------------------------------------------------------------------------------ What is kept of make faults
-
-
 @kept
 class FaultRow:
     """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
@@ -325,9 +322,6 @@ class MutationResult:
     rows: list[MutationRow]
 
 
-# --------------------------------------------------------------------------------- What is kept of make bench WHAT=cuda
-
-
 @kept
 class GpuConditions:
     machine: str
@@ -361,9 +355,6 @@ class GpuResult:
     conditions: GpuConditions
     rows: list[GpuRow]
     host: list[list[HostRow]] = field(default_factory=list)
-
-
-# ------------------------------------------------------------------------------------ What is kept of harness/losses.py
 
 
 @kept
@@ -400,9 +391,6 @@ class LossResult:
         """-> by seed, by how much its loss is above its base's."""
         base = next(one for one in self.rows if (one.name, one.beta2) == (row.base, row.beta2))
         return [loss - other for loss, other in zip(row.losses, base.losses)]
-
-
-# ----------------------------------------------------------------------------------------------- What is kept of a plan
 
 
 @kept
@@ -511,9 +499,6 @@ class PlanResult:
     check: Check | None = None
 
 
-# ------------------------------------------------------------------------------- What is kept of make bench WHAT=saving
-
-
 @kept
 class SavingConditions:
     """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
@@ -607,9 +592,6 @@ def from_json(kind, text):
         raise UnreadableResult(f"{where}: {first['msg']}") from None
 
 
-# ------------------------------------------------------ Results of make bench WHAT=network at several rates in one file
-
-
 def merged(result, before, kept=("accumulation", "sweep")):
     """-> `result` with the results of other rates in `before` behind it; `before`: list of Results, each of one rate.
 
@@ -643,18 +625,31 @@ def keep_exposed_only(rows):
 
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of results/ and of measured/: what a file holds, and the command that makes it.
+FILES = {
+    "bench.json": (Result, "make bench"),
+    "bench_bfloat16.json": (Result, 'make bench ARGS="--dtype bfloat16"'),
+    "bench_cuda.json": (Result, 'make bench ARGS="--json results/bench_cuda.json"'),
+    "bench_variants.json": (Result, 'make bench ARGS="--rows variants"'),
+    "network.json": (Result, "make bench WHAT=network"),
+    "network_variants.json": (Result, 'make bench WHAT=network ARGS="--rows variants"'),
+    "cuda.json": (GpuResult, "make bench WHAT=cuda"),
+    "saving.json": (SavingResult, "make bench WHAT=saving"),
+    "faults.json": (FaultResult, "make faults"),
+    "faults_mutations.json": (MutationResult, "make faults"),
+    "losses.json": (LossResult, "python -m harness.losses"),
+    "plan.json": (PlanResult, 'make plan ARGS="--check --json results/plan.json"'),
+    "plan_70b.json": (PlanResult, 'make plan MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"')}
 
 
-def load(name, kind=Result, arguments=""):
-    """-> what the file holds, of a dataclass. `arguments`: of the command that makes the file, which is called as what
-    stands before a _ in its name."""
-    return read(ROOT / "results" / name, kind, arguments)
+def load(name):
+    """-> what a file of results/ holds, of a dataclass."""
+    return read(ROOT / "results" / name)
 
 
-def read(path, kind, arguments=""):
-    """As `load`, of any file."""
-    what = path.stem.split("_")[0]
-    command = f"make {'bench WHAT=' * (what in ('network', 'cuda', 'saving'))}{what}{arguments}"
+def read(path):
+    """As `load`, of a file of that name anywhere."""
+    kind, command = FILES[path.name]
     try:
         return from_json(kind, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -673,9 +668,9 @@ def by_rate():
     return [result for result in at_all_rates() if all(map(result.find, catalogue.LADDER))]
 
 
-def load_of(device, name, arguments=""):
+def load_of(device, name):
     """A result of the bench on that kind of device: a page says "On a GPU", or speaks of gloo."""
-    result = load(name, arguments=arguments)
+    result = load(name)
     if result.conditions.device != device:
         raise SystemExit(f"report: results/{name} must be measured with device {device}, and is of "
                          f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
@@ -692,11 +687,3 @@ def check_whole(result, name):
     right = {row.name for row in result.rows if not row.error}
     if not (result.model_state and result.gathered and result.host) or set(catalogue.LADDER) - right:
         raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
-
-
-PLANS = {"plan.json": ' ARGS="--check --json results/plan.json"',
-         "plan_70b.json": ' MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"'}
-
-
-def load_plan(name):
-    return load(name, PlanResult, PLANS[name])

@@ -21,7 +21,6 @@ from harness.examine import Settings, adamw
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
-from harness.results import LossResult
 from harness.tables import NONE, code_lines, core_lines, loss_sheet, rate_words
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
@@ -139,7 +138,7 @@ def loss_table():
     """None where nothing was measured."""
     if not (saved.ROOT / "results" / "losses.json").exists():
         return []
-    sheet = loss_sheet(saved.load("losses.json", LossResult))
+    sheet = loss_sheet(saved.load("losses.json"))
     titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
     return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", note))]
 

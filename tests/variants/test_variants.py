@@ -20,7 +20,7 @@ from checkpoint import full_state_dict, load_full_state_dict
 from grade.variants import BlockSGD
 from harness import results, rows, two_hosts
 from harness.ledger import Ledger
-from harness.results import LossConditions, LossResult, LossRow, Result, Row
+from harness.results import LossConditions, LossResult, LossRow, Row
 from harness.tables import code_lines
 from tests.checkpoint import test_checkpoint
 from tests.common import Net, Replicated, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
@@ -461,7 +461,7 @@ def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     """Of a variant over its base, round by round; with nothing measured there is none."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert not measured() and not loss_table()
-    result = results.read(ROOT / "results" / "bench.json", Result)
+    result = results.read(ROOT / "results" / "bench.json")
     result.rows = [Row("stage 4 overlap", rounds_ms=[10.0, 20.0]), Row("variants wire16", rounds_ms=[5.0, 10.0]),
                    Row("variants blocks", error="wrong")]
     cells = [time_cell(name, base, result) for name, base in (
