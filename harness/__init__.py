@@ -2,3 +2,5 @@
 
 from harness import command_line as command_line  # before torch, which takes seconds, so that
 from harness import processes as processes  # from here on Ctrl-C is one word
+
+STAGES = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"  # folders, and packages

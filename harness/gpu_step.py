@@ -23,10 +23,10 @@ from harness import command_line, host_time, memory, results
 from harness.alone import rank_0_of
 from harness.command_line import write
 from harness.examine import commit
-from harness.formulas import UPDATE_BYTES
 from harness.gpt import GPT, MODELS
 from harness.results import GpuConditions, GpuResult, GpuRow
 from harness.tables import gpu_sheet, host_sheet, sheet_text
+from harness.training import UPDATE_BYTES
 
 STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 WARMUP_STEPS = 2  # the first one makes the state

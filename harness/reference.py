@@ -8,7 +8,7 @@ from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as cut_like
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.training import MainParamsTraining, Training
+from harness.training import MainParamsTraining
 
 # --------------------------------------------------------------------------------------- What rung 0 does with DTensors
 
@@ -177,89 +177,24 @@ def bf16_sum(_, bucket):
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def ddp_summed_in_bf16(model, adamw):
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, bf16_sum)
-    return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-class RoundedTraining(Training):
-    """What wire16 and moments16 must agree with: everything on every rank, and what they round, rounded."""
-
-    wire_dtype, sum_dtype, moments_dtype = torch.bfloat16, torch.float32, torch.float32
-
-    def update(self):
-        for param in self.model.parameters():
-            grad = (param.grad.to(self.wire_dtype) / dist.get_world_size()).to(self.sum_dtype)
-            dist.all_reduce(grad)
-            param.grad = grad.float()
-        self.optimizer.step()
-        for state in self.optimizer.state.values():
-            state.update({name: state[name].to(self.moments_dtype).float() for name in ("exp_avg", "exp_avg_sq")})
-
-
-class RoundedMoments(RoundedTraining):
-    wire_dtype, moments_dtype = torch.float32, torch.bfloat16
-
-
-class SummedIn16Bits(RoundedTraining):
-    """What DDP with bf16_compress_hook must agree with."""
-
-    sum_dtype = torch.bfloat16
-
-
-class RoundedTies(MainParamsTraining):
-    """What remainder16 must agree with: a parameter is its main parameter rounded, at ties away from zero."""
-
-    @torch.no_grad()
-    def update(self):
-        super().update()
-        for param, main_param in zip(self.model.parameters(), self.main_params):
-            param.view(torch.int16).copy_((main_param.view(torch.int32) + 2**15) >> 16)
-
-
-def rounded_gradients(model, adamw):
-    return RoundedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def rounded_moments(model, adamw):
-    return RoundedMoments(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def summed_in_bf16(model, adamw):
-    return SummedIn16Bits(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def rounded_ties(model, adamw):
-    return RoundedTies(model, adamw, dist.get_world_size())
+def rounded(**how):
+    """What rows of variants must agree with, of 32 bits: everything on every rank, and what they round, rounded."""
+    how = {"divided_in": torch.float32, **how}
+    return lambda model, adamw: MainParamsTraining(model, adamw, dist.get_world_size(), **how)
 
 
 # --------------------------------------------------------------- Training with 16-bit parameters, in full on every rank
 
 
-def replicated_16bit(model, adamw):
-    """The reference of rows with 16-bit parameters: gradients summed in fp32, AdamW on fp32 copies, on every rank."""
-    return MainParamsTraining(model, adamw, dist.get_world_size())
-
-
-def summed_in_fp32(model, adamw):
-    """As stage 3 with fp32 gradients: they are fp32 when they are divided."""
-    return MainParamsTraining(model, adamw, dist.get_world_size(), divided_in=torch.float32)
-
-
-def summed_in_16_bits(model, adamw):
-    """As stage 3 with 16-bit gradients."""
-    return MainParamsTraining(model, adamw, dist.get_world_size(), summed_in=None)
-
-
-def compute_only_16bit(model, adamw):
-    return MainParamsTraining(model, adamw, world_size=1)
+def in_16_bits(alone=False, **how):
+    """AdamW on fp32 copies, on every rank. `alone`: gradients stay there. `how`: see MainParamsTraining."""
+    return lambda model, adamw: MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **how)
 
 
 def ddp_16bit(bucket_cap_mb=None):
     """DDP averages 16-bit gradients while backward runs, and AdamW steps fp32 copies on every rank."""
     def build(model, adamw):
-        training = compute_only_16bit(model, adamw)
+        training = MainParamsTraining(model, adamw, world_size=1)
         training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
         return training
     return build
