@@ -6,8 +6,6 @@ One process plays rank 0 of d with torch's fake process group, and collectives r
 sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
 """
 
-import argparse
-import functools
 import importlib
 import statistics
 import time
@@ -107,8 +105,8 @@ def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail = functools.partial(command_line.fail, "cuda")
+    parser = command_line.Parser("cuda", __doc__)
+    fail = parser.error
     parser.add_argument("--json", type=Path, default=Path("measured/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -1,6 +1,5 @@
 """One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
 
-import argparse
 import functools
 import gc
 import json
@@ -152,15 +151,13 @@ fail = functools.partial(command_line.fail, "timeline")
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("timeline", __doc__)
     add = parser.add_argument
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
         "stages, on rank 0")
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
-    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
-    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    command_line.add_sizes(add, batch_size=8)
     add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     command_line.check_workload(args, ("ranks",), MODELS, fail)

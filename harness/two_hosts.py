@@ -5,7 +5,6 @@ whose rows are in the file already is left out: what was interrupted goes on. `m
 file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad input.
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -52,15 +51,13 @@ VARIANTS = [*map(Choice, ("variants per_parameter", *muon.ROWS, *(f"variants {na
 
 
 def parse(description):
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("network", description)
     add = parser.add_argument
     add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
         help="the curve, at these rates (default %(const)s), with --json measured/network.json")
     add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
-    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
-    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    command_line.add_sizes(add, batch_size=8)
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only; or curve")
