@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-from harness import command_line, host_time, memory, results
+from harness import STAGES, command_line, host_time, memory, results
 from harness.alone import rank_0_of
 from harness.command_line import write
 from harness.examine import commit
@@ -26,7 +26,6 @@ from harness.results import GpuConditions, GpuResult, GpuRow
 from harness.tables import gpu_sheet, host_sheet, sheet_text
 from harness.training import UPDATE_BYTES
 
-STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 WARMUP_STEPS = 2  # the first one makes the state
 
 
@@ -100,7 +99,7 @@ def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, 
         machine=torch.cuda.get_device_name(device) if on_gpu else "CPU", torch=torch.__version__, dtype="float32",
         steps=n_steps, copy_bytes_per_s=copy_rate(device, copied_bytes), date=date.today().isoformat(), commit=commit())
     rows = [facts(stage, name, d, device, n_steps) for name in models
-            for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
+            for stage, d in [(None, 1), *((stage, d) for stage in STAGES[2:] for d in ranks)]]
     return GpuResult(conditions, rows, host_time.measure_ranks(device, n_steps=host_steps))
 
 
