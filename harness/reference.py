@@ -10,56 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.training import MainParamsTraining
 
-# --------------------------------------------------------------------------------------- What rung 0 does with DTensors
-
 
 def local(tensor):
     """Of a DTensor what lies on this rank; of anything else, itself."""
     return getattr(tensor, "_local_tensor", tensor)  # to_local() would be another tensor each time
-
-
-class OfDTensors:
-    """Before the class that averages and steps. Its inner optimizer sees tensors, and has its state by them: torch's
-    kernels refuse lists of both kinds.
-    """
-
-    @torch.no_grad()
-    def sync_grads(self):
-        """Sequence parallelism leaves partial sums: a gradient is laid out as its parameter is. Collective."""
-        for param in self.params():
-            if hasattr(param, "placements"):
-                param.grad = param.grad.redistribute(placements=param.placements)
-        super().sync_grads()
-
-    def step_own(self):
-        with self._local_params():
-            super().step_own()
-
-    def state_dict(self):
-        """This rank's part, in tensors, where parameters are DTensors."""
-        with self._local_params():
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict):
-        with self._local_params():
-            super().load_state_dict(state_dict)
-
-    @contextlib.contextmanager
-    def _local_params(self):
-        """Without what has no element on this rank, which CUDA's fused kernels refuse."""
-        outside = [group["params"] for group in self.param_groups]
-        spread = [param for param in sum(outside, []) if local(param) is not param]
-        for group in self.param_groups:
-            group["params"] = [local(param) for param in group["params"] if local(param).numel()]
-        for param in spread:
-            local(param).grad = local(param.grad)
-        try:
-            yield
-        finally:
-            for param in spread:
-                local(param).grad = None
-            for group, params in zip(self.param_groups, outside):
-                group["params"] = params
 
 
 def clip_grad_norm_(params, max_norm, norm_type):
@@ -85,12 +39,14 @@ def mean_over_ranks(loss, process_group):
     return loss / dist.get_world_size(process_group)
 
 
-# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, behind the face that the stages have
+# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, with the methods that stages have
 
 
-class Replicated(torch.optim.Optimizer):
+class DistributedOptimizer(torch.optim.Optimizer):
     """Averages gradients over the ranks, unless DDP has, and steps all parameters. Arguments: those of stage 1.
 
+    Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group(). The
+    inner optimizer sees tensors, and has its state by them: torch's kernels refuse lists of both kinds.
     Without: parameters that some ranks don't use, several dtypes, loss scaling, errors that say what is wrong.
     """
 
@@ -116,8 +72,29 @@ class Replicated(torch.optim.Optimizer):
     def params(self):
         return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
 
+    @contextlib.contextmanager
+    def local_params(self):
+        """Without what has no element on this rank, which CUDA's fused kernels refuse."""
+        outside = [group["params"] for group in self.param_groups]
+        spread = [param for param in sum(outside, []) if local(param) is not param]
+        for group in self.param_groups:
+            group["params"] = [local(param) for param in group["params"] if local(param).numel()]
+        for param in spread:
+            local(param).grad = local(param.grad)
+        try:
+            yield
+        finally:
+            for param in spread:
+                local(param).grad = None
+            for group, params in zip(self.param_groups, outside):
+                group["params"] = params
+
     @torch.no_grad()
     def sync_grads(self):
+        """Sequence parallelism leaves partial sums: a gradient is laid out as its parameter is. Collective."""
+        for param in self.params():
+            if hasattr(param, "placements"):
+                param.grad = param.grad.redistribute(placements=param.placements)
         grads = [local(param.grad) for param in self.params()]
         flat = flatten(grads)  # (numel of all,)
         flat /= dist.get_world_size(self.process_group)
@@ -125,7 +102,8 @@ class Replicated(torch.optim.Optimizer):
         torch._foreach_copy_(grads, cut_like(flat, grads))
 
     def step_own(self):
-        self.optimizer.step()
+        with self.local_params():
+            self.optimizer.step()
 
     def sync_params(self):
         """Every rank has stepped them all."""
@@ -158,13 +136,15 @@ class Replicated(torch.optim.Optimizer):
         """Gradients travel in `step` only: there is nothing to leave out."""
         return contextlib.nullcontext()
 
+    def state_dict(self):
+        """This rank's part, in tensors, where parameters are DTensors."""
+        with self.local_params():
+            return super().state_dict()
+
     def load_state_dict(self, state_dict):
-        self.optimizer.load_state_dict(state_dict)
-        self.share()
-
-
-class DistributedOptimizer(OfDTensors, Replicated):
-    """Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group()."""
+        with self.local_params():
+            self.optimizer.load_state_dict(state_dict)
+            self.share()
 
 
 # ------------------ What rows of variants that round something must agree with: everything on every rank, rounded alike
