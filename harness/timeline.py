@@ -73,10 +73,10 @@ def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
-    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
+    configuration, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
     gc.collect()
     with Memory(rank.device) as memory:
-        training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+        training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
         for batch in batches:
             training.step(batch)
         training.finish()
