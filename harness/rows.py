@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
 from harness import STAGES, muon
-from harness.exchange import in_place_of_gloos
+from harness.exchange import in_place_of_gloos, start
 from harness.owner_reduce import OwnerReduce
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, rounded
 from harness.training import ShardedTraining, Training
@@ -94,11 +94,7 @@ class ComputeAndBytes(Training):
         self.to, self.by = (dist.get_rank() + 1) % d, (dist.get_rank() - 1) % d
 
     def _send_and_compute(self, tokens, targets):
-        operations = []
-        for size in self.sizes:
-            operations.append(dist.P2POp(dist.isend, self.sent[:size], self.to))
-            operations.append(dist.P2POp(dist.irecv, self.received[:size], self.by))
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        self.works = start([(self.sent[:size], self.to, self.received[:size], self.by) for size in self.sizes], None)
         return self.model(tokens, targets)
 
     def update(self):
