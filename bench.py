@@ -11,7 +11,10 @@ import functools
 import sys
 from pathlib import Path
 
-from harness import command_line  # first: from here on Ctrl-C is one word
+from harness import command_line
+
+if __name__ == "__main__":
+    command_line.begin()
 
 import rich.console
 import rich.progress
@@ -38,13 +41,11 @@ fail = functools.partial(command_line.fail, "bench.py")
 
 
 def parse(rows, models):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("bench.py", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
     add("--model", help=f"one of {', '.join(models)} (default: tiny, on a GPU medium)")
-    add("--batch-size", type=int, default=4, help="sequences per rank (default 4)")
-    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    command_line.add_sizes(add, batch_size=4)
     add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32",

@@ -21,6 +21,9 @@ from pathlib import Path
 
 from harness import command_line
 
+if __name__ == "__main__":
+    command_line.begin()
+
 from grade import contract, grader, left_over, variants
 from grade.grader import Grader, Wrong
 from grade.levels import LEVELS

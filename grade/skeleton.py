@@ -8,8 +8,9 @@ import ast
 import sys
 from pathlib import Path
 
+from harness import STAGES
+
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = [path.name for path in sorted(ROOT.glob("stage[0-9]_*"))]
 ASKED = """
 stage1_naive_broadcast/optimizer.py
     ShardedOptimizer.shard: broadcast from rank 0, choose owners, hand on what this rank owns

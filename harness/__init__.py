@@ -1,4 +1,10 @@
 """What measuring and training need and no stage may know: one module a job. Stages' train.py import harness.train."""
 
-from harness import command_line as command_line  # before torch, which takes seconds, so that
-from harness import processes as processes  # from here on Ctrl-C is one word
+import sys
+
+from harness import command_line
+
+STAGES = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"  # folders, and packages
+
+if sys.argv[0] == "-m":  # Python's, while it looks for the module of `python -m harness.…`
+    command_line.begin()

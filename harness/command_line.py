@@ -1,15 +1,45 @@
-"""What a user wrote, refused in one line: options, models, and paths that can't be written; and files written whole."""
+"""What every program does: Ctrl-C in one word, what a user wrote refused in one line, and files written whole."""
 
+import argparse
 import contextlib
 import io
 import os
 import sys
 
+# ------------------------------------------------------------------- A program begins: an import alone changes nothing
+
+
+def begin():
+    """Of a program, before it loads torch, which takes seconds: Ctrl-C is one word, whenever it comes."""
+    sys.excepthook = say_interrupted
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
+
+
+def say_interrupted(kind, error, trace):
+    if not issubclass(kind, KeyboardInterrupt):
+        return sys.__excepthook__(kind, error, trace)
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a program, whose docstring is what --help says."""
+
+    def __init__(self, program, description):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.program = program
+
+    def error(self, message):
+        fail(self.program, message)
+
+
+def add_sizes(add, batch_size):
+    add("--batch-size", type=int, default=batch_size, help=f"sequences per rank (default {batch_size})")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+
+
 # ----------------------------- What a user wrote, refused in one line: options, models, and paths that can't be written
-
-
-if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
 
 
 def fail(program, message):

@@ -68,8 +68,8 @@ def n_runs(settings, choices):
 
 def _examine(workers, settings, choice, progress):
     """Checks and counts a row -> Row, without times."""
-    way = catalogue.find(*choice)
-    row = Row(*choice, way.kind, way.dtype)
+    configuration = catalogue.find(*choice)
+    row = Row(*choice, configuration.kind, configuration.dtype)
     progress(f"check: {row.name}")
     try:
         found = workers.run(examine, settings, *choice)

@@ -147,13 +147,13 @@ def examine(rank, settings, base, bucket_mb=None):
     """
     # On CUDA some sums are made in any order, which is faster: not here, where two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
-    way, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
-    before, reference = reference_params(settings, rank, way.reference, way.dtype)
+    configuration, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
+    before, reference = reference_params(settings, rank, configuration.reference, configuration.dtype)
     gc.collect()
     with Memory(rank.device) as memory:
-        model = make_model(settings, rank, way.dtype, way.starts_apart)
+        model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
         phases = {"model": memory.live}
-        training = way.build(model, adamw(settings))
+        training = configuration.build(model, adamw(settings))
         phases["optimizer"] = memory.settled()
         build_peak = memory.peak
         first_peaks, after, _ = memory_of_step(memory, training, batches[0])
@@ -180,12 +180,12 @@ def examine(rank, settings, base, bucket_mb=None):
     difference, movement = largest.tolist()
     numel = sum(param.numel() for param in model.parameters())
     return Row(
-        base, bucket_mb, way.kind, way.dtype, max_abs_diff=difference, collectives=ledger.collectives,
-        message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes, line_bytes=line_bytes,
-        wire_bytes_theory=round(way.wire_bytes(numel, rank.world_size)),
+        base, bucket_mb, configuration.kind, configuration.dtype, max_abs_diff=difference,
+        collectives=ledger.collectives, message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes,
+        line_bytes=line_bytes, wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),
         memory_bytes=phases, peak_bytes=peaks, activation_bytes=activations, held_bytes=kinds,
         bytes_per_param=sum(kinds.values()) / numel,
-        bytes_per_param_theory=way.bytes_per_param(numel, rank.world_size, training.optimizer)), movement
+        bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer)), movement
 
 
 def memory_of_step(memory, training, batch):
@@ -237,9 +237,9 @@ def _largest_difference(ones, others):
 @rows.in_its_context
 def time_steps(rank, settings, base, bucket_mb=None):
     """-> milliseconds of a steady step, and of the drain after the last, each on the slowest rank: see `steady`."""
-    way, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
+    configuration, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
     gc.collect()
-    training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+    training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
     for batch in batches[:WARMUP_STEPS]:
         training.step(batch)
     return steady(rank, training.step, batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps], training.finish)
@@ -288,9 +288,9 @@ MICRO_BATCHES = (1, 2, 4, 8)  # a step
 
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
-    way, batches = rows.find(*choice), make_batches(settings, rank)
+    configuration, batches = rows.find(*choice), make_batches(settings, rank)
     gc.collect()
-    training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+    training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
 
     def step(_):
         for micro in range(micro_batches):
@@ -299,7 +299,7 @@ def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
-    with way.inside():
+    with configuration.inside():
         for number in range(WARMUP_STEPS):
             step(number)
         step_ms, _ = steady(rank, step, range(max(2, settings.steps // 2 // micro_batches)), training.finish)

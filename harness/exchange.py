@@ -67,25 +67,30 @@ def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
     if async_op:
         raise NotImplementedError("the exchange in place of gloo's all-gather waits")
     rank, d = dist.get_rank(group), dist.get_world_size(group)
-    numel, parts, messages = max(1, PIECE_BYTES // input_tensor.itemsize), output_tensor.view(d, -1), []
+    numel, parts = max(1, PIECE_BYTES // input_tensor.itemsize), output_tensor.view(d, -1)
     mine = input_tensor.reshape(-1)
     if mine.data_ptr() != parts[rank].data_ptr():
         parts[rank].copy_(mine)
-    for distance in range(1, d):
-        to, by = (rank + distance) % d, (rank - distance) % d
-        for sent, received in zip(mine.split(numel), parts[by].split(numel)):
-            messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
-            messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=by))
-    for work in dist.batch_isend_irecv(messages) if messages else []:
+    for work in start([(piece, to, received, by) for to, by in neighbours(rank, d)
+                       for piece, received in zip(mine.split(numel), parts[by].split(numel))], group):
         work.wait()
+
+
+def neighbours(rank, d):
+    """-> (to, by) for each other rank: nearest first, so that no rank is the target of all."""
+    return [((rank + distance) % d, (rank - distance) % d) for distance in range(1, d)]
+
+
+def start(messages, group):
+    """`messages`: (sent, to, received, by) -> the works."""
+    operations = []
+    for sent, to, received, by in messages:
+        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=by))
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def exchange(pieces, received, number, rank, group):
     """Start piece `number` of every other rank's part, and of this rank's from every other -> the works."""
-    d, messages = len(pieces), []
-    for distance in range(1, d):
-        to, by = (rank + distance) % d, (rank - distance) % d
-        sent = pieces[to][number]
-        messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
-        messages.append(dist.P2POp(dist.irecv, received[number % 2, by, : sent.numel()], group=group, group_peer=by))
-    return dist.batch_isend_irecv(messages) if messages else []
+    return start([(pieces[to][number], to, received[number % 2, by, : pieces[to][number].numel()], by)
+                  for to, by in neighbours(rank, len(pieces))], group)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness import STAGES
+
 # ------------------------------------- The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256
 
 
@@ -127,13 +129,13 @@ def build_model(args, rank):
 # -------------------------------------------------------------------- The layers of a GPT, each shared by several ranks
 
 
-OTHERS = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "train"  # folders of the other train.py
+OTHERS = *STAGES[:3], "train"  # folders of the other train.py
 
 
 def misfit(tp, world_size, n_heads, sequence_length):
     """-> why `tp` ranks can't share the layers, or None."""
     if tp > 1 and Path(sys.argv[0]).resolve().parent.name in OTHERS:
-        return "it is for stage4_overlap/train.py, whose optimizer takes DTensors"
+        return f"it is for {STAGES[3]}/train.py, whose optimizer takes DTensors"
     for what, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
                     (f"sequences of {sequence_length}", sequence_length)):
         if n % tp:

@@ -6,8 +6,6 @@ One process plays rank 0 of d with torch's fake process group, and collectives r
 sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
 """
 
-import argparse
-import functools
 import importlib
 import statistics
 import time
@@ -19,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-from harness import command_line, host_time, memory, results
+from harness import STAGES, command_line, host_time, memory, results
 from harness.alone import rank_0_of
 from harness.command_line import write
 from harness.examine import commit
-from harness.formulas import UPDATE_BYTES
 from harness.gpt import GPT, MODELS
 from harness.results import GpuConditions, GpuResult, GpuRow
 from harness.tables import gpu_sheet, host_sheet, sheet_text
+from harness.training import UPDATE_BYTES
 
-STAGES = ["stage3_gradbuffer", "stage4_overlap"]
 WARMUP_STEPS = 2  # the first one makes the state
 
 
@@ -102,13 +99,13 @@ def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, 
         machine=torch.cuda.get_device_name(device) if on_gpu else "CPU", torch=torch.__version__, dtype="float32",
         steps=n_steps, copy_bytes_per_s=copy_rate(device, copied_bytes), date=date.today().isoformat(), commit=commit())
     rows = [facts(stage, name, d, device, n_steps) for name in models
-            for stage, d in [(None, 1), *((stage, d) for stage in STAGES for d in ranks)]]
+            for stage, d in [(None, 1), *((stage, d) for stage in STAGES[2:] for d in ranks)]]
     return GpuResult(conditions, rows, host_time.measure_ranks(device, n_steps=host_steps))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail = functools.partial(command_line.fail, "cuda")
+    parser = command_line.Parser("cuda", __doc__)
+    fail = parser.error
     parser.add_argument("--json", type=Path, default=Path("measured/cuda.json"), help="where the result is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():

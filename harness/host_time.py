@@ -6,8 +6,6 @@ A model of many 16 x 16 matrices, one after the other, and one process that play
 Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.
 """
 
-import argparse
-import functools
 import statistics
 import time
 
@@ -117,8 +115,8 @@ def numbers(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail = functools.partial(command_line.fail, "host")
+    parser = command_line.Parser("host", __doc__)
+    fail = parser.error
     parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
     parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
     parser.add_argument("--steps", type=int, default=60, help="of each row (default 60)")

@@ -1,6 +1,7 @@
 """The ledger: which collectives ran, of how many bytes, counted from outside. No stage knows that it is counted."""
 
 import queue
+import re
 import threading
 import time
 from collections import Counter
@@ -27,9 +28,11 @@ class Watcher:
         self.works.put(watched)
         return watched
 
-    def end(self):
+    def end(self, limit_s):
         self.works.put(None)
-        self.thread.join()
+        self.thread.join(limit_s)
+        if self.thread.is_alive():
+            raise TimeoutError(f"a message is not complete after {limit_s} s")
 
     def _run(self):
         while (watched := self.works.get()) is not None:
@@ -47,14 +50,15 @@ class WatchedWork(dist.Work):
     def finish(self):
         try:
             self.work.wait()
-        except RuntimeError as error:
+        except Exception as error:  # whoever waits raises it
             self.error = error
         self.work = None  # which holds what has arrived
         self.entry.completed_at = time.perf_counter()
         self.ended.set()
 
     def wait(self, timeout=None):
-        self.ended.wait()
+        if not self.ended.wait((timeout or dist.default_pg_timeout).total_seconds()):
+            raise TimeoutError(f"{self.entry.kind} of {self.entry.size} bytes is not complete")
         if self.error is not None:
             raise self.error
         return True
@@ -83,48 +87,45 @@ class Collective:
     group_name: str = ""
 
 
-# Operator -> (kind, its argument that holds the full tensor). The first half belongs to torch.distributed's functions,
-# the second to its functional collectives, which tensor parallelism, FSDP2 and torch.compile use.
+# Of torch.distributed: operator -> kind, and its arguments that are read and that are written. show/wires.py reads it.
 OPERATORS = {
-    "c10d::allreduce_": ("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
-    "c10d::allgather_": ("all_gather", "output_tensors"),
-    "c10d::allgather_coalesced_": ("all_gather", "output_lists"),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
-    "c10d::alltoall_base_": ("all_to_all", "input"),
-    "c10d::alltoall_": ("all_to_all", "input_tensors"),
-    "c10d::broadcast_": ("broadcast", "tensors"),
-    "c10d::reduce_": ("reduce", "tensors"),
-    "c10d::scatter_": ("scatter", "output_tensors"),  # a part, times d
-    "c10d::gather_": ("gather", "input_tensors"),  # a part, times d
-    "c10d::send": ("send", "tensors"),
-    "c10d::recv_": ("recv", "tensors"),
-    "c10d::recv_any_source_": ("recv", "tensors"),
-    "c10d::barrier": ("barrier", None),
-    "c10d::monitored_barrier_": ("barrier", None),
-    "_c10d_functional::all_reduce": ("all_reduce", "input"),
-    "_c10d_functional::all_reduce_": ("all_reduce", "input"),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "inputs"),
-    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "inputs"),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", "input"),  # a part, times d
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", "input"),  # a part, times d
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", "inputs"),  # a part, times d
-    "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
-    "_c10d_functional::broadcast": ("broadcast", "input"),
-    "_c10d_functional::broadcast_": ("broadcast", "input"),
-    "_c10d_functional::isend": ("send", "tensor"),
-    "_c10d_functional::irecv": ("recv", "tensor"),
+    "allreduce_": ("all_reduce", "tensors", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
+    "reduce_": ("reduce", "tensors", "tensors"),
+    "broadcast_": ("broadcast", "tensors", "tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor", "output_tensor"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors", "output_tensors"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs", "outputs"),
+    "_allgather_base_": ("all_gather", "input_tensor", "output_tensor"),
+    "allgather_": ("all_gather", "input_tensors", "output_tensors"),
+    "allgather_coalesced_": ("all_gather", "input_list", "output_lists"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "inputs", "outputs"),
+    "alltoall_base_": ("all_to_all", "input", "output"),
+    "alltoall_": ("all_to_all", "input_tensors", "output_tensors"),
+    "scatter_": ("scatter", "input_tensors", "output_tensors"),
+    "gather_": ("gather", "input_tensors", "output_tensors"),
+    "send": ("send", "tensors", None),
+    "recv_": ("recv", None, "tensors"),
+    "recv_any_source_": ("recv", None, "tensors"),
+    "barrier": ("barrier", None, None),
+    "monitored_barrier_": ("barrier", None, None),
 }
-ONE_PART = {"c10d::scatter_", "c10d::gather_", "_c10d_functional::all_gather_into_tensor",
-            "_c10d_functional::all_gather_into_tensor_out", "_c10d_functional::all_gather_into_tensor_coalesced"}
+# Of its functional collectives, which tensor parallelism, FSDP2 and torch.compile use: all read their first argument.
+FUNCTIONAL = re.compile("(all_reduce|reduce_scatter_tensor|all_gather_into_tensor|all_to_all_single|broadcast"
+                        "|isend|irecv)(_coalesced)?(_|_out)?")
 MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+
+
+def kind_and_tensors(operator, arguments):
+    """-> kind, and the lists of tensors that are read and that are written; of functional ones no more than is read."""
+    namespace, name = operator.split("::")
+    if namespace == "c10d" and name in OPERATORS:
+        kind, *used = OPERATORS[name]
+        return kind, [_flatten(arguments[argument]) for argument in used if argument]
+    if namespace == "_c10d_functional" and (found := FUNCTIONAL.fullmatch(name)):
+        kind = {"isend": "send", "irecv": "recv"}.get(found[1], re.sub("_(into_)?tensor|_single", "", found[1]))
+        return kind, [_flatten(next(iter(arguments.values())))]
+    raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
 
 def wire_bytes(kind, size, group_size, backend):
@@ -165,7 +166,7 @@ class Ledger(TorchDispatchMode):
                     raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
                 threading.Event().wait(0.001)
         for watcher in self.watchers.values():
-            watcher.end()
+            watcher.end(self.limit_s)
         self.watchers = {}
         return super().__exit__(*exception)
 
@@ -199,14 +200,12 @@ class Ledger(TorchDispatchMode):
     def entry_of(self, operator, arguments):
         if operator in MOVES_NOTHING:
             return None
-        if operator not in OPERATORS:
-            raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
-        kind, name = OPERATORS[operator]
-        tensors = _flatten(arguments[name]) if name else []
+        kind, used = kind_and_tensors(operator, arguments)
         group = _group(arguments)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        size *= group.size() if operator in ONE_PART else 1
-        dtype = tensors[0].dtype if tensors else None
+        sizes = [size for tensors in used if (size := sum(tensor.nbytes for tensor in tensors))] or [0]
+        in_parts = kind in ("all_gather", "gather", "scatter")  # of which every rank knows one
+        size = min(sizes) * group.size() if in_parts else max(sizes)
+        dtype = next((tensor.dtype for tensors in used for tensor in tensors), None)
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
         return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter(),

@@ -20,9 +20,8 @@ from harness import command_line, corpus, results
 from harness.command_line import write
 from harness.examine import Settings, describe
 from harness.gpt import GPT, MODELS
-from harness.reference import ddp_summed_in_bf16
 from harness.results import LossConditions, LossResult, LossRow
-from harness.rows import stage
+from harness.rows import ddp_summed_in_bf16, stage
 from harness.tables import loss_sheet, sheet_text
 from harness.training import Training
 from harness.workers import Workers, on_rank_0

@@ -79,7 +79,7 @@ def report_lost_rank(kind, error, trace):
     """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
-        return processes.say_interrupted(kind, error, trace)
+        return command_line.say_interrupted(kind, error, trace)
     sys.stdout.flush()
     missing = ", ".join(map(str, _missing_ranks()))
     lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
@@ -134,6 +134,7 @@ def connect(timeout_s=120):
 
     A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
     """
+    command_line.begin()
     sys.excepthook = report_lost_rank
     silence_torch()  # of cores, around which there is no guard that does
     if "RANK" not in os.environ:

@@ -38,16 +38,6 @@ def sharded(of_matrices, of_rest, prefetches=False):
     return build
 
 
-def holds(of_matrices, of_rest):
-    """Bytes a parameter: (whole, shared) of each kind, by how much of the model either is; and bucket buffers."""
-    def bytes_per_param(numel, d, pair):
-        n_rest = sum(param.numel() for group in pair.optimizers[1].param_groups for param in group["params"])
-        buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in pair.optimizers)
-        return sum(n * (whole + shared / d) for n, (whole, shared) in (
-            (numel - n_rest, of_matrices), (n_rest, of_rest))) / numel + buffers / numel
-    return bytes_per_param
-
-
 class PairTraining(Training):
     def finish(self):
         for optimizer in self.optimizer.optimizers:
@@ -131,8 +121,8 @@ whole = sharded(variants.muon.DistributedOptimizer, stage4_overlap.DistributedOp
 
 # name -> how it is built, what it holds of matrices and of the rest: (whole, shared) bytes a parameter
 ROWS = {
-    "ddp + muon": (ddp_and_muon, holds((12, 0), (16, 0))),
-    "stage 2 muon": (in_stage_2, holds((8, 4), (8, 8))),
-    "muon stacked by shape": (stacked, holds((8, 12), (8, 8))),
-    "variants muon": (whole, holds((4, 8), (4, 12))),
+    "ddp + muon": (ddp_and_muon, (12, 0), (16, 0)),
+    "stage 2 muon": (in_stage_2, (8, 4), (8, 8)),
+    "muon stacked by shape": (stacked, (8, 12), (8, 8)),
+    "variants muon": (whole, (4, 8), (4, 12)),
 }

@@ -1,4 +1,4 @@
-"""What a process asks of its system: Ctrl-C in one word, an end with its parent, freed memory that is kept."""
+"""What a process asks of its system: an end with its parent, freed memory that is kept."""
 
 import ctypes
 import os
@@ -6,18 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-# -------------------------------- Ctrl-C, SIGTERM, and the end of a parent: each ends a program in one word, or quietly
-
-
-def say_interrupted(kind, error, trace):
-    """Ctrl-C ends every program of the harness with one word, whenever it comes: while it still loads torch, too."""
-    if not issubclass(kind, KeyboardInterrupt):
-        return sys.__excepthook__(kind, error, trace)
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
-
-
-sys.excepthook = say_interrupted
+# -------------------------------------------------------- SIGTERM, and the end of a parent: each ends a program quietly
 
 
 def end_with_parent():

@@ -8,58 +8,12 @@ from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as cut_like
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.training import MainParamsTraining, Training
-
-# --------------------------------------------------------------------------------------- What rung 0 does with DTensors
+from harness.training import MainParamsTraining
 
 
 def local(tensor):
     """Of a DTensor what lies on this rank; of anything else, itself."""
     return getattr(tensor, "_local_tensor", tensor)  # to_local() would be another tensor each time
-
-
-class OfDTensors:
-    """Before the class that averages and steps. Its inner optimizer sees tensors, and has its state by them: torch's
-    kernels refuse lists of both kinds.
-    """
-
-    @torch.no_grad()
-    def sync_grads(self):
-        """Sequence parallelism leaves partial sums: a gradient is laid out as its parameter is. Collective."""
-        for param in self.params():
-            if hasattr(param, "placements"):
-                param.grad = param.grad.redistribute(placements=param.placements)
-        super().sync_grads()
-
-    def step_own(self):
-        with self._local_params():
-            super().step_own()
-
-    def state_dict(self):
-        """This rank's part, in tensors, where parameters are DTensors."""
-        with self._local_params():
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict):
-        with self._local_params():
-            super().load_state_dict(state_dict)
-
-    @contextlib.contextmanager
-    def _local_params(self):
-        """Without what has no element on this rank, which CUDA's fused kernels refuse."""
-        outside = [group["params"] for group in self.param_groups]
-        spread = [param for param in sum(outside, []) if local(param) is not param]
-        for group in self.param_groups:
-            group["params"] = [local(param) for param in group["params"] if local(param).numel()]
-        for param in spread:
-            local(param).grad = local(param.grad)
-        try:
-            yield
-        finally:
-            for param in spread:
-                local(param).grad = None
-            for group, params in zip(self.param_groups, outside):
-                group["params"] = params
 
 
 def clip_grad_norm_(params, max_norm, norm_type):
@@ -85,12 +39,14 @@ def mean_over_ranks(loss, process_group):
     return loss / dist.get_world_size(process_group)
 
 
-# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, behind the face that the stages have
+# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, with the methods that stages have
 
 
-class Replicated(torch.optim.Optimizer):
+class DistributedOptimizer(torch.optim.Optimizer):
     """Averages gradients over the ranks, unless DDP has, and steps all parameters. Arguments: those of stage 1.
 
+    Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group(). The
+    inner optimizer sees tensors, and has its state by them: torch's kernels refuse lists of both kinds.
     Without: parameters that some ranks don't use, several dtypes, loss scaling, errors that say what is wrong.
     """
 
@@ -116,8 +72,29 @@ class Replicated(torch.optim.Optimizer):
     def params(self):
         return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
 
+    @contextlib.contextmanager
+    def local_params(self):
+        """Without what has no element on this rank, which CUDA's fused kernels refuse."""
+        outside = [group["params"] for group in self.param_groups]
+        spread = [param for param in sum(outside, []) if local(param) is not param]
+        for group in self.param_groups:
+            group["params"] = [local(param) for param in group["params"] if local(param).numel()]
+        for param in spread:
+            local(param).grad = local(param.grad)
+        try:
+            yield
+        finally:
+            for param in spread:
+                local(param).grad = None
+            for group, params in zip(self.param_groups, outside):
+                group["params"] = params
+
     @torch.no_grad()
     def sync_grads(self):
+        """Sequence parallelism leaves partial sums: a gradient is laid out as its parameter is. Collective."""
+        for param in self.params():
+            if hasattr(param, "placements"):
+                param.grad = param.grad.redistribute(placements=param.placements)
         grads = [local(param.grad) for param in self.params()]
         flat = flatten(grads)  # (numel of all,)
         flat /= dist.get_world_size(self.process_group)
@@ -125,7 +102,8 @@ class Replicated(torch.optim.Optimizer):
         torch._foreach_copy_(grads, cut_like(flat, grads))
 
     def step_own(self):
-        self.optimizer.step()
+        with self.local_params():
+            self.optimizer.step()
 
     def sync_params(self):
         """Every rank has stepped them all."""
@@ -158,13 +136,15 @@ class Replicated(torch.optim.Optimizer):
         """Gradients travel in `step` only: there is nothing to leave out."""
         return contextlib.nullcontext()
 
+    def state_dict(self):
+        """This rank's part, in tensors, where parameters are DTensors."""
+        with self.local_params():
+            return super().state_dict()
+
     def load_state_dict(self, state_dict):
-        self.optimizer.load_state_dict(state_dict)
-        self.share()
-
-
-class DistributedOptimizer(OfDTensors, Replicated):
-    """Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group()."""
+        with self.local_params():
+            self.optimizer.load_state_dict(state_dict)
+            self.share()
 
 
 # ------------------ What rows of variants that round something must agree with: everything on every rank, rounded alike
@@ -177,89 +157,24 @@ def bf16_sum(_, bucket):
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def ddp_summed_in_bf16(model, adamw):
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, bf16_sum)
-    return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-class RoundedTraining(Training):
-    """What wire16 and moments16 must agree with: everything on every rank, and what they round, rounded."""
-
-    wire_dtype, sum_dtype, moments_dtype = torch.bfloat16, torch.float32, torch.float32
-
-    def update(self):
-        for param in self.model.parameters():
-            grad = (param.grad.to(self.wire_dtype) / dist.get_world_size()).to(self.sum_dtype)
-            dist.all_reduce(grad)
-            param.grad = grad.float()
-        self.optimizer.step()
-        for state in self.optimizer.state.values():
-            state.update({name: state[name].to(self.moments_dtype).float() for name in ("exp_avg", "exp_avg_sq")})
-
-
-class RoundedMoments(RoundedTraining):
-    wire_dtype, moments_dtype = torch.float32, torch.bfloat16
-
-
-class SummedIn16Bits(RoundedTraining):
-    """What DDP with bf16_compress_hook must agree with."""
-
-    sum_dtype = torch.bfloat16
-
-
-class RoundedTies(MainParamsTraining):
-    """What remainder16 must agree with: a parameter is its main parameter rounded, at ties away from zero."""
-
-    @torch.no_grad()
-    def update(self):
-        super().update()
-        for param, main_param in zip(self.model.parameters(), self.main_params):
-            param.view(torch.int16).copy_((main_param.view(torch.int32) + 2**15) >> 16)
-
-
-def rounded_gradients(model, adamw):
-    return RoundedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def rounded_moments(model, adamw):
-    return RoundedMoments(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def summed_in_bf16(model, adamw):
-    return SummedIn16Bits(model, model, torch.optim.AdamW(model.parameters(), **adamw))
-
-
-def rounded_ties(model, adamw):
-    return RoundedTies(model, adamw, dist.get_world_size())
+def rounded(**how):
+    """What rows of variants must agree with, of 32 bits: everything on every rank, and what they round, rounded."""
+    how = {"divided_in": torch.float32, **how}
+    return lambda model, adamw: MainParamsTraining(model, adamw, dist.get_world_size(), **how)
 
 
 # --------------------------------------------------------------- Training with 16-bit parameters, in full on every rank
 
 
-def replicated_16bit(model, adamw):
-    """The reference of rows with 16-bit parameters: gradients summed in fp32, AdamW on fp32 copies, on every rank."""
-    return MainParamsTraining(model, adamw, dist.get_world_size())
-
-
-def summed_in_fp32(model, adamw):
-    """As stage 3 with fp32 gradients: they are fp32 when they are divided."""
-    return MainParamsTraining(model, adamw, dist.get_world_size(), divided_in=torch.float32)
-
-
-def summed_in_16_bits(model, adamw):
-    """As stage 3 with 16-bit gradients."""
-    return MainParamsTraining(model, adamw, dist.get_world_size(), summed_in=None)
-
-
-def compute_only_16bit(model, adamw):
-    return MainParamsTraining(model, adamw, world_size=1)
+def in_16_bits(alone=False, **how):
+    """AdamW on fp32 copies, on every rank. `alone`: gradients stay there. `how`: see MainParamsTraining."""
+    return lambda model, adamw: MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **how)
 
 
 def ddp_16bit(bucket_cap_mb=None):
     """DDP averages 16-bit gradients while backward runs, and AdamW steps fp32 copies on every rank."""
     def build(model, adamw):
-        training = compute_only_16bit(model, adamw)
+        training = MainParamsTraining(model, adamw, world_size=1)
         training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
         return training
     return build

@@ -103,7 +103,7 @@ class RecordedStep:
 
 @kept
 class Row(OfChoice):
-    """`kind`, `dtype`: see catalogue.Way. Where it failed, `error` says so, and it has no times; `is_wrong`: it
+    """`kind`, `dtype`: see rows.Configuration. Where it failed, `error` says so, and it has no times; `is_wrong`: it
     computes something else than it should.
 
     Bytes in memory are those of the rank that holds most, by phase ("model", "optimizer", "backward", "step", "peak",

@@ -15,38 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
-from harness import muon
-from harness.exchange import in_place_of_gloos
-from harness.formulas import (
-    BYTES,
-    PIECE,
-    on_two_lines,
-    replicated,
-    replicated_and_two_pieces,
-    replicated_main_params,
-    replicated_pairs,
-    sharded_16bit_grads,
-    sharded_all,
-    sharded_by_owner,
-    sharded_gradients,
-    sharded_main_grads,
-    sharded_main_params,
-    sharded_moments,
-    travels,
-)
+from harness import STAGES, muon
+from harness.exchange import in_place_of_gloos, start
 from harness.owner_reduce import OwnerReduce
-from harness.reference import (
-    compute_only_16bit,
-    ddp_16bit,
-    ddp_summed_in_bf16,
-    replicated_16bit,
-    rounded_gradients,
-    rounded_moments,
-    rounded_ties,
-    summed_in_16_bits,
-    summed_in_bf16,
-    summed_in_fp32,
-)
+from harness.reference import bf16_sum, ddp_16bit, in_16_bits, rounded
 from harness.training import ShardedTraining, Training
 
 # ------------------------------------------------------------------------------------------------------------ Which row
@@ -103,6 +75,9 @@ def compute_only(model, adamw):
     return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
 
 
+PIECE = 2**18  # elements of one of its messages: 1 MiB, as in stage 4
+
+
 class ComputeAndBytes(Training):
     """Sends as many bytes as stage 4 while it computes, to the next rank; nothing waits for them before the step ends.
 
@@ -112,17 +87,14 @@ class ComputeAndBytes(Training):
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
         numel, d = sum(param.numel() for param in model.parameters()), dist.get_world_size()
-        n = round(travels(2)(numel, d) / BYTES)
+        n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
         self.sizes = [min(PIECE, n - start) for start in range(0, n, PIECE)]
+        self.optimizer.bucket_buffer_bytes = 2 * 4 * PIECE
         self.sent, self.received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
         self.to, self.by = (dist.get_rank() + 1) % d, (dist.get_rank() - 1) % d
 
     def _send_and_compute(self, tokens, targets):
-        operations = []
-        for size in self.sizes:
-            operations.append(dist.P2POp(dist.isend, self.sent[:size], self.to))
-            operations.append(dist.P2POp(dist.irecv, self.received[:size], self.by))
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        self.works = start([(self.sent[:size], self.to, self.received[:size], self.by) for size in self.sizes], None)
         return self.model(tokens, targets)
 
     def update(self):
@@ -131,19 +103,22 @@ class ComputeAndBytes(Training):
             work.wait()
 
 
-def beneath_ddp(package, bucket_cap_mb=None):
+def beneath_ddp(package, bucket_cap_mb=None, hook=None):
     """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps.
 
-    `bucket_cap_mb`: of DDP, in MiB; None is its default, 25.
+    `bucket_cap_mb`: of DDP, in MiB; None is its default, 25. `hook`: a communication hook of DDP.
     """
     def build(model, adamw):
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
         optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
         return Training(model, wrapped, optimizer)
     return build
 
 
 ddp = beneath_ddp("harness.reference")
+ddp_summed_in_bf16 = beneath_ddp("harness.reference", hook=bf16_sum)
 
 
 def ddp_and_zero(bucket_cap_mb=None):
@@ -185,12 +160,26 @@ def stage_with_prefetch(package, **settings):
     return build
 
 
-def hybrid(model, adamw):
-    """Pairs of ranks, and replicas across; where there are two ranks, or an odd number, replicas alone."""
-    d = dist.get_world_size()
-    shape = (d // 2, 2) if d > 2 and d % 2 == 0 else (d, 1)
-    mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
-    return stage_with_prefetch("variants.hybrid", mesh=mesh)(model, adamw)
+RANKS = 64  # of a group of make plan: eight nodes of eight hold 1/64 of the state each, nearly all that sharding saves
+
+
+def in_pairs(d):
+    """-> ranks of a group of the row `variants hybrid`: 2, where that leaves several groups."""
+    return 2 if d > 2 and d % 2 == 0 else 1
+
+
+def in_groups(d):
+    return RANKS if math.isinf(d) else math.gcd(d, RANKS)
+
+
+def hybrid(ranks_of_group, bucket_cap_mb=None):
+    """Stage 4 in groups of neighbours, replicated across them. `ranks_of_group(d)`: how many share the state."""
+    def build(model, adamw):
+        d = dist.get_world_size()
+        shape = d // ranks_of_group(d), ranks_of_group(d)
+        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
+        return stage_with_prefetch("variants.hybrid", mesh=mesh, bucket_cap_mb=bucket_cap_mb)(model, adamw)
+    return build
 
 
 def owner_reduce(bucket_cap_mb=None):
@@ -203,32 +192,49 @@ def optimizer_class(package, name="DistributedOptimizer"):
     return getattr(importlib.import_module(package), name)
 
 
-STAGE_1, STAGE_2, STAGE_3, STAGE_4 = "stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"
+STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
 
 
 # -------------------------------------------------------------------------------------------------------- What a row is
 
 
-class Way(NamedTuple):
+class Configuration(NamedTuple):
     """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
     peer, or noise (the reference once more: how far apart two timings of the same thing are).
 
-    `wire_bytes(numel, d)`: what a rank should send in a step. `bytes_per_param(numel, d, optimizer)`: what it should
-    hold for a parameter after a step, its gradient included. `starts_apart`: the constructor broadcasts the weights
-    from rank 0, which is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds
-    what a row of this dtype must agree with. `sized(bucket_cap_mb)` -> build, where a row has buckets. `inside()`: the
-    context in which it is measured: where a reduce-scatter sends what the formula says, see exchange.py.
+    Of a parameter, in bytes, with AdamW: `sends` times (d-1)/d is what a rank should send in a step, `whole` + `shared`
+    / d what it should hold after one, its gradient included, beside the buffers of buckets: as its chapter derives.
+    `sharing(d)`: how many of the ranks share. `starts_apart`: the constructor broadcasts the weights from rank 0, which
+    is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds what a row of this
+    dtype must agree with. `sized(bucket_cap_mb)` -> build, where a row has buckets. `inside()`: the context in which it
+    is measured: where a reduce-scatter sends what the formula says, see exchange.py. `of_rest`: `whole` and `shared`
+    of what the second of two optimizers steps.
     """
     name: str
     kind: str
     build: Callable
-    wire_bytes: Callable
-    bytes_per_param: Callable
+    sends: float
+    whole: float
+    shared: float = 0
+    sharing: Callable = lambda d: d
     starts_apart: bool = True
     dtype: str = "float32"
     reference: Callable = ddp
     sized: Callable | None = None
     inside: Callable = in_place_of_gloos
+    of_rest: tuple = ()
+
+    def wire_bytes(self, numel, d):
+        return self.sends * numel * (d - 1) / d
+
+    def bytes_per_param(self, numel, d, optimizer):
+        held, buffers = self.whole + self.shared / self.sharing(d), getattr(optimizer, "bucket_buffer_bytes", 0)
+        if self.of_rest:
+            whole, shared = self.of_rest
+            n_rest = sum(param.numel() for group in optimizer.optimizers[1].param_groups for param in group["params"])
+            held += (whole + shared / d - held) * n_rest / numel
+            buffers = sum(getattr(one, "bucket_buffer_bytes", 0) for one in optimizer.optimizers)
+        return held + buffers / numel
 
 
 # --------------------------------------- Stage 4 without a part of it: one half of its overlap, or what of it is tuning
@@ -263,79 +269,53 @@ def whole_messages():
     return mock.patch.object(stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
 
 
-# ----------------------------------------------- Stage 4 in groups of ranks, replicated across them: a row of make plan
-
-
-RANKS = 64  # of a group: eight nodes of eight hold 1/64 of the state each, nearly all that sharding saves
-
-
-def ranks_of_group(d):
-    return RANKS if math.isinf(d) else math.gcd(d, RANKS)
-
-
-def hybrid_of_groups(bucket_cap_mb=None):
-    """Neighbours are a group."""
-    def build(model, adamw):
-        d = dist.get_world_size()
-        mesh = dist.init_device_mesh(next(model.parameters()).device.type, (d // ranks_of_group(d), ranks_of_group(d)))
-        return stage_with_prefetch("variants.hybrid", mesh=mesh, bucket_cap_mb=bucket_cap_mb)(model, adamw)
-    return build
-
-
 # ------------------------------ Rows that are asked for: 16 bits by --dtype, variants by --rows, and those of make plan
 
 
 def rows_of_16_bits(dtype, short):
     """Parameters in 16 bits, AdamW on fp32 copies. Each row divides and sums as its reference does."""
-    stage_3 = functools.partial(stage, STAGE_3)
+    of_dtype = functools.partial(Configuration, dtype=dtype)
+    stage_4 = stage_with_prefetch(STAGE_4, reduce_dtype=torch.float32)  # NCCL alone would sum in 16 bits
     return [
-        Way(f"compute only {short}", "floor", compute_only_16bit, travels(0), replicated_main_params,
-            starts_apart=False, dtype=dtype, reference=replicated_16bit),
-        Way(f"stage 3 {short}/fp32", "stage", stage_3(grad_dtype=torch.float32), travels(1.5), sharded_main_grads,
-            dtype=dtype, reference=summed_in_fp32),
-        Way(f"stage 3 {short}/{short}", "stage", stage_3(), travels(1), sharded_16bit_grads, dtype=dtype,
-            reference=summed_in_16_bits),
-        Way(f"stage 4 overlap {short}", "stage", stage_with_prefetch(STAGE_4, reduce_dtype=torch.float32), travels(1),
-            sharded_main_params, dtype=dtype, reference=replicated_16bit),  # NCCL alone would sum in 16 bits
+        of_dtype(f"compute only {short}", "floor", in_16_bits(alone=True), 0, 20, starts_apart=False,
+                 reference=in_16_bits()),
+        of_dtype(f"stage 3 {short}/fp32", "stage", stage(STAGE_3, grad_dtype=torch.float32), 6, 6, 12,
+                 reference=in_16_bits(divided_in=torch.float32)),
+        of_dtype(f"stage 3 {short}/{short}", "stage", stage(STAGE_3), 4, 4, 16, reference=in_16_bits(summed_in=None)),
+        of_dtype(f"stage 4 overlap {short}", "stage", stage_4, 4, 2, 16, reference=in_16_bits()),
     ]
 
 
-def variant(name, build=None, wire=8, whole=4, shared=12, reference=ddp, dtype="float32"):
-    """A row of a file of variants/: a parameter takes `wire` bytes of the line, `whole` + `shared` / d of the rank, and
-    its share of buffers."""
-    return Way(f"variants {name}", "stage", build or stage_with_prefetch(f"variants.{name}"),
-               lambda numel, d: wire * numel * (d - 1) / d, lambda numel, d, optimizer:
-               whole + shared / d + getattr(optimizer, "bucket_buffer_bytes", 0) / numel,
-               reference=reference, dtype=dtype)
+def variant(name, sends=8, whole=4, shared=12, build=None, **more):
+    """A row of a file of variants/."""
+    return Configuration(f"variants {name}", "stage", build or stage_with_prefetch(f"variants.{name}"), sends, whole,
+                         shared, **more)
 
 
 # Shown where --rows asks for them.
 VARIANTS = [
-    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
-    *(Way(name, "stage" if name == "variants muon" else "peer", build,
-          travels(2), held, starts_apart="ddp" not in name, reference=muon.ddp_and_muon)
-      for name, (build, held) in muon.ROWS.items()),
-    Way("variants hybrid", "stage", hybrid, on_two_lines, replicated_pairs),
-    variant("wire16", wire=6, reference=rounded_gradients),
-    variant("moments16", shared=8, reference=rounded_moments),
+    variant("per_parameter", 8, 8, 8, stage("variants.per_parameter")),
+    *(Configuration(name, "stage" if name == "variants muon" else "peer", build, 8, *of_matrices, of_rest=of_rest,
+                    starts_apart="ddp" not in name, reference=muon.ddp_and_muon)
+      for name, (build, of_matrices, of_rest) in muon.ROWS.items()),
+    variant("hybrid", build=hybrid(in_pairs), sharing=in_pairs),
+    variant("wire16", 6, reference=rounded(divided_in=torch.bfloat16)),
+    variant("moments16", shared=8, reference=rounded(moments_in=torch.bfloat16)),
     variant("finite"),
     variant("blocks"),
     variant("offload", shared=16),
-    variant("remainder16", wire=4, whole=2, shared=14, reference=rounded_ties, dtype="bfloat16"),
-    Way("ddp summed in bf16", "peer", ddp_summed_in_bf16, travels(1), replicated, reference=summed_in_bf16),
+    variant("remainder16", 4, 2, 14, reference=in_16_bits(ties_away=True), dtype="bfloat16"),
+    Configuration("ddp summed in bf16", "peer", ddp_summed_in_bf16, 4, 16,
+                  reference=rounded(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]
 
 
-def planned(name, make, whole, shared, among=lambda d: d, **settings):
-    """A row of make plan: after a step a parameter takes `whole` + `shared` / d bytes, and its share of buffers.
-
-    `among`: how many of d ranks share."""
-    return Way(name, "stage", make(**settings), travels(1), lambda numel, d, optimizer:
-               whole + shared / among(d) + optimizer.bucket_buffer_bytes / numel, dtype="bfloat16",
-               sized=lambda cap_mb: make(bucket_cap_mb=cap_mb))
+def planned(name, make, whole, shared, sharing=lambda d: d):
+    return Configuration(name, "stage", make(), 4, whole, shared, sharing, dtype="bfloat16",
+                         sized=lambda cap_mb: make(bucket_cap_mb=cap_mb))
 
 
-# With 16-bit parameters, for GPUs.
+# Rows of make plan: with 16-bit parameters, for GPUs.
 PLANNED = [
     planned("ddp bf16", ddp_16bit, 20, 0),
     planned("owner reduce bf16", owner_reduce, 2, 6),
@@ -343,44 +323,39 @@ PLANNED = [
     planned("stage 2 bf16", functools.partial(stage, STAGE_2), 4, 4),
     *rows_of_16_bits("bfloat16", "bf16")[1:3],
     planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 2, 16),
-    planned(f"hybrid of {RANKS} bf16", hybrid_of_groups, 2, 16, ranks_of_group),
+    planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), 2, 16, in_groups),
 ]
 
 
-# --------------------------------- The rows: each way to train by its name, with what it must agree with, send and hold
+# -------------------------------- The rows: each configuration by its name, with what it must agree with, send and hold
 
 
 def row_of_stage_4(name, make):
     """`make(bucket_cap_mb=None)` -> build."""
-    return Way(name, "stage", make(), travels(2), sharded_gradients, sized=lambda mb: make(bucket_cap_mb=mb))
+    return Configuration(name, "stage", make(), 8, 4, 12, sized=lambda mb: make(bucket_cap_mb=mb))
 
 
 # The shortest names that say what a row is: the table has to fit a terminal.
 ROWS = [
-    Way("compute only", "floor", compute_only, travels(0), replicated, starts_apart=False),
-    Way("compute + bytes", "floor", ComputeAndBytes, travels(2), replicated_and_two_pieces, starts_apart=False),
-    Way("ddp", "reference", ddp, travels(2), replicated,
-        sized=functools.partial(beneath_ddp, "harness.reference")),
-    Way("ddp + stage 1", "stage", beneath_ddp(STAGE_1), travels(3), sharded_moments,
-        sized=functools.partial(beneath_ddp, STAGE_1)),
-    Way("ddp + stage 2", "stage", beneath_ddp(STAGE_2), travels(3), sharded_moments,
-        sized=functools.partial(beneath_ddp, STAGE_2)),
-    Way("rung 0 replicated", "stage", stage("harness.reference"), travels(2), replicated),
-    Way("stage 1 naive broadcast", "stage", stage(STAGE_1), travels(3), sharded_moments),
-    Way("stage 2 all-gather", "stage", stage(STAGE_2), travels(3), sharded_moments),
-    Way("stage 3 grad buffer", "stage", stage(STAGE_3), travels(2), sharded_moments),
+    Configuration("compute only", "floor", compute_only, 0, 16, starts_apart=False),
+    Configuration("compute + bytes", "floor", ComputeAndBytes, 8, 16, starts_apart=False),
+    Configuration("ddp", "reference", ddp, 8, 16, sized=functools.partial(beneath_ddp, "harness.reference")),
+    Configuration("ddp + stage 1", "stage", beneath_ddp(STAGE_1), 12, 8, 8, sized=lambda mb: beneath_ddp(STAGE_1, mb)),
+    Configuration("ddp + stage 2", "stage", beneath_ddp(STAGE_2), 12, 8, 8, sized=lambda mb: beneath_ddp(STAGE_2, mb)),
+    Configuration("rung 0 replicated", "stage", stage("harness.reference"), 8, 16),
+    Configuration("stage 1 naive broadcast", "stage", stage(STAGE_1), 12, 8, 8),
+    Configuration("stage 2 all-gather", "stage", stage(STAGE_2), 12, 8, 8),
+    Configuration("stage 3 grad buffer", "stage", stage(STAGE_3), 8, 8, 8),
     row_of_stage_4("stage 4 overlap", functools.partial(stage_with_prefetch, STAGE_4)),
-    Way("ddp + torch ZeRO", "peer", ddp_and_zero(), travels(3), sharded_moments, sized=ddp_and_zero),
-    Way("owner reduce", "peer", owner_reduce(), travels(2), sharded_by_owner, sized=owner_reduce),
-    Way("fsdp2", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False),
-    Way("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), travels(3), sharded_all, starts_apart=False),
-    Way("stage 2, gloo's own", "stage", stage(STAGE_2), travels(3), sharded_moments,
-        inside=contextlib.nullcontext),
-    Way("stage 3, gloo's own", "stage", stage(STAGE_3), travels(2), sharded_moments,
-        inside=contextlib.nullcontext),
-    Way("fsdp2, gloo's own", "peer", fsdp2(reshard_after_forward=False), travels(2), sharded_all, starts_apart=False,
-        inside=contextlib.nullcontext),
-    Way("ddp again", "noise", ddp, travels(2), replicated),
+    Configuration("ddp + torch ZeRO", "peer", ddp_and_zero(), 12, 8, 8, sized=ddp_and_zero),
+    Configuration("owner reduce", "peer", owner_reduce(), 8, 4, 12, sized=owner_reduce),
+    Configuration("fsdp2", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False),
+    Configuration("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), 12, 0, 16, starts_apart=False),
+    Configuration("stage 2, gloo's own", "stage", stage(STAGE_2), 12, 8, 8, inside=contextlib.nullcontext),
+    Configuration("stage 3, gloo's own", "stage", stage(STAGE_3), 8, 8, 8, inside=contextlib.nullcontext),
+    Configuration("fsdp2, gloo's own", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False,
+                  inside=contextlib.nullcontext),
+    Configuration("ddp again", "noise", ddp, 8, 16),
     *rows_of_16_bits("bfloat16", "bf16"),
     *rows_of_16_bits("float16", "fp16"),
 ]
@@ -395,20 +370,19 @@ APART = [
 ]
 # What of stage 4 is tuning, and no idea, left out. Measured on two hosts, too.
 UNTUNED = [
-    Way("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), travels(2), sharded_gradients,
-        inside=whole_messages),
+    Configuration("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), 8, 4, 12, inside=whole_messages),
 ]
 
 
 def find(base, bucket_mb=None):
-    """The row of that name -> Way, with buckets of `bucket_mb` MiB; None: of its default size."""
-    way = next((way for way in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if way.name == base), None)
-    if way is None or bucket_mb is not None and way.sized is None:
+    """The row of that name -> Configuration, with buckets of `bucket_mb` MiB; None: of its default size."""
+    found = next((row for row in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
+    if found is None or bucket_mb is not None and found.sized is None:
         raise LookupError(f"there is no row {Choice(base, bucket_mb).name!r}")
     if bucket_mb is None:
-        return way
-    kind = "peer" if way.kind == "reference" else way.kind
-    return way._replace(kind=kind, build=way.sized(bucket_mb))
+        return found
+    kind = "peer" if found.kind == "reference" else found.kind
+    return found._replace(kind=kind, build=found.sized(bucket_mb))
 
 
 def in_its_context(measure):

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from harness import results
 from harness import rows as catalogue
-from harness.formulas import UPDATE_BYTES
 from harness.memory import KINDS
 from harness.results import Row
 from harness.rows import Choice
+from harness.training import UPDATE_BYTES
 
 NONE = "–"
 

@@ -1,6 +1,5 @@
 """One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
 
-import argparse
 import functools
 import gc
 import json
@@ -74,10 +73,10 @@ def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
-    way, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
+    configuration, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
     gc.collect()
     with Memory(rank.device) as memory:
-        training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
+        training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
         for batch in batches:
             training.step(batch)
         training.finish()
@@ -152,15 +151,13 @@ fail = functools.partial(command_line.fail, "timeline")
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("timeline", __doc__)
     add = parser.add_argument
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
         "stages, on rank 0")
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
-    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
-    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    command_line.add_sizes(add, batch_size=8)
     add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     command_line.check_workload(args, ("ranks",), MODELS, fail)

@@ -5,6 +5,8 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
+
 
 class Training:
     """A model and an optimizer in the loop that every train.py runs, in two halves so that memory can be read between.
@@ -49,16 +51,23 @@ class Training:
 
 
 class MainParamsTraining(Training):
-    """16-bit parameters whose fp32 copies, the main parameters, are stepped. `world_size` 1: without communication.
+    """Parameters whose fp32 copies, the main parameters, are stepped; of fp32 they are no copies.
 
-    `divided_in`, `summed_in`: the dtypes in which gradients are averaged; None is that of the parameters.
+    Args:
+        world_size: 1 is without communication.
+        divided_in, summed_in: the dtypes in which gradients are averaged; None is that of the parameters.
+        moments_in: the dtype that AdamW's moments are rounded to.
+        ties_away: a parameter is its main parameter rounded, at ties away from zero, as in variants/remainder16.py.
     """
 
-    def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32):
+    def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32, moments_in=None,
+                 ties_away=False):
         self.main_params = [param.detach().float() for param in model.parameters()]
         super().__init__(model, model, torch.optim.AdamW(self.main_params, **adamw))
         self.world_size, self.divided_in, self.summed_in = world_size, divided_in, summed_in
+        self.moments_in, self.ties_away = moments_in, ties_away
 
+    @torch.no_grad()
     def update(self):
         params = list(self.model.parameters())
         for param, main_param in zip(params, self.main_params):
@@ -67,8 +76,11 @@ class MainParamsTraining(Training):
                 dist.all_reduce(grad)
             main_param.grad = grad.float()
         self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(params, self.main_params)
+        for state in self.optimizer.state.values() if self.moments_in else ():
+            state.update({name: state[name].to(self.moments_in).float() for name in ("exp_avg", "exp_avg_sq")})
+        torch._foreach_copy_(params, self.main_params)
+        for param, main_param in zip(params, self.main_params) if self.ties_away else ():
+            param.view(torch.int16).copy_((main_param.view(torch.int32) + 2**15) >> 16)
 
     def zero_grad(self):
         self.optimizer.zero_grad()

@@ -5,7 +5,7 @@ whose rows are in the file already is left out: what was interrupted goes on. `m
 file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad input.
 """
 
-import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,25 +19,25 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness import command_line, every_row, examine, meeting, muon, timeline
+from harness import command_line, every_row, examine, meeting, pictures, tables, timeline
 from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
 from harness.examine import Settings
+from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep
 from harness.rows import Choice, is_asked
 from harness.workers import WorkerError
 
-# -------------------- The command line: read outside and on each host. It loads no torch: bad input is answered at once
+# ------------------------------------------------------------- The command line: read outside, and on each of the hosts
 
 
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO",
-                      "fsdp2", "rung 0 replicated", "stage 1 naive broadcast", "stage 2 all-gather",
-                      "stage 3 grad buffer", "owner reduce")), Choice("owner reduce", 2),
+ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
+                      "rung 0 replicated", *catalogue.LADDER[1:4], "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
                       "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
@@ -47,20 +47,17 @@ CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-
 # Steps of a round: on a slow line each is long, and the line alone decides how long.
 CURVE_STEPS = {"100mbit": 3, "200mbit": 3, "300mbit": 4, "600mbit": 5, "1gbit": 6, "2.5gbit": 6}
 # Where --rows asks for them.
-VARIANTS = [*map(Choice, ("variants per_parameter", *muon.ROWS, *(f"variants {name}" for name in (
-    "hybrid", "wire16", "moments16", "finite", "blocks", "offload", "remainder16")), "ddp summed in bf16"))]
+VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]
 
 
 def parse(description):
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("network", description)
     add = parser.add_argument
     add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
         help="the curve, at these rates (default %(const)s), with --json measured/network.json")
     add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
     add("--model", default="tiny", help="see bench.py (default tiny)")
-    add("--batch-size", type=int, default=8, help="sequences per rank (default 8)")
-    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
+    command_line.add_sizes(add, batch_size=8)
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only; or curve")
@@ -156,7 +153,8 @@ class Hosts:
     def remove(names):
         for name in names:
             for pid in run("ip", "netns", "pids", name).split():
-                end(int(pid))
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                    os.kill(int(pid), signal.SIGKILL)
             run("ip", "netns", "delete", name)
 
     def start(self, host, *command):
@@ -176,13 +174,6 @@ class Hosts:
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
                                 cwd=Path(__file__).resolve().parents[1], start_new_session=True,
                                 preexec_fn=prepare)
-
-
-def end(pid):
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it has ended by itself
 
 
 def run(*command):
@@ -318,14 +309,12 @@ def earlier(args):
         return []
     if not args.json.is_file():
         fail(f"--json {args.json}: it is no file: results of other rates are kept in it")
+    other = f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file"
     try:
         results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
     except (OSError, ValueError) as error:
-        fail(f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file: "
-             f"{error}")
-    if not all(result.conditions.rate for result in results):
-        fail(f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file")
-    return results
+        fail(f"{other}: {error}")
+    return results if all(result.conditions.rate for result in results) else fail(other)
 
 
 def add_to_file(args, result):
@@ -333,7 +322,6 @@ def add_to_file(args, result):
 
     What was asked for and has failed isn't taken over from the run before.
     """
-    from harness import pictures
     kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
     result = saved.merged(result, earlier(args), kept)
     write("--json", args.json, saved.to_json(result), fail)
@@ -343,8 +331,6 @@ def add_to_file(args, result):
 
 def measure_curve(args):
     """At each rate a run of this program, in turn; then the table of all of them."""
-    from harness import tables
-
     def measured():
         return {result.conditions.rate: result for result in earlier(args)
                 if all(result.timed(*choice) for choice in CURVE)}
@@ -373,16 +359,9 @@ def main():
     args = parse(__doc__)
     if args.curve:
         return measure_curve(args)
-    # Here: bad input is answered before torch is loaded.
     if INSIDE in os.environ:
-        # merged
         measure_here(args)
         os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
-    from harness import every_row, pictures
-    from harness import rows as catalogue
-    from harness import tables as terminal
-    from harness.gpt import MODELS
-
     command_line.check_workload(args, ("rounds", "steps", "timeout"), MODELS, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
@@ -411,7 +390,7 @@ def main():
         if args.json:
             add_to_file(args, result)
     finally:  # see bench.py
-        terminal.show(result)
+        tables.show(result)
     if args.json:
         picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
         print(f"{steps}written to {args.json}{picture}")

@@ -17,6 +17,10 @@ import sys
 from pathlib import Path
 
 from harness import command_line
+
+if __name__ == "__main__":
+    command_line.begin()
+
 from harness.workers import WorkerError
 
 from . import figures, page, programs, record, replicated, terminal

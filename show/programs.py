@@ -4,13 +4,13 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness import STAGES
 from harness.workers import Workers
 
 from . import frames, page, record, replicated
 from .record import Program
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap")
 ONE, TWO, THREE, FOUR = STAGES
 EIGHT = (1, 2, 3, 4, 1, 2, 3, 4)  # two for each rank: a shard of one parameter is flat as it is, and not copied
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")

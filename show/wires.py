@@ -13,22 +13,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from harness import ledger
+
 # Operator -> kind, and its arguments that are read and that are written.
-OPERATORS = {
-    "allreduce_": ("all-reduce", "tensors", "tensors"),
-    "reduce_": ("reduce", "tensors", "tensors"),
-    "broadcast_": ("broadcast", "tensors", "tensors"),
-    "_reduce_scatter_base_": ("reduce-scatter", "input_tensor", "output_tensor"),
-    "reduce_scatter_": ("reduce-scatter", "input_tensors", "output_tensors"),
-    "_allgather_base_": ("all-gather", "input_tensor", "output_tensor"),
-    "allgather_": ("all-gather", "input_tensors", "output_tensors"),
-    "alltoall_base_": ("all-to-all", "input", "output"),
-    "alltoall_": ("all-to-all", "input_tensors", "output_tensors"),
-    "scatter_": ("scatter", "input_tensors", "output_tensors"),
-    "gather_": ("gather", "input_tensors", "output_tensors"),
-    "send": ("send", "tensors", None),
-    "recv_": ("receive", None, "tensors"),
-}
+OPERATORS = {name: ({"recv": "receive"}.get(kind, kind.replace("_", "-")), *used)
+             for name, (kind, *used) in ledger.OPERATORS.items() if any(used) and name != "recv_any_source_"}
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from harness import STAGES as STAGES
 from harness import alone
 
-STAGES = ["stage1_naive_broadcast", "stage2_allgather", "stage3_gradbuffer", "stage4_overlap"]
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

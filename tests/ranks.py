@@ -159,7 +159,7 @@ def _be_a_rank(command, environment, cwd, outputs, server):
     sys.path[:] = [*found_first, *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if (ROOT / name.split(".")[0]).is_dir()]:
         del sys.modules[name]
-    sys.argv[:] = command
+    sys.argv[:] = ["-m", *command[1:]] if module else command
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__file__ = command[0]
     try:

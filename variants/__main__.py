@@ -11,9 +11,13 @@ import re
 from pathlib import Path
 from unittest import mock
 
+from harness import command_line
+
+if __name__ == "__main__":
+    command_line.begin()
+
 import torch
 
-from harness import command_line
 from harness import results as saved
 from harness import rows as catalogue
 from harness.alone import rank_0_of

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -13,7 +14,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from harness.gpt import GPT, MODELS, build_model
 from harness.options import warmup_then_cosine
 from harness.results import Stop
 from harness.workers import WorkerError, Workers
-from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.harness.faults import STOPS, Run, converted, die_at, differing, same, seen, state_of
 from tests.ranks import run_alone, run_ranks
@@ -55,20 +54,14 @@ def train(script, folder, ranks=3):
     return ended[0].stdout
 
 
-def last_loss(printed):
-    return float(re.findall(r"validation loss after: (\d+\.\d+)", printed)[-1])
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """-> function(stage, ranks): the folder of a run that nobody disturbs, and its last loss."""
-    found = {}
-
-    def undisturbed(stage, ranks=3):
-        if (stage, ranks) not in found:
-            folder = tmp_path_factory.mktemp(stage)
-            found[stage, ranks] = folder, last_loss(train(f"{stage}/train.py", folder, ranks))
-        return found[stage, ranks]
+    """-> function(stage): the folder of a run that nobody disturbs."""
+    @functools.cache
+    def undisturbed(stage):
+        folder = tmp_path_factory.mktemp(stage)
+        train(f"{stage}/train.py", folder)
+        return folder
     return undisturbed
 
 
@@ -97,20 +90,39 @@ def test_random_kills_lose_nothing(in_full, tmp_path):
     seen(f"SIGKILL at a random moment, {while_saving} in a save", kills, "the newest complete checkpoint")
 
 
-MOMENTS = [(STAGES[3], "backward"), (STAGES[2], "step"), (STAGES[3], "prefetch"), (STAGES[3], "save")]
+LOST, SAVED_BY_ALL = [1, -9, 1], [75] * 3  # exit codes of the three ranks
+SCENARIOS = [  # a stage; when rank 1 sends itself which signal; the exit codes, and the step that all go on from
+    (4, "backward", LOST, 10), (3, "step", LOST, 10), (4, "prefetch", LOST, 10), (4, "save", LOST, 10),
+    (4, "backward:SIGSTOP", LOST, 10), (4, "backward:SIGTERM", SAVED_BY_ALL, 15), (2, "step:SIGUSR1", SAVED_BY_ALL, 15),
+    (4, "after step:SIGHUP", SAVED_BY_ALL, 16), (3, "save:SIGTERM", SAVED_BY_ALL, 21),
+]
 
 
-@pytest.mark.parametrize("stage, moment", MOMENTS)
-def test_when_a_rank_is_killed_the_others_end_with_one_line_and_nothing_is_lost(stage, moment, undisturbed, tmp_path):
-    """Without torchrun, which would end them itself. Then all are started again, with the same folder."""
-    folder = tmp_path / "run"
-    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *command(folder, ranks=3))
-    assert [rank.code for rank in ended] == [1, -9, 1]
-    the_others_name_rank_1(ended)
+@pytest.mark.parametrize("number, moment, codes, step", SCENARIOS)
+def test_whatever_happens_to_one_rank_the_others_say_so_in_one_line_and_nothing_is_lost(
+        number, moment, codes, step, undisturbed, tmp_path):
+    """Without torchrun, which would end them itself; in step 15, or in the save after step 20. Then the same again.
+
+    SIGKILL, and SIGSTOP, which ends a run by its time-out: the others name rank 1. A signal that asks to stop is heard
+    after the step under way, or, too late for the step's own exchange, after the next one: all save it.
+    """
+    folder, stage, signalled = tmp_path / "run", STAGES[number - 1], moment.partition(":")[2]
+    more = ["--timeout", "3"] if signalled == "SIGSTOP" else []
+    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *command(folder, 3), *more)
+    assert [rank.code for rank in ended] == codes, ended[0].stderr + ended[1].stderr
+    if codes == SAVED_BY_ALL:
+        assert f"stopped by {signalled} after step {step}, which is saved: the same command goes on " in ended[0].stdout
+        assert "stopped" not in ended[1].stdout
+    else:
+        the_others_name_rank_1(ended)
     if moment == "save":
-        assert latest(folder).name == "step-00000010" and any(folder.glob("step-00000020.*.partial"))
-    assert f"resumed from {folder}/step-00000010" in train(f"{stage}/train.py", folder)
-    assert same(folder, undisturbed(stage)[0], tmp_path)
+        assert any(folder.glob("step-00000020.*.partial"))
+    assert latest(folder).name == f"step-{step:08}"
+    assert f"resumed from {folder}/step-{step:08}\n" in train(f"{stage}/train.py", folder)
+    assert same(folder, undisturbed(stage), tmp_path) and not list(folder.glob("*.partial"))
+    if signalled == "SIGSTOP":
+        assert any("imed out" in ended[rank].stderr for rank in (0, 2))
+        seen("SIGSTOP to one rank, --timeout 3", 1, "named by the others after that")
 
 
 def the_others_name_rank_1(ended):
@@ -119,6 +131,13 @@ def the_others_name_rank_1(ended):
         # The other may be slow to say that it is there, and is named too then.
         assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
         assert "Traceback" not in ended[rank].stderr
+
+
+def one_step(model, optimizer, scheduler, batch):
+    model(*batch).backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
 
 
 STEPS, SAVED = 4, 3  # of a whole run; that of the save in which a rank ends
@@ -139,10 +158,7 @@ def trained(rank, stage, folder, steps, killed=None, at=0):
     with contextlib.redirect_stdout(None):  # where it goes on from
         checkpoints = Checkpoints(args, rank, model, optimizer, scheduler)
     for step in range(checkpoints.first_step, steps):
-        model(*batches.batch(step)).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, scheduler, batches.batch(step))
         if rank.rank == killed and step + 1 == SAVED:
             die_at(at)
         checkpoints.step_done()
@@ -175,22 +191,6 @@ def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(in_full, tmp_p
 # ----------------------------------------------------------------------------------------- a rank is told, or stopped
 
 
-@pytest.mark.parametrize("stage, moment, step", [
-    (3, "backward:SIGTERM", 15), (1, "step:SIGUSR1", 15), (3, "after step:SIGHUP", 16), (2, "save:SIGTERM", 21),
-])
-def test_a_signal_to_one_rank_saves_on_all_after_the_step_under_way_and_the_same_command_goes_on(
-        stage, moment, step, undisturbed, tmp_path):
-    """It comes in step 15, or in the save after step 20. Too late for the step's own exchange: after the next one."""
-    folder, script = tmp_path / "run", f"{STAGES[stage]}/train.py"
-    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, script, *command(folder, 3))
-    assert [rank.code for rank in ended] == [75] * 3, ended[0].stderr + ended[1].stderr
-    name = moment.split(":")[1]
-    assert f"stopped by {name} after step {step}, which is saved: the same command goes on " in ended[0].stdout
-    assert latest(folder).name == f"step-{step:08}" and "stopped" not in ended[1].stdout
-    assert f"resumed from {folder}/step-{step:08}\n" in train(script, folder)
-    assert same(folder, undisturbed(STAGES[stage])[0], tmp_path)
-
-
 def test_signals_under_torchrun(tmp_path):
     """SIGUSR1 for one rank: torchrun starts all anew. SIGTERM for torchrun; then the same command again."""
     steps, folder = 500, tmp_path / "signalled"
@@ -215,38 +215,13 @@ def test_signals_under_torchrun(tmp_path):
     seen("SIGTERM to torchrun", 1, f"saved by all after step {second}")
 
 
-def test_a_rank_that_is_stopped_is_named_by_the_others_after_the_time_out(undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    ended = run_ranks(3, "tests/checkpoint/killed.py", "backward:SIGSTOP", TRAIN_4, *command(folder, 3),
-                      "--timeout", "3")
-    assert [rank.code for rank in ended] == [1, -9, 1]
-    the_others_name_rank_1(ended)
-    assert any("imed out" in ended[rank].stderr for rank in (0, 2))
-    assert f"resumed from {folder}/step-00000010" in train(TRAIN_4, folder)
-    assert same(folder, undisturbed(STAGES[3])[0], tmp_path)
-    seen("SIGSTOP to one rank, --timeout 3", 1, "named by the others after that")
-
-
 # ----------------------------------------------------------------------------------------- a folder, another run in it
-
-
-@pytest.mark.parametrize("stage", STAGES[2:])
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(stage, undisturbed, tmp_path):
-    """What an interruption after step 20 leaves: the checkpoints until then, and the beginning of one."""
-    folder, _ = undisturbed(stage)
-    for step in (10, 20):
-        (tmp_path / f"step-{step:08}").symlink_to(folder / f"step-{step:08}")
-    (tmp_path / "step-00000030.0-0123456789ab-0.partial").mkdir()
-    printed = train(f"{stage}/train.py", tmp_path)
-    assert f"resumed from {tmp_path}/step-00000020" in printed and "step 21/30" in printed
-    assert not list(tmp_path.glob("*.partial"))
-    assert same(tmp_path, folder, tmp_path)
 
 
 def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
     folder = tmp_path / "step-00000030"
     folder.mkdir()
-    for file in (undisturbed(STAGES[3])[0] / folder.name).iterdir():
+    for file in (undisturbed(STAGES[3]) / folder.name).iterdir():
         (folder / file.name).write_bytes(file.read_bytes()[:-1])
     run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
     assert run.code == 2 and "Traceback" not in run.stderr
@@ -335,10 +310,7 @@ def in_plain_torch(found, begin, steps):
     train, _ = corpus.split(corpus.load_bytes())
     batches = corpus.Batches(train, batch_size=12, sequence_length=32, rank=0, world_size=1)
     for step in range(begin, steps):
-        model(*batches.batch(step)).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, scheduler, batches.batch(step))
     return model.state_dict()
 
 
@@ -353,37 +325,6 @@ def validation_loss(weights):
 
 
 # ---------------------------------------------------------------------------------------------------- what it stands on
-
-
-def random_states(rank, folder):
-    args = SimpleNamespace(checkpoint=folder, save_every=1, steps=3, keep=3, resume_from=None, force=False, timeout=30,
-                           given=set(), lr=None, weight_decay=None, seed=0, text=None, batch_size=1, accumulate=1,
-                           sequence_length=1, clip=0, tp=1, dtype="float32")
-
-    def start():
-        model = torch.nn.Linear(3, 3).to(rank.device)
-        optimizer = DistributedOptimizer(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return optimizer, scheduler, Checkpoints(args, rank, model, optimizer, scheduler)
-
-    optimizer, scheduler, checkpoints = start()
-    assert checkpoints.first_step == 0
-    scheduler.step()
-    torch.manual_seed(rank.rank)
-    checkpoints.step_done()
-    expected = torch.rand(3)
-    again, other_scheduler, checkpoints = start()
-    for number in options.SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
-    assert checkpoints.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
-    assert torch.equal(torch.rand(3), expected)
-    return expected
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
-    one, other = run(random_states, tmp_path)
-    assert not torch.equal(one, other)  # each rank has its own
 
 
 def test_a_bit_or_an_entry_less_is_found():

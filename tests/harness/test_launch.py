@@ -222,6 +222,13 @@ def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 
 
+def test_an_import_of_the_harness_changes_no_hook_and_no_stream():
+    check = ("import sys; before = sys.excepthook, sys.stdout.errors; import harness.timeline, harness.meeting, bench;"
+             "assert before == (sys.excepthook, sys.stdout.errors)")
+    run = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+
+
 def test_ctrl_c_is_one_word_for_a_rank(capsys):
     with pytest.raises(SystemExit) as end:
         meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)

@@ -13,9 +13,7 @@ import torch
 
 from checkpoint import ForeignCheckpoint, latest, save
 from harness import checkpoints, options
-from harness import options as run_folder
-from harness import options as run_settings
-from harness import options as stop_signal
+from stage4_overlap import DistributedOptimizer
 from tests.common import STAGES
 from tests.harness.faults import converted, same
 from tests.ranks import ROOT, run_alone, run_ranks
@@ -50,8 +48,8 @@ def copied(undisturbed, tmp_path):
 
 def alone(folder, *args, steps=1, script=f"{STAGES[0]}/train.py"):
     """One rank, started as `python train.py` -> Ended."""
-    options = "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder
-    return run_alone(ROOT / script, *options, *args)
+    command = "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder
+    return run_alone(ROOT / script, *command, *args)
 
 
 def error_of(ended):
@@ -78,14 +76,14 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_goes(run):
 
 
 def hangs_up(rank):
-    before = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
+    before = {number: signal.getsignal(number) for number in options.SIGNALS}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        told = stop_signal.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+        told = options.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
         signal.raise_signal(signal.SIGHUP)
         assert told.agreed() is None
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        told = stop_signal.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+        told = options.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
         signal.raise_signal(signal.SIGHUP)
         assert told.agreed() == "SIGHUP"
     finally:
@@ -110,10 +108,10 @@ def test_so_many_checkpoints_stay(args, steps, tmp_path):
 
 def make(folder, *steps, is_complete=True):
     for step in steps:
-        run_folder.path_of(folder, step).mkdir()
-        (run_folder.path_of(folder, step) / "data").touch()
+        options.path_of(folder, step).mkdir()
+        (options.path_of(folder, step) / "data").touch()
         if is_complete:
-            (run_folder.path_of(folder, step) / run_folder.MANIFEST).touch()
+            (options.path_of(folder, step) / options.MANIFEST).touch()
 
 
 def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
@@ -127,23 +125,23 @@ def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
     others = ["best", "step-00000001.aside", "step-00000001.partial", "step-1", "zzz-best"]
     for name in others:
         (folder / name).mkdir()
-        (folder / name / run_folder.MANIFEST).touch()
-    run_folder.path_of(folder, 4).symlink_to(run_folder.path_of(elsewhere, 4))
-    assert run_folder.complete(folder) == [123456789, 10, 4, 3, 2]
-    run_folder.remove_old(folder, 2)
+        (folder / name / options.MANIFEST).touch()
+    options.path_of(folder, 4).symlink_to(options.path_of(elsewhere, 4))
+    assert options.complete(folder) == [123456789, 10, 4, 3, 2]
+    options.remove_old(folder, 2)
     assert steps_in(folder) == sorted([*others, *names(4, 10, 11, 123456789)])
-    assert run_folder.complete(elsewhere) == [4] and run_folder.complete(folder) == [123456789, 10, 4]
-    run_folder.remove_old(folder, 0)
+    assert options.complete(elsewhere) == [4] and options.complete(folder) == [123456789, 10, 4]
+    options.remove_old(folder, 0)
     assert len(steps_in(folder)) == 9
 
 
 def test_what_can_not_be_removed_is_one_line_and_no_error(tmp_path, monkeypatch, capsys):
     make(tmp_path, 1, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    run_folder.remove_old(tmp_path, 1)
+    options.remove_old(tmp_path, 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{tmp_path}/step-00000001 can't be removed: Permission denied")
-    assert run_folder.complete(tmp_path) == [2]  # and the rest goes at the next save
+    assert options.complete(tmp_path) == [2]  # and the rest goes at the next save
 
 
 # -------------------------------------------------------------------------------------------------- which one is taken
@@ -306,6 +304,36 @@ def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args,
     assert "another run saves in" in error and steps_in(copied) == before
 
 
+def random_states(rank, folder):
+    args = options.parse_args(__doc__, ["--checkpoint", str(folder), "--save-every", "1", "--steps", "3"])
+    args.text = None
+
+    def start():
+        model = torch.nn.Linear(3, 3).to(rank.device)
+        optimizer = DistributedOptimizer(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer, scheduler, checkpoints.Checkpoints(args, rank, model, optimizer, scheduler)
+
+    optimizer, scheduler, saved = start()
+    assert saved.first_step == 0
+    scheduler.step()
+    torch.manual_seed(rank.rank)
+    saved.step_done()
+    expected = torch.rand(3)
+    again, other_scheduler, saved = start()
+    for number in options.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
+    assert saved.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
+    assert torch.equal(torch.rand(3), expected)
+    return expected
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
+    one, other = run(random_states, tmp_path)
+    assert not torch.equal(one, other)  # each rank has its own
+
+
 # -------------------------------------------------------------------------------------------------------- what changed
 
 
@@ -342,7 +370,7 @@ def stepped_with(rank):
 
     class args:
         lr, weight_decay = 0.5, 0.125
-    run_settings.take_hyperparameters(args, optimizer, scheduler)
+    options.take_hyperparameters(args, optimizer, scheduler)
     weight.grad = torch.zeros(1)
     optimizer.step()
     assert weight.item() == 1 - 0.25 * 0.125
