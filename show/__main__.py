@@ -23,9 +23,10 @@ if __name__ == "__main__":
 
 from harness.workers import WorkerError
 
-from . import figures, page, programs, record, replicated, terminal
+from . import browser, hero, page, programs, record, replicated, terminal
 
 fail = functools.partial(command_line.fail, "show")
+RESULTS = programs.ROOT / "results"
 MAX_RANKS, MAX_ELEMENTS, MAX_STEPS = 8, 48, 4  # more is no picture any more
 
 
@@ -89,20 +90,25 @@ def main():
     if args.json:
         args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
     if args.html:
-        words = {"id": args.stage, "short": args.stage, "intro": "", "bug": False}
+        words = {"id": args.stage, "short": args.stage, "intro": "", "bug": False, "beats": []}
         args.html.write_text(page.page([{**made, **words}], programs.stamp()), encoding="utf-8")
     terminal.play(made, every=args.every)
 
 
 def write_pages():
-    """docs/watch.html, and the figures that README.md and the chapters show."""
-    recordings = programs.all_recordings()
-    pages = {programs.ROOT / "docs" / "watch.html": page.page(recordings, programs.stamp())}
-    by_id = {one["id"]: one for one in recordings}
-    pages.update((programs.ROOT / "results" / name, text) for name, text in figures.all_figures(by_id).items())
-    for path, text in pages.items():
-        path.write_text(text, encoding="utf-8")
-        print(f"{path.relative_to(programs.ROOT)}: {len(text.encode()) / 1000:.0f} kB")
+    """docs/watch.html, the picture of README.md, and the figures of the chapters, by the page's own renderer."""
+    write(browser.PAGE, programs.whole_page())
+    write(RESULTS / "watch.svg", hero.picture())
+    if browser.missing():
+        print(f"results/show_*.svg stay as they are: {browser.missing()}")
+    else:
+        for name, text in browser.figures().items():
+            write(RESULTS / name, text)
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    print(f"{path.relative_to(programs.ROOT)}: {len(text.encode()) / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

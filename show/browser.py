@@ -4,6 +4,7 @@ python -m show.browser           two screenshots for README.md, of docs/watch.ht
 """
 
 import contextlib
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def program():
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def missing():
+    """-> what keeps the page from being opened here, or ""."""
+    if program() is None:
+        return "no chromium"
+    return "" if importlib.util.find_spec("playwright") else "no playwright: pip install .[browser]"
+
+
 @contextlib.contextmanager
 def browser():
     """A browser that was started for this, with a profile of its own."""
@@ -39,7 +47,10 @@ def browser():
 
 @contextlib.contextmanager
 def opened(started, place="", path=PAGE, width=1280, height=800, **settings):
-    """The page at `place`, like "4/118": program and frame. -> (playwright's page, what went wrong, requests)"""
+    """The page at `place`, like "4.7" or "4/118": program, and beat or line.
+
+    -> (playwright's page, what went wrong, requests)
+    """
     context = started.new_context(viewport={"width": width, "height": height}, **settings)
     page, wrong, requests = context.new_page(), [], []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
@@ -47,27 +58,26 @@ def opened(started, place="", path=PAGE, width=1280, height=800, **settings):
     page.on("request", lambda request: requests.append(request.url))
     try:
         page.goto(f"{path.as_uri()}#{place}")
+        page.wait_for_selector("body[data-ready]")
         yield page, wrong, requests
     finally:
         context.close()
 
 
-def two_buckets_under_way(page):
-    """Go to the middle of the frames of stage 4's backward pass in which two buckets are under way."""
-    page.evaluate("""() => {
-        const p = player("4");
-        const frames = p.frames.map((frame, k) => k).filter((k) => p.frames[k].phase === "backward"
-            && p.operations.filter((one) => isUnderWay(one, k)).length === 2);
-        select("4", "", frames[Math.floor(frames.length / 2)]);
-    }""")
+def figures():
+    """-> {file name: text} of the SVG files that the chapters show, as the page draws them."""
+    with browser() as started, opened(started) as (page, wrong, _):
+        made = page.evaluate("() => figures()")
+        if wrong:
+            raise RuntimeError("; ".join(wrong))
+        return made
 
 
 def main():
     results = PAGE.parents[1] / "results"
     with browser() as started:
         for scheme in ("light", "dark"):
-            with opened(started, height=860, color_scheme=scheme, reduced_motion="reduce") as (page, _, _):
-                two_buckets_under_way(page)
+            with opened(started, "4.7", color_scheme=scheme, reduced_motion="reduce") as (page, _, _):
                 page.screenshot(path=results / f"watch_{scheme}.png")
                 print(f"results/watch_{scheme}.png")
 

@@ -217,10 +217,12 @@ class Builder:
                     history.append([moment, start, end])
                 history[-1][1:] = min(history[-1][1], start), max(history[-1][2], end)
                 group["row"] = group["row"] or storage.row
+                # Where shares travel, an average is what the last reduce-scatter has left in the same memory.
+                wanted = ("share",) if "share" in kinds else ("parameter", *GRADIENTS)
                 sent = {
                     params[label.element]
                     for cell, label in enumerate(labels, start // storage.itemsize)
-                    if label.kind in ("parameter", *GRADIENTS)
+                    if label.kind in wanted
                     and not is_left_over(history, cell, storage)
                 }
                 group["params"] = sorted(sent.union(group["params"]))

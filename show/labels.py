@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+FIRST = "momentum_buffer"
+
 
 class Label(NamedTuple):
     kind: str
@@ -66,7 +68,7 @@ class Table:
 def label_all(trace, table, is_state):
     """-> for each event {storage: labels of its cells}.
 
-    is_state: row -> whether it holds the inner optimizer's state, whose first moment equals the average.
+    is_state: row -> its own name if it holds the inner optimizer's state; SGD's momentum equals the average at first.
     """
     result, known, views = [], {}, {}
     homes = {}  # (storage, cell) -> the element that is seen there; None where several are, one after the other
@@ -111,4 +113,6 @@ def final(label, place, homes, views, is_state):
     """Now that all is seen: a zero where never an element comes is padding."""
     if label.kind == "zero":
         return Label("zero", views.get(place)) if place in homes else Label("padding")
-    return Label("moment", label.element) if is_state and label.kind != "unset" else label
+    if not is_state or label.kind == "unset":
+        return label
+    return Label("moment", label.element if is_state == FIRST else None)

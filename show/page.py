@@ -1,37 +1,47 @@
 """The page that plays recordings: its parts, put into one file that needs nothing else."""
 
+import base64
+import gzip
 import hashlib
 import json
+import re
 from pathlib import Path
 
 PARTS = Path(__file__).parent / "page"
 HELP = """
-<p>On the left the functions that run now, each below the one that has called it; the numbers beside a line are the
-ranks that are at it. On the right a column a rank, and in it all memory that the optimizer and the model hold, by name;
-what is cut into shards has a line a shard. A value is written by the line that is marked in the same frame.</p>
-<p>Element e (from 1 on) has the gradient 100 r + e on rank r; each rank has a batch of its own. Four ranks, SGD with
-momentum 0.5 and lr 1. Garbage is what nobody reads again before it is written. A rank does one line a frame; a message
-arrives where it is waited for.</p>
-<p>Keys: <kbd>space</kbd> play or pause, <kbd>←</kbd> <kbd>→</kbd> a line back and on, <kbd>Home</kbd>
-<kbd>End</kbd>, <kbd>m</kbd> next message, <kbd>f</kbd> next function; <kbd>Tab</kbd> to a rank's memory and
-<kbd>Enter</kbd> into its cells. Hover over, tap or focus a cell to read what it is.</p>
+<p>A beat is a sentence, the lines of the core that do it, and what every rank holds then: a column a rank, a line of
+cells a shard. What has changed since the beat before is outlined. A collective is one bar over all ranks. <i>Line by
+line</i> is the zoom: the functions that run, each below its caller, and beside a line the ranks that are at it.</p>
+<p>Element e (from 1 on) has the gradient 100 r + e on rank r. Four ranks, 64 elements in eight tensors, AdamW with lr
+1: its first step moves each element by 1. Garbage is what nobody reads again before it is written. Bytes are means over
+the ranks, of what optimizer and model hold, without activations. A rank does one line at a time, and a message arrives
+where it is waited for.</p>
+<p>Keys: <kbd>←</kbd> <kbd>→</kbd> beats, <kbd>↑</kbd> <kbd>↓</kbd> lines, <kbd>space</kbd> play or pause,
+<kbd>Home</kbd> <kbd>End</kbd>, <kbd>m</kbd> next message, <kbd>f</kbd> next function; <kbd>Tab</kbd> to a rank's memory
+and <kbd>Enter</kbd> into its cells. On a phone: swipe.</p>
 """
 
 
 def page(recordings, stamp):
     """-> the text of the page. `recordings`: with id, short, intro and so on; `stamp`: see show/programs.py."""
-    data = json.dumps(
-        {"stamp": stamp, "help": HELP.strip(), "programs": recordings}, separators=(",", ":"), ensure_ascii=False
-    )
+    data = {"stamp": stamp, "help": HELP.strip(), "programs": recordings}
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
+    packed = base64.b64encode(gzip.compress(text, mtime=0)).decode()
     text = (PARTS / "watch.html").read_text(encoding="utf-8")
     for mark, part in (
         ("/*STYLE*/", (PARTS / "watch.css").read_text(encoding="utf-8")),
         ("/*SCRIPT*/", (PARTS / "watch.js").read_text(encoding="utf-8")),
-        ("/*DATA*/", data.replace("<", "\\u003c")),
+        ("/*DATA*/", packed),
     ):
         head, tail = text.split(mark)
         text = head + part.strip() + tail
     return text
+
+
+def data_of(text):
+    """-> what a page holds, {stamp, help, programs}; and the text of the page without it."""
+    head, packed, tail = re.split(r'(?<=id="data">)(.*?)(?=</script>)', text, maxsplit=1, flags=re.DOTALL)
+    return json.loads(gzip.decompress(base64.b64decode(packed))), head + tail
 
 
 def stamp_of(paths, root):

@@ -137,6 +137,14 @@ def one_element_aligned(package, itemsize):
         yield
 
 
+def on_native_transport(core):
+    """Stage 4 as it is on NCCL: reduce-scatters and all-gathers, whatever carries them here."""
+    if not hasattr(core, "transport_for"):
+        return contextlib.nullcontext()
+    transport = importlib.import_module(f"{core.__module__.rpartition('.')[0]}.transport").Transport
+    return mock.patch.object(core, "transport_for", staticmethod(lambda group, device, dtype: transport(group)))
+
+
 @contextlib.contextmanager
 def edited(program):
     """The package of `program`; where it has edits, a changed copy of that. -> its name"""
@@ -184,7 +192,7 @@ def run_traced(rank, program, package, inputs):
     itemsize = min(dtype.itemsize, options.get("grad_dtype", dtype).itemsize)
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
     try:
-        with one_element_aligned(package, itemsize), Wires(trace):
+        with one_element_aligned(package, itemsize), on_native_transport(cls), Wires(trace):
             trace.start()
             try:
                 optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
@@ -229,12 +237,12 @@ def record_rank(rank, program):
         telling, inputs = trace, plain_inputs(program)
     weights, grads = rounded(inputs, getattr(torch, program.dtype))
     table = labels.Table(weights, grads, replicated_steps(program, inputs), weights.dtype)
-    states = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    states = {name: name for name in (labels.FIRST, "exp_avg", "exp_avg_sq")}
     return {
         "events": trace.events,
         "storages": list(trace.storages.values()),
         "owned": trace.owned(),
-        "labels": labels.label_all(telling, table, states.__contains__),
+        "labels": labels.label_all(telling, table, states.get),
         "dead": trace.dead(),
     }
 

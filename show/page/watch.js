@@ -1,14 +1,18 @@
 "use strict";
 // What is shown is a function of (program, frame) alone: going back shows the same picture as going there.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+let DATA;
 const $ = (id) => document.getElementById(id);
-const GARBAGE = new Set(["zero", "padding", "unset"]);
+const EMPTY = new Set(["zero", "padding", "unset"]);
 const WORDS = {
   gradient: "own gradient", share: "gradient ÷ d", sum: "sum of some ranks", average: "average", old: "old parameter",
-  new: "new parameter", stale: "stale parameter", moment: "moment", zero: "zero", padding: "padding", unset: "not written",
-  mixture: "nonsense", garbage: "garbage", freed: "released",
+  new: "new parameter", stale: "stale parameter", moment: "moment", zero: "zero", padding: "padding",
+  unset: "not written", mixture: "nonsense", garbage: "garbage", freed: "released",
 };
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
+const escape = (text) => `${text}`.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+const mean = (numbers) => Math.round(numbers.reduce((sum, one) => sum + one, 0) / numbers.length);
 
 // ------------------------------------------------------------------------------------------------ recordings
 
@@ -16,22 +20,19 @@ class Player {
   /** A recording, its frames made whole. */
   constructor(recording) {
     Object.assign(this, recording);
-    this.offsets = [];
-    this.params.forEach((n, p) => { for (let i = 0; i < n; i++) this.offsets.push([p, i]); });
+    this.param = this.params.flatMap((n, p) => Array(n).fill(p));
     this.states = [];
-    let state = { cells: this.storages.map(() => null), dead: this.storages.map(() => new Set()), gone: new Set(), at: Array(this.ranks).fill(-1) };
+    let state = { cells: [], dead: [], gone: new Set(), at: Array(this.ranks).fill(0) };
     this.frames.forEach((frame, k) => {
-      state = { ...state, cells: [...state.cells], dead: [...state.dead], gone: new Set(state.gone), at: [...state.at] };
+      state = { cells: [...state.cells], dead: [...state.dead], gone: new Set(state.gone), at: [...state.at] };
       for (const [rank, stack] of frame.at) state.at[rank] = stack;
       for (const s of frame.gone) state.gone.add(s);
-      const fresh = new Set();
-      for (const [s, start, values, labels] of frame.cells) {
-        if (!fresh.has(s)) {
-          const old = state.cells[s];
-          state.cells[s] = old ? { values: [...old.values], labels: [...old.labels], by: [...old.by] } : { values: [], labels: [], by: [] };
-          fresh.add(s);
-        }
+      for (const s of new Set(frame.cells.map(([one]) => one))) {
+        const { values, labels, by } = state.cells[s] || { values: [], labels: [], by: [] };
+        state.cells[s] = { values: [...values], labels: [...labels], by: [...by] };
         state.gone.delete(s);
+      }
+      for (const [s, start, values, labels] of frame.cells) {
         values.forEach((value, i) => {
           state.cells[s].values[start + i] = value;
           state.cells[s].labels[start + i] = labels[i];
@@ -42,119 +43,143 @@ class Player {
       this.states.push(state);
     });
     this.lastStep = Math.max(...this.frames.map((frame) => frame.step));
+    this.held = this.states.map((one) => this.bytesHeld(one));
     this.rows = this.makeRows();
-    this.segments = this.makeSegments();
-    this.held = this.states.map((state) => this.bytesHeld(state));
-    this.most = this.held[0].map((_, rank) => Math.max(...this.held.map((held) => held[rank])));
+    this.phases = this.makePhases();
   }
 
+  /** Rows with the place of each part on each rank, in cells: what is cut into d shards has a line a shard. */
   makeRows() {
     const rows = new Map();
-    this.storages.forEach((storage, s) => {
-      if (!rows.has(storage.row)) rows.set(storage.row, { name: storage.row, parts: [] });
-      rows.get(storage.row).parts.push(s);
-    });
-    const used = (row) => row.parts.some((s) => this.states.some((state) => state.cells[s]));
-    const order = (row) => ["parameters", "ParameterBuffer.flat", "gradients"].indexOf(row.name) + 1 || (/moment|exp_avg/.test(row.name) ? 9 : row.name.includes(":") ? 8 : 5);
-    const list = [...rows.values()].filter(used);
-    list.forEach((row) => row.parts.sort((a, b) => this.storages[a].part.localeCompare(this.storages[b].part, "en", { numeric: true })));
-    return list.map((row, i) => [order(row), i, row]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map((one) => one[2]);
+    const rank = ({ row }) => ["parameters", "ParameterBuffer.flat", "gradients"].indexOf(row) + 1
+      || (/moment|exp_avg/.test(row) ? 9 : 5);
+    const order = this.storages.map((storage, s) => s).filter((s) => this.states.some((state) => state.cells[s]));
+    order.sort((a, b) => rank(this.storages[a]) - rank(this.storages[b]) || a - b);
+    const isCut = (blocks) => blocks.length && blocks.every((block) => block.length === this.ranks && this.ranks > 1);
+    const width = ({ blocks }) => blocks.reduce((sum, block) => sum + Math.max(...block.map(([, n]) => n)), 0);
+    this.wide = Math.max(16, ...this.storages.filter(({ blocks }) => isCut(blocks)).map(width));
+    if (this.param.length < 32) this.wide = Math.max(8, ...this.storages.filter(({ blocks }) => isCut(blocks)).map(width));
+    for (const s of order) {
+      const { row, rank: of, part } = this.storages[s];
+      if (!rows.has(row)) rows.set(row, { name: row, lines: 1, parts: [], slots: Array.from({ length: this.ranks }, () => new Map()) });
+      rows.get(row).parts.push(s);
+      const slots = rows.get(row).slots[of];
+      slots.set(part, [...(slots.get(part) || []), s]);
+    }
+    for (const row of rows.values()) {
+      for (const slots of row.slots) {
+        let at = 0, cut = 0;
+        const parts = [...slots].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+        for (const [, storages] of parts) {
+          for (const s of storages) {
+            const storage = this.storages[s];
+            storage.place = [];
+            let x = cut;
+            if (isCut(storage.blocks)) {
+              for (const block of storage.blocks) {
+                block.forEach(([start, n], y) => { for (let i = 0; i < n; i++) storage.place[start + i] = [x + i, y]; });
+                x += Math.max(...block.map(([, n]) => n));
+              }
+              row.lines = Math.max(row.lines, this.ranks);
+            } else {
+              for (let i = 0; i < storage.numel; i++) storage.place[i] = [(at + i) % this.wide, Math.floor((at + i) / this.wide)];
+              row.lines = Math.max(row.lines, Math.ceil((at + storage.numel) / this.wide));
+            }
+          }
+          const last = this.storages[storages[0]];
+          if (isCut(last.blocks)) cut += width(last) + 1; else at += Math.max(...storages.map((s) => this.storages[s].numel));
+        }
+      }
+    }
+    return [...rows.values()];
   }
 
-  makeSegments() {
-    // The line that calls a method belongs to it; what lies between two methods belongs to the later one.
-    const segments = [];
-    this.frames.forEach((frame, k) => {
-      const phase = frame.phase;
-      if (phase === "" || phase === "step") return;
-      const last = segments[segments.length - 1];
-      if (last && last.phase === phase && last.step === frame.step) last.end = k + 1;
-      else { segments.push({ phase, step: frame.step, start: last ? last.end : 0, end: k + 1 }); }
+  /** Of each phase where it begins; the line that calls a method belongs to it. */
+  makePhases() {
+    const phases = [];
+    this.frames.forEach(({ phase, step }, k) => {
+      const last = phases[phases.length - 1];
+      if (last && (phase === "" || phase === "step" || last.phase === phase && last.step === step)) last.end = k + 1;
+      else phases.push({ phase: phase || "start", step, start: last ? last.end : 0, end: k + 1 });
     });
-    if (segments.length) segments[segments.length - 1].end = this.frames.length;
-    return segments;
+    return phases;
+  }
+
+  /** The frame in which this program is where `other` is in its frame k: phase for phase, both begin and end at once. */
+  twin(other, k) {
+    const theirs = other.phases.findIndex((one) => k < one.end), { phase, step, start, end } = other.phases[theirs];
+    const mine = this.phases.find((one) => one.phase === phase && one.step === step);
+    if (!mine) {
+      const before = other.phases[theirs - 1];
+      return before ? this.twin(other, before.end - 1) : 0;
+    }
+    return k === end - 1 ? mine.end - 1 : Math.min(mine.start + k - start, mine.end - 1);
   }
 
   bytesHeld(state) {
     const held = Array(this.ranks).fill(0);
-    this.storages.forEach((storage, s) => {
-      if (storage.counted && state.cells[s] && !state.gone.has(s)) held[storage.rank] += storage.numel * storage.itemsize;
+    this.storages.forEach(({ counted, rank, numel, itemsize }, s) => {
+      if (counted && state.cells[s] && !state.gone.has(s)) held[rank] += numel * itemsize;
     });
     return held;
   }
 
   sent(k) {
-    const bytes = Array(this.ranks).fill(0), messages = Array(this.ranks).fill(0);
-    for (const operation of this.operations) {
-      for (const [from, , nbytes, start] of operation.arrows) {
-        if (start <= k) { bytes[from] += nbytes; messages[from] += 1; }
-      }
-    }
-    return { bytes, messages };
+    const bytes = Array(this.ranks).fill(0);
+    for (const { arrows } of this.operations) for (const [from, , n, start] of arrows) if (start <= k) bytes[from] += n;
+    return bytes;
   }
 
+  label(s, cell, k) { return this.labels[this.states[k].cells[s].labels[cell]]; }
+
   kind(s, cell, k) {
-    const state = this.states[k];
-    const [kind, , origin] = this.labels[state.cells[s].labels[cell]];
+    const state = this.states[k], [kind, , origin] = this.label(s, cell, k), { step } = this.frames[k];
     if (state.gone.has(s)) return "freed";
-    if (state.dead[s].has(cell) && !GARBAGE.has(kind)) return "garbage";
+    if (state.dead[s] && state.dead[s].has(cell) && !EMPTY.has(kind)) return "garbage";
     if (kind !== "parameter") return kind;
-    const step = this.frames[k].step;
     return origin < step ? "stale" : origin > Math.min(step, this.lastStep - 1) ? "new" : "old";
+  }
+
+  /** What is drawn of a row on a rank: of each part the storage that came last. */
+  drawn(row, rank, k) {
+    return [...row.slots[rank].values()].map((some) => some.filter((s) => this.states[k].cells[s]).pop()).filter((s) => s !== undefined);
   }
 
   place(rank, k) {
     const stack = this.stacks[this.states[k].at[rank]];
-    return stack ? stack[stack.length - 1] : null;
+    return stack && stack.length ? stack[stack.length - 1] : [0, 1];
   }
 
   placeText(rank, k) {
-    const place = this.place(rank, k);
-    if (!place) return "";
-    const [name, file] = this.functions[place[0]];
-    return `${this.files[file][0]}:${place[1]} in ${name}`;
+    const [name, file] = this.functions[this.place(rank, k)[0]];
+    return `${this.files[file][0]}:${this.place(rank, k)[1]} in ${name}`;
   }
 
-  lineText(rank, k) {
-    const place = this.place(rank, k);
-    return place ? this.files[this.functions[place[0]][1]][1].split("\n")[place[1] - 1].trim() : "";
-  }
-
+  /** What a rank holds in a row, in words. */
   describe(row, rank, k) {
-    /** What a rank holds in a row, in words: [[count, words], …]. */
     const counts = new Map();
-    for (const s of row.parts) {
-      const cells = this.states[k].cells[s];
-      if (this.storages[s].rank !== rank || !cells || this.states[k].gone.has(s)) continue;
-      cells.labels.forEach((number, cell) => {
-        const [kind, element, origin] = this.labels[number];
-        const seen = this.kind(s, cell, k);
-        let words = WORDS[seen];
-        if (seen === "gradient" && origin !== rank) words = `gradient of rank ${origin}`;
-        if (seen === "share") words = origin === rank ? `own gradient ÷ ${this.ranks}` : `gradient ÷ ${this.ranks} of others`;
-        if (["average", "new"].includes(seen) && this.owners[element] === rank) words += " (own)";
-        counts.set(words, (counts.get(words) || 0) + 1);
+    for (const s of this.drawn(row, rank, k)) {
+      if (this.states[k].gone.has(s)) continue;
+      this.states[k].cells[s].labels.forEach((_, cell) => {
+        const [, e, origin] = this.label(s, cell, k), kind = this.kind(s, cell, k);
+        let words = WORDS[kind];
+        if (kind === "gradient" && origin !== rank) words = `gradient of rank ${origin}`;
+        if (kind === "share") words = origin === rank ? "own gradient ÷ d" : "gradient ÷ d of others";
+        if (["average", "new"].includes(kind) && this.owners[e] === rank) words += " (own)";
+        if (kind !== "padding") counts.set(words, (counts.get(words) || 0) + 1);
       });
     }
     const order = (words) => Object.values(WORDS).findIndex((word) => words.startsWith(word));
-    return [...counts].filter(([words]) => words !== "padding").sort((a, b) => order(a[0]) - order(b[0]) || a[0].localeCompare(b[0]));
+    const sorted = [...counts].sort(([a], [b]) => order(a) - order(b) || a.localeCompare(b));
+    return sorted.map(([words, count]) => `${words} × ${count}`).join(", ") || "nothing";
   }
 
-  describeText(row, rank, k) {
-    return this.describe(row, rank, k).map(([words, count]) => `${words} × ${count}`).join(", ") || "nothing";
-  }
+  waits(rank, k) { return k + 1 < this.frames.length && !this.frames[k].at.some(([one]) => one === rank); }
 
-  unionText(row, k) {
-    /** What some rank holds, where ranks differ. */
-    const words = this.states[k].at.flatMap((_, rank) => this.describe(row, rank, k).map((one) => one[0]));
-    return [...new Set(words)].join(", ");
-  }
-
-  waits(rank, k) {
-    /** Whether a message that this rank waits for at its line is under way. */
-    let moved = false;
-    for (const [r] of this.frames[k].at) moved ||= r === rank;
-    return !moved && k + 1 < this.frames.length;
+  /** Collectives that are under way in frame k, or have been since frame `from`. */
+  travelling(from, k) {
+    return this.operations.map((one) => ({ ...one, start: Math.min(...one.arrows.map((a) => a[3])), end: Math.max(...one.arrows.map((a) => a[4])) }))
+      .filter((one) => one.start <= k && one.end > from).map((one) => ({ ...one, live: k < one.end }));
   }
 }
 
@@ -164,63 +189,205 @@ function player(id) {
   return players.get(id);
 }
 
-// ------------------------------------------------------------------------------------------------- the clock
+// ---------------------------------------------------------------- the picture: page and chapters have it from here
 
-const now = { id: "3", beside: "", k: 0, playing: false, predict: false, asked: null };
+const colour = (rank) => (rank < 0 ? "var(--everyone)" : `var(--rank${rank % 8})`);
 
-/** Two programs on one clock: each phase begins in both at once, and whoever is through waits. */
-function clock() {
-  const a = player(now.id), b = now.beside ? player(now.beside) : null;
-  if (!b) return a.frames.map((_, k) => [k, 0, a.segments.findIndex((one) => k < one.end)]);
-  const ticks = [];
-  const phases = mergePhases(a.segments, b.segments);
-  phases.forEach(([i, j], index) => {
-    const x = a.segments[i], y = b.segments[j];
-    const length = Math.max(x ? x.end - x.start : 0, y ? y.end - y.start : 0);
-    const at = (segment, segments, next, o) => segment ? segment.start + Math.min(o, segment.end - segment.start - 1)
-      : Math.max(0, (next < segments.length ? segments[next].start : segments[segments.length - 1].end) - 1);
-    for (let o = 0; o < length; o++) ticks.push([at(x, a.segments, ahead(phases, index, 0), o), at(y, b.segments, ahead(phases, index, 1), o), index]);
-  });
-  return ticks;
+/** Stripes in the colour of each owner: gradients wide, what travels fine, moments level. */
+function patterns(ranks) {
+  const of = (name, rank, size, turn, stroke, paper) => `<pattern id="${name}${rank}" width="${size}" height="${size}" `
+    + `patternUnits="userSpaceOnUse" patternTransform="rotate(${turn})"><rect width="${size}" height="${size}" fill="${colour(rank)}" `
+    + `fill-opacity="${paper}"/><path d="M0 0V${size}" stroke="${colour(rank)}" stroke-width="${stroke}"/></pattern>`;
+  const all = Array.from({ length: ranks + 1 }, (_, i) => i - 1);
+  return `<defs>${all.map((r) => of("gradient", r, 5, 45, 5, 0.3) + of("share", r, 3, 45, 1.4, 0.12)
+    + of("moment", r, 4, 90, 3, 0.25)).join("")}</defs>`;
 }
-function ahead(phases, index, side) {
-  for (let n = index; n < phases.length; n++) if (phases[n][side] !== -1) return phases[n][side];
-  return Infinity;
+
+function drawCell(p, s, cell, k, from, x, y, size, high) {
+  const kind = p.kind(s, cell, k), [, e] = p.label(s, cell, k), { values, by } = p.states[k].cells[s];
+  const isShared = kind === "moment" && p.owners[0] >= 0;
+  const owner = isShared ? p.storages[s].rank : e === null ? -1 : p.owners[e], pattern = kind === "sum" ? "share" : kind;
+  const fill = ["gradient", "share", "moment"].includes(pattern) ? ` fill="url(#${pattern}${owner})"` : "";
+  const written = by[cell] > from && kind !== "freed" ? " written" : "";
+  const left = cell > 0 && p.states[k].cells[s].labels[cell - 1], before = left !== false && p.labels[left][1];
+  const gap = kind !== "freed" && e !== null && Number.isInteger(before) && p.param[e] !== p.param[before] && p.storages[s].place[cell][0] > 0
+    ? `<path class="gap" d="M${x - 0.5} ${y}v${high}"/>` : "";
+  const text = kind === "freed" || size < 20 ? "" : kind === "padding" ? "·" : number(values[cell]);
+  const words = text ? `<text class="value ${kind}" x="${x + size / 2 - 0.5}" y="${y + high - 5}" style="font-size:${Math.min(11, 1.6 * size / Math.max(3, text.length))}px">${text}</text>` : "";
+  return `<rect class="cell ${kind}${written}" x="${x}" y="${y}" width="${size - 1}" height="${high - 1}" rx="${kind === "new" ? high / 3 : 1}" `
+    + `style="--own:${colour(owner)}"${fill} tabindex="-1" data-s="${s}" data-cell="${cell}"/>${gap}${words}`;
 }
-function mergePhases(a, b) {
-  const same = (x, y) => x.phase === y.phase && x.step === y.step;
-  const merged = [];
-  let i = 0, j = 0;
-  while (i < a.length || j < b.length) {
-    if (i < a.length && j < b.length && same(a[i], b[j])) merged.push([i++, j++]);
-    else if (i < a.length && (j >= b.length || !b.slice(j).some((y) => same(a[i], y)))) merged.push([i++, -1]);
-    else merged.push([-1, j++]);
+
+function number(value) {
+  if (value === null) return "?";
+  for (const digits of [5, 4, 3, 2]) { const text = `${+value.toPrecision(digits)}`; if (text.length <= 5) return text; }
+  return value.toExponential(0);
+}
+
+/** A row of all ranks, or of `only` one -> [svg, height]. */
+function drawRow(p, row, k, from, top, sizes, only) {
+  const out = [];
+  for (let rank = 0; rank < p.ranks; rank++) {
+    if (only !== undefined && rank !== only) continue;
+    const left = only === undefined ? rank * sizes.column : 0, cells = [];
+    for (const s of p.drawn(row, rank, k)) {
+      p.storages[s].place.forEach(([x, y], cell) => {
+        cells.push(drawCell(p, s, cell, k, from, left + x * sizes.cell, top + y * sizes.high, sizes.cell, sizes.high));
+      });
+    }
+    out.push(`<g class="cells" tabindex="0" role="group" data-rank="${rank}" aria-label="rank ${rank}, ${escape(row.name)}: ${p.describe(row, rank, k)}">${cells.join("")}</g>`);
   }
-  return merged;
+  return [out.join(""), row.lines * sizes.high];
 }
 
-let ticks = [];
-function select(id, beside, k) {
-  now.id = id; now.beside = beside === id ? "" : beside; now.asked = null;
-  ticks = clock();
-  $("slider").max = ticks.length - 1;
-  drawPrograms();
-  drawBand();
-  $("differs").hidden = !player(id).differs;
-  go(k || 0);
+/** Sizes in pixels: cells as wide as they fit beside each other, and as high as `rows` fit below each other. */
+function sizesFor(p, width, height = 0, rows = []) {
+  const column = (width + 10) / p.ranks, cell = Math.min(34, Math.floor((10 * (column - 10)) / p.wide) / 10);
+  const lines = rows.reduce((sum, row) => sum + row.lines, 0);
+  const high = Math.floor((height - 19 * rows.length) / (lines || 1));
+  return { column, cell, high: cell > 20 ? 18 : Math.max(7, Math.min(18, 1.6 * cell, high)) };
 }
 
-function go(k) {
-  now.k = Math.max(0, Math.min(ticks.length - 1, k));
+/** All memory of all ranks in frame k, and what has travelled since frame `from` -> svg. `looks`: the row to look at. */
+function drawMemory(p, k, from, width, height, looks, lanes, rows) {
+  const sizes = sizesFor(p, width, height - 42 - 20 * lanes, rows), out = [];
+  let y = 0;
+  for (let rank = 0; rank < p.ranks; rank++) {
+    const x = rank * sizes.column, wide = sizes.column - 10;
+    out.push(`<rect x="${x}" y="0" width="${wide}" height="4" fill="${colour(rank)}"/><text x="${x}" y="18" class="rank">rank ${rank}</text>`,
+      `<text x="${x}" y="31" class="soft" data-held="${rank}">${p.held[k][rank]} B</text>`);
+    if (p.waits(rank, k)) out.push(`<text x="${x + wide}" y="18" class="waits">waits</text>`);
+  }
+  y = 38;
+  const moving = p.travelling(from, k), shown = moving.length > lanes ? [grouped(moving)] : moving;
+  shown.forEach((one, i) => out.push(drawLane(p, one, y + i * 20, width)));
+  if (!shown.length) out.push(`<text x="0" y="${y + 13}" class="soft">nothing is under way</text>`);
+  y += 20 * lanes + 4;
+  for (const row of rows) {
+    const fresh = row.slots.some((_, rank) => p.drawn(row, rank, k).some((s) => p.states[k].cells[s].by.some((by) => by > from)));
+    const texts = row.slots.map((_, rank) => p.describe(row, rank, k)), same = texts.every((text) => text === texts[0]);
+    const said = width < 500 ? "" : same ? texts[0] === "nothing" ? "not there" : `each rank: ${texts[0]}` : [...new Set(texts)].slice(0, 2).join(" | ").slice(0, 80);
+    out.push(`<text x="0" y="${y + 11}" class="name${fresh ? " changed" : ""}">${row.name === looks ? "▶ " : ""}${escape(row.name)} <tspan class="soft">${escape(said)}</tspan></text>`);
+    const [svg, high] = drawRow(p, row, k, from, y + 15, sizes);
+    out.push(`<g class="row" data-row="${escape(row.name)}">${svg}</g>`);
+    y += high + 19;
+  }
+  return `<svg class="memory${sizes.cell < 8 ? " small" : ""}" viewBox="0 0 ${width} ${y}" width="${width}" height="${y}" role="group" aria-label="memory of all ranks">${patterns(p.ranks)}${out.join("")}<g class="flying"></g></svg>`;
+}
+
+const grouped = (some) => ({ ...some[0], kind: `${some.length} ${some[0].kind}s`, params: some.flatMap((one) => one.params),
+  arrows: some.flatMap((one) => one.arrows), live: some.some((one) => one.live) });
+
+/** A collective is one bar over all ranks. */
+function drawLane(p, one, y, width) {
+  const give = Array(p.ranks).fill(0), get = Array(p.ranks).fill(0);
+  for (const [from, to, n] of one.arrows) { give[from] += n; get[to] += n; }
+  const same = give.every((n, r) => n === give[0] && get[r] === get[0]);
+  const sizes = same ? `a rank gives ${give[0]} B, gets ${get[0]}` : `rank ${give.findIndex((n) => n)} gives ${Math.max(...give)} B, others get ${Math.max(...get)}`;
+  const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((param) => `p${param}`).join(" ");
+  const words = width < 500 ? `${one.kind} · ${one.live ? "under way" : `a rank gives ${mean(give)} B`}`
+    : `${one.kind} · ${one.what || "values"} of ${params} · ${sizes}${one.live ? " · under way" : ""}`;
+  return `<g class="lane ${one.what || "other"}${one.live ? " live" : ""}"><rect x="0" y="${y}" width="${width}" height="17" rx="4"/><text x="6" y="${y + 12.5}">${escape(words)}</text></g>`;
+}
+
+/** What runs, from left to right, and what is under way meanwhile: a line of it for each collective. */
+function drawOverlap(p, width, high, now) {
+  const x = (k) => (k / p.frames.length) * width, out = [], isFigure = now === undefined;
+  for (const { phase, start, end } of p.phases) {
+    const wide = x(end) - x(start);
+    out.push(`<g class="phase${now >= start && now < end ? " now" : ""}" data-k="${start}"><rect x="${x(start)}" y="0" width="${Math.max(1, wide - 1)}" height="15"/>`,
+      wide > 6.4 * phase.length ? `<text x="${x(start) + wide / 2}" y="11">${phase}</text>` : "", "</g>");
+  }
+  p.travelling(-1, Infinity).forEach((one, i) => {
+    const y = 18 + i * high;
+    out.push(`<rect class="bar ${one.what}" x="${x(one.start)}" y="${y}" width="${x(one.end) - x(one.start)}" height="${high - 1}"/>`,
+      isFigure ? `<text class="soft" x="${one.start > p.frames.length / 2 ? x(one.start) - 6 : x(one.end) + 6}" y="${y + high - 5}" text-anchor="${one.start > p.frames.length / 2 ? "end" : "start"}">${one.kind} of ${one.params.map((param) => `p${param}`).join(", ")}</text>` : "");
+  });
+  const tall = 18 + p.operations.length * high;
+  if (!isFigure) out.push(`<path class="needle" d="M${x(now + 0.5)} 0V${tall}"/>`);
+  return [out.join(""), tall];
+}
+
+/** The SVG files that the chapters show. */
+function figures() {
+  const style = document.querySelector("style").textContent.match(/\/\* picture \*\/([\s\S]*?)\/\* end \*\//)[1];
+  const file = (title, width, height, p, body) => `<svg xmlns="http://www.w3.org/2000/svg" class="figure" viewBox="-10 -10 ${width + 20} ${height + 20}" width="${width + 20}" height="${height + 20}" role="img" data-stamp="${DATA.stamp.slice(0, 16)}"><title>${title}</title><style>${style}</style>`
+    + `<rect x="-10" y="-10" width="100%" height="100%" class="paper"/>${patterns(p.ranks)}${body.replaceAll(/ tabindex="-?\d"| data-(?:s|cell|rank|k)="[^"]*"| role="group"| aria-label="[^"]*"/g, "")}</svg>\n`;
+  const three = player("3"), four = player("4"), made = {}, buffer = three.rows.find((one) => one.name === "GradBuffer.flat");
+  let y = 0, body = "";
+  const wanted = three.beats.filter(({ frame }, i) => i === 0 || buffer.parts.some((s) => three.states[frame].cells[s].by.some((by) => by > three.beats[i - 1].frame))
+    || buffer.parts.some((s) => [...three.states[frame].dead[s] || []].length !== [...three.states[three.beats[i - 1].frame].dead[s] || []].length));
+  for (const { frame, lines, function: f } of wanted) {
+    const [name, file] = three.functions[f], line = three.files[file][1].split("\n")[lines[0] - 1].trim();
+    const [svg, high] = drawRow(three, buffer, frame, frame, y + 16, sizesFor(three, 800));
+    body += `<text x="0" y="${y + 11}" class="name">${escape(frame ? `${name.split(".").pop()}: ${line}` : "before the step")}</text>${svg}`;
+    y += high + 26;
+  }
+  body += `<text x="0" y="${y + 8}" class="soft">Columns: ranks 0 to 3. Colour: the rank that owns a line. Striped: own gradients; filled: averages; round: new parameters; grey: garbage.</text>`;
+  made["show_buffer.svg"] = file("The buffer of stage 3 on four ranks, through one step", 800, y + 14, three, body);
+
+  const flat = four.rows.find((one) => one.name === "ParameterBuffer.flat"), [first] = four.drawn(flat, 0, 0);
+  let x = 90, partition = "";
+  four.storages[first].blocks.forEach((block, i) => {
+    const tensors = [...new Set(block.flatMap(([start, n]) => Array.from({ length: n }, (_, j) => four.label(first, start + j, 0)[1])).filter((e) => e !== null).map((e) => four.param[e]))];
+    partition += `<text x="${x}" y="11" class="name">${i}: ${tensors.map((one) => `p${one}`).join(", ")}</text>`;
+    block.forEach(([start, n], rank) => { for (let j = 0; j < n; j++) partition += drawCell(four, first, start + j, 0, 0, x + j * 28, 20 + rank * 19, 28, 19); });
+    x += 28 * block[0][1] + 22;
+  });
+  for (let rank = 0; rank < four.ranks; rank++) partition += `<text x="0" y="${33 + rank * 19}" class="soft">rank ${rank} steps</text>`;
+  partition += `<text x="0" y="116" class="soft">Buckets 0 to 6 leave in this order, and their parameters come back in the reverse one. ·: padding.</text>`;
+  made["show_buckets.svg"] = file("Stage 4: the parameters of one rank in buckets, each cut into four shards", x, 122, four, partition);
+
+  const [strip, tall] = drawOverlap(four, 900, 17);
+  made["show_overlap.svg"] = file("Stage 4: what rank 0 runs, and what is under way meanwhile", 900, tall + 20, four,
+    `${strip}<text x="0" y="${tall + 14}" class="soft">To the right: lines of rank 0, no seconds. Above what it runs, below what is under way. A layer waits for its own bucket only.</text>`);
+  return made;
+}
+
+// ------------------------------------------------------------------------------------------------ beats and lines
+
+const now = { id: "0", beside: "", k: 0, beat: 0, playing: false, shown: null };
+
+const beats = () => player(now.id).beats;
+/** The frame that the picture is compared with: everything that has changed since is marked. */
+const since = () => (now.beat < 0 ? now.k - 1 : now.beat ? beats()[now.beat - 1].frame : player(now.id).bug ? now.k - 1 : now.k);
+const hash = () => `#${now.id}${now.beside ? `+${now.beside}` : ""}${now.beat < 0 ? `/${now.k + 1}` : `.${now.beat + 1}`}`;
+
+function toBeat(beat) {
+  const to = Math.max(0, Math.min(beats().length - 1, beat)), forward = to === now.beat + 1;
+  Object.assign(now, { beat: to, k: beats()[to].frame });
+  draw();
+  if (forward && !STILL.matches) fly(player(now.id), since(), now.k);
+}
+
+function toFrame(k) {
+  now.k = Math.max(0, Math.min(player(now.id).frames.length - 1, k));
+  now.beat = -1;
   draw();
 }
 
-/** Forward by one; in "predict first" a result is shown only when its reader has chosen. -> whether it moved */
-function forward() {
-  if (now.k >= ticks.length - 1) return false;
-  if (now.predict && !now.beside && ask(now.k + 1)) return false;
-  go(now.k + 1);
-  return true;
+/** The beat that a frame belongs to: the first that it isn't beyond. */
+function nearest(k) {
+  const at = beats().findIndex(({ frame }) => frame >= k);
+  return at < 0 ? beats().length - 1 : at;
+}
+
+function step(by) {
+  if (!beats().length) return toFrame(now.k + by);
+  if (now.beat < 0) {
+    const at = nearest(now.k);
+    return toBeat(by < 0 ? (beats()[at].frame >= now.k ? at - 1 : at) : beats()[at].frame > now.k ? at : at + 1);
+  }
+  if (by > 0 && $("predict").checked && now.beat < beats().length - 1 && ask(now.beat + 1)) return undefined;
+  return toBeat(now.beat + by);
+}
+
+function select(id, beside, beat, frame) {
+  now.id = id;
+  const right = player(id).right;
+  now.beside = right || (beside === id ? "" : beside);
+  now.beat = -2;
+  if (frame !== undefined || !beats().length) toFrame(frame || 0); else toBeat(beat || 0);
 }
 
 let timer = 0;
@@ -228,388 +395,276 @@ function play(on) {
   now.playing = on;
   clearTimeout(timer);
   $("play").textContent = on ? "❚❚ pause" : "▶ play";
-  $("play").setAttribute("aria-label", on ? "pause" : "play");
   if (!on) return;
-  if (now.k >= ticks.length - 1) go(0);
-  const next = () => { if (!now.playing) return; if (forward()) timer = setTimeout(next, +$("speed").value); else play(false); };
-  timer = setTimeout(next, +$("speed").value);
+  const isBeat = now.beat >= 0;
+  const isLast = () => (isBeat ? now.beat >= beats().length - 1 : now.k >= player(now.id).frames.length - 1);
+  if (isLast()) { if (isBeat) toBeat(0); else toFrame(0); }
+  const next = () => {
+    if (!now.playing) return;
+    if (isBeat) step(1); else toFrame(now.k + 1);
+    if (isLast() || $("question").open) play(false); else timer = setTimeout(next, +$("speed").value / (isBeat ? 1 : 10));
+  };
+  timer = setTimeout(next, +$("speed").value / (isBeat ? 2 : 10));
 }
 
-function jump(wanted) {
-  play(false);
-  for (let k = now.k + 1; k < ticks.length; k++) if (wanted(k)) return go(k);
-  go(ticks.length - 1);
-}
-function isMessage(k) {
-  const sides = [[player(now.id), 0]].concat(now.beside ? [[player(now.beside), 1]] : []);
-  return sides.some(([p, side]) => {
-    const frame = ticks[k][side];
-    return frame !== ticks[k - 1][side] && p.operations.some((one) => one.arrows.some((arrow) => arrow[3] === frame || arrow[4] === frame));
-  });
-}
-function isFunction(k) {
-  const p = player(now.id), at = (one) => (p.place(0, ticks[one][0]) || [])[0];
-  return at(k) !== at(k - 1);
-}
-
-// ------------------------------------------------------------------------------------------------ the picture
-
-function element(tag, attributes, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) {
-    if (name === "class") made.className = value; else if (name === "style") made.style.cssText = value; else made.setAttribute(name, value);
+/** Cells that a collective has brought between two frames fly from the ranks that they come from. */
+function fly(p, from, k) {
+  const layer = document.querySelector(".panel .flying"), groups = new Map();
+  const rectOf = (s, cell) => document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
+  for (let f = from + 1; f <= k; f++) {
+    for (const [rank, o] of p.frames[f].ended) {
+      const { kind, arrows } = p.operations[o], senders = [...new Set(arrows.filter((a) => a[1] === rank).map((a) => a[0]))];
+      for (const [s, start, values, labels] of p.frames[f].cells.filter(([one]) => p.storages[one].rank === rank)) {
+        const { row, part } = p.storages[s], home = p.rows.find((one) => one.name === row);
+        values.forEach((_, i) => {
+          const [, e] = p.labels[labels[i]], whole = /reduce/.test(kind);
+          for (const sender of whole ? senders : senders.filter((one) => e !== null && one === p.owners[e])) {
+            const other = (home.slots[sender].get(part) || []).filter((one) => p.states[k].cells[one]).pop();
+            const there = other === undefined ? null : rectOf(other, start + i), here = rectOf(s, start + i);
+            if (!there || !here) continue;
+            const key = [sender, rank, here.getAttribute("y"), row].join();
+            if (!groups.has(key)) groups.set(key, { dx: there.x.baseVal.value - here.x.baseVal.value, rects: [] });
+            groups.get(key).rects.push(here);
+          }
+        });
+      }
+    }
   }
-  made.append(...children);
-  return made;
+  for (const { dx, rects } of groups.values()) {
+    const flying = document.createElementNS("http://www.w3.org/2000/svg", "g");
+    flying.append(...rects.map((one) => { const copy = one.cloneNode(); copy.removeAttribute("tabindex"); copy.removeAttribute("data-s"); return copy; }));
+    layer.append(flying);
+    const path = [{ transform: `translate(${dx}px,0)`, opacity: 0.9 }, { transform: `translate(${dx / 2}px,-14px)` }, { transform: "none", opacity: 1 }];
+    flying.animate(path, { duration: 550, easing: "ease-in-out" }).onfinish = () => flying.remove();
+  }
 }
-const rankColour = (rank) => `var(--rank${rank % 8})`;
-const number = (value) => value === null ? "?" : Number.isInteger(value) ? `${value}` : `${+value.toPrecision(4)}`;
+
+// ------------------------------------------------------------------------------------------------ the page
 
 function draw() {
-  const [ka, kb, segment] = ticks[now.k], p = player(now.id);
-  $("slider").value = now.k;
-  $("slider").setAttribute("aria-valuetext", `frame ${now.k + 1} of ${ticks.length}, ${p.frames[ka].phase}, ${p.placeText(0, ka)}`);
-  drawIntro(p, ka);
-  document.querySelectorAll("#band span").forEach((span, i) => span.classList.toggle("now", i === segment));
-  $("code").hidden = Boolean(now.beside);
-  if (!now.beside) drawCode(p, ka);
-  const panels = [drawPanel(p, ka, Boolean(now.beside))];
-  if (now.beside) panels.push(drawPanel(player(now.beside), kb, true));
-  const scrolled = [...document.querySelectorAll(".panel")].map((panel) => panel.scrollTop);
-  $("panels").replaceChildren(...panels);
-  panels.forEach((panel, i) => { panel.scrollTop = scrolled[i] || 0; });
-  const step = p.lastStep > 1 && p.frames[ka].step < p.lastStep ? `step ${p.frames[ka].step + 1}, ` : "";
-  if (!$("inspector").textContent) $("inspector").textContent = "Hover over, tap or focus a cell to read what it is, which line wrote it, and where it came from.";
-  $("where").textContent = `frame ${now.k + 1} of ${ticks.length} · ${step}${phaseName(p, ka)}`;
-  history.replaceState(null, "", `#${now.id}${now.beside ? `+${now.beside}` : ""}/${now.k + 1}`);
+  const p = player(now.id), beat = now.beat >= 0 ? beats()[now.beat] : null;
+  const [f] = p.place(0, now.k), [name, , , , doc] = p.functions[f];
+  const says = beat ? beat.says : `${name}: ${(doc || "a line of it").split("\n")[0]}`;
+  if ($("says").textContent !== says) $("says").textContent = says;
+  $("intro").textContent = p.title;
+  drawMeters(p);
+  drawCode(p, beat);
+  drawPanels(p, beat);
+  drawFooter(p);
+  history.replaceState(null, "", hash());
 }
 
-function phaseName(p, k) {
-  const { phase, step } = p.frames[k];
-  return phase === "forward" && step === p.lastStep ? "next forward" : phase || "start";
+function drawMeters(p) {
+  const sent = mean(p.sent(now.k)), held = mean(p.held[now.k]), formula = p.formula;
+  const meter = (words, value, of, text) => `<span class="meter"><b>${words} ${value} B</b>${of ? ` of ${of} <i>${escape(text)}</i><progress max="${of}" value="${value}" aria-label="${words}"></progress>` : ""}</span>`;
+  const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
+  $("meters").innerHTML = meter("sent", sent, formula && formula.sent_bytes, formula && formula.sent)
+    + meter("holds", held, formula && formula.held_bytes, formula && `${formula.held} after a step; at most ${most} B, no activations`);
 }
 
-function drawIntro(p, k) {
-  const parts = [element("b", {}, p.title), element("span", { class: k ? "said" : "" }, p.intro)];
-  if (p.differs && k >= p.differs.frame) parts.push(" ", element("b", { style: "color:var(--bad)" }, p.differs.text));
-  $("intro").replaceChildren(...parts);
-}
-
-function drawPrograms() {
-  const stages = DATA.programs.filter((program) => !program.bug), bugs = DATA.programs.filter((program) => program.bug);
-  $("programs").replaceChildren(...stages.map((program) => {
-    const button = element("button", { role: "tab", "aria-selected": program.id === now.id, title: program.title }, program.short.split(" ")[0], element("span", {}, ` ${program.short.split(" ").slice(1).join(" ")}`));
-    button.onclick = () => { play(false); select(program.id, now.beside, 0); };
-    return button;
-  }));
-  const option = (value, text, chosen) => element("option", { value, ...(chosen ? { selected: "" } : {}) }, text);
-  $("bugs").replaceChildren(option("", "–", false), ...bugs.map((program) => option(program.id, program.short, program.id === now.id)));
-  $("beside").replaceChildren(option("", "nothing", false), ...DATA.programs.filter((program) => program.id !== now.id)
-    .map((program) => option(program.id, program.bug ? `bug: ${program.short}` : program.short, program.id === now.beside)));
-}
-
-function drawBand() {
-  const a = player(now.id), b = now.beside ? player(now.beside) : null;
-  const lengths = new Map();
-  ticks.forEach(([, , segment], k) => { const one = lengths.get(segment) || [k, 0]; one[1]++; lengths.set(segment, one); });
-  $("band").replaceChildren(...[...lengths].map(([segment, [start, length]]) => {
-    const p = ticks[start][0] in a.frames ? a : b;
-    const merged = b ? mergePhases(a.segments, b.segments)[segment] : [segment, -1];
-    const of = merged[0] !== -1 ? [a, merged[0]] : [b, merged[1]];
-    const phase = of[0].segments[of[1]];
-    const name = phase.phase === "forward" && phase.step === of[0].lastStep ? "next forward" : phase.phase;
-    const span = element("span", { style: `flex:${length} 1 0`, title: name }, name);
-    span.onclick = () => { play(false); go(start); };
-    return span;
-  }));
-}
-
-// The code: functions that run now, each below the one that called it.
-function drawCode(p, k) {
-  const stacks = p.states[k].at.map((number) => p.stacks[number] || []);
-  const depth = Math.max(...stacks.map((stack) => stack.length));
-  const shown = [];
-  for (let level = 0; level < depth; level++) {
-    for (const stack of stacks) if (stack[level] && !shown.some((one) => one[0] === stack[level][0])) shown.push([stack[level][0], level]);
+/** One source line: comments, strings and keywords in colours. */
+function coloured(text) {
+  const words = /(#.*$)|("(?:[^"\\]|\\.)*"?)|\b(def|class|return|for|in|if|else|while|not|and|or|is|None|True|False|with|import|from|lambda|pass)\b/g;
+  let out = "", at = 0;
+  for (const found of text.matchAll(words)) {
+    out += `${escape(text.slice(at, found.index))}<i class="${found[1] ? "c" : found[2] ? "s" : "k"}">${escape(found[0])}</i>`;
+    at = found.index + found[0].length;
   }
-  const parts = [drawCaption(p, k)];
-  for (const [number, level] of shown) parts.push(drawFunction(p, number, level, stacks));
-  const old = $("code").scrollTop;
-  $("code").replaceChildren(...parts);
-  $("code").scrollTop = old;
-  const line = $("code").querySelectorAll(".code-line.now");
-  const last = line[line.length - 1];
-  if (last) {
-    const box = $("code").getBoundingClientRect(), rect = last.getBoundingClientRect();
-    if (rect.bottom > box.bottom - 8) $("code").scrollTop += rect.bottom - box.bottom + 40;
-    if (rect.top < box.top + 8) $("code").scrollTop -= box.top - rect.top + 40;
-  }
+  return out + escape(text.slice(at));
 }
 
-function drawCaption(p, k) {
-  const stack = p.stacks[p.states[k].at[0]] || [];
-  const said = [...stack].reverse().find(([number]) => p.functions[number][4]);
-  const doc = said ? p.functions[said[0]][4].split("\n\n")[0].replace(/\s+/g, " ") : "The loop, the same in every stage.";
-  return element("div", { class: "caption" }, element("b", {}, said ? p.functions[said[0]][0] : "train"), element("div", {}, doc));
-}
-
-function drawFunction(p, number, level, stacks) {
-  const [name, file, start, end] = p.functions[number];
-  const source = p.files[file][1].split("\n").slice(start - 1, end);
-  const indent = Math.min(...source.filter((text) => text.trim()).map((text) => text.match(/^ */)[0].length));
-  const made = element("div", { class: "function", style: `margin-left:${Math.min(level, 7) * 9}px` }, element("div", { class: "name" }, `${p.files[file][0]} · ${name}`));
+function drawFunction(p, f, marked, ranks, isBeat) {
+  const [name, file, first, end] = p.functions[f], source = p.files[file][1].split("\n"), edit = p.edit && p.edit.file === file ? p.edit : null;
+  const out = [`<div class="name">${name}, ${p.files[file][0]}:${marked[0]}</div>`];
   let inDoc = false;
-  source.forEach((text, i) => {
-    const line = start + i, gutter = element("span", { class: "gutter" });
-    let here = false;
-    stacks.forEach((stack, rank) => {
-      const at = stack[level];
-      if (!at || at[0] !== number || at[1] !== line) return;
-      const top = stack.length === level + 1;
-      here ||= top;
-      gutter.append(element("i", { class: top ? "" : "calls", style: `background:${rankColour(rank)}`, title: `rank ${rank}` }, rank));
-    });
-    const quotes = (text.match(/"""/g) || []).length, isDoc = inDoc || quotes > 0;
-    if (quotes % 2) inDoc = !inDoc;
-    const code = element("span");
-    const margin = Math.max(0, text.match(/^ */)[0].length - indent);
-    code.style.cssText = `padding-left:${margin + 4}ch;text-indent:-4ch`;
-    code.innerHTML = isDoc ? `<span class="s">${escape(text.trim())}</span>` : highlight(text.trim());
-    made.append(element("div", { class: `code-line${here ? " now" : ""}${isDoc ? " doc" : ""}` }, gutter, code));
-  });
-  return made;
-}
-const escape = (text) => text.replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" }[sign]));
-const TOKEN = /(#.*$)|("[^"]*"|'[^']*')|\b(def|class|return|for|in|if|else|elif|while|not|and|or|is|None|True|False|import|from|as|with|lambda|yield|self)\b|\b(\d+(?:\.\d+)?)\b|(\b\w+(?=\())|(@\w[\w.]*)/g;
-function highlight(text) {
-  let done = 0, out = "";
-  for (const found of text.matchAll(TOKEN)) {
-    const kind = found[1] ? "c" : found[2] ? "s" : found[3] ? "k" : found[4] ? "n" : "f";
-    out += escape(text.slice(done, found.index)) + `<span class="${kind}">${escape(found[0])}</span>`;
-    done = found.index + found[0].length;
+  const indent = source[first - 1].search(/\S/), cut = (text) => (text.slice(0, indent).trim() ? text : text.slice(indent));
+  const line = (kind, gutter, text) => out.push(`<div class="code-line${kind}"><span class="gutter">${gutter}</span><code>${text}</code></div>`);
+  const gone = () => edit.gone.forEach((text) => line(" gone", "−", escape(cut(text))));
+  for (let n = first; n <= end; n++) {
+    const text = source[n - 1], quotes = text.split('"""').length - 1, isDoc = inDoc || quotes > 0;
+    if (quotes === 1) inDoc = !inDoc;
+    const isNew = edit && n >= edit.line && n < edit.line + edit.come;
+    if (edit && n === edit.line) gone();
+    if (isDoc && isBeat) continue;
+    const at = ranks.filter(([, one]) => one === n).map(([rank]) => `<b style="background:${colour(rank)}">${rank}</b>`).join("");
+    line(`${marked.includes(n) ? " now" : ""}${isNew ? " come" : ""}`, isNew ? "+" : at, coloured(cut(text)));
   }
-  return out + escape(text.slice(done));
+  if (edit && edit.line === end + 1) gone();
+  return `<div class="function">${out.join("")}</div>`;
 }
 
-// The memory: a column a rank, a row a name.
-function drawPanel(p, k, isHalf) {
-  const panel = element("div", { class: `panel${isHalf ? " half" : ""}`, "aria-label": p.title });
-  panel.append(element("h2", {}, element("span", {}, p.short), element("code", {}, `${p.placeText(0, k).split(" in ")[0]}  ${p.lineText(0, k)}`)));
-  const { bytes, messages } = p.sent(k);
-  const heads = element("div", { class: "ranks heads", style: `--d:${p.ranks}` });
-  for (let rank = 0; rank < p.ranks; rank++) {
-    const head = element("div", { class: "head", style: `--rank:${rankColour(rank)}` }, element("b", {}, `rank ${rank} `));
-    head.append(element("span", { class: p.waits(rank, k) ? "waits" : "" }, p.waits(rank, k) ? "waits" : ""), element("br"),
-      `sent ${bytes[rank]} B in ${messages[rank]}`, element("br"), `holds ${p.held[k][rank]} B, at most ${p.most[rank]}`);
-    heads.append(head);
+function drawCode(p, beat) {
+  const edit = p.edit, where = p.states[now.k].at.map((stack, rank) => [rank, ...p.place(rank, now.k)]);
+  const functionAt = (file, line) => p.functions.map((one, f) => [one, f]).filter(([one]) => one[1] === file && one[2] <= line && line <= one[3] + 1).map(([, f]) => f).pop();
+  const shown = beat ? [[beat.function, beat.lines]] : p.stacks[p.states[now.k].at[0]].map(([f, line]) => [f, [line]]);
+  if (edit) {
+    const f = functionAt(edit.file, edit.line);
+    if (f !== undefined && !shown.some(([one]) => one === f)) shown.unshift([f, [edit.line]]);
   }
-  panel.append(heads, drawWires(p, k));
-  for (const row of p.rows) panel.append(drawRow(p, row, k, isHalf));
-  const look = ({ target }) => { if (target.dataset && target.dataset.s) inspect(p, +target.dataset.s, +target.dataset.cell, k); };
-  for (const happening of ["mouseover", "click", "focusin"]) panel.addEventListener(happening, look);
-  return panel;
+  $("code").innerHTML = shown.map(([f, lines]) => drawFunction(p, f, lines, where.filter(([, one]) => one === f).map(([rank, , n]) => [rank, n]), Boolean(beat))).join("");
+  $("code").classList.toggle("beat", Boolean(beat));
+  const mark = [...$("code").querySelectorAll(".now")].pop();
+  if (mark) $("code").scrollTop = Math.max(0, mark.offsetTop - $("code").clientHeight * 0.6);
 }
 
-function cellWidth(p, row, isHalf) {
-  const phone = window.innerWidth <= 800, d = phone ? Math.min(2, p.ranks) : p.ranks;
-  const code = isHalf || phone ? 0 : Math.min(620, Math.max(340, window.innerWidth * 0.36));
-  const share = phone ? 1 : isHalf ? 0.5 : 1;
-  const column = ((window.innerWidth - code) * share - 40 - 10 * (d - 1)) / d - (phone ? 8 : 0);
-  const widest = (blocks) => blocks.reduce((sum, block) => sum + Math.max(...block.map(([, n]) => n)), 0);
-  const ofRank = (rank) => row.parts.filter((s) => p.storages[s].rank === rank).map((s) => p.storages[s].blocks);
-  const one = Math.max(...row.parts.map((s) => widest(p.storages[s].blocks)));
-  const all = Math.max(...p.states[0].at.map((_, rank) => ofRank(rank).reduce((sum, blocks) => sum + widest(blocks), 0)));
-  const blocks = Math.max(...p.states[0].at.map((_, rank) => ofRank(rank).reduce((sum, some) => sum + some.length, 0)));
-  const fit = (cells, gaps) => Math.min(34, Math.floor((column - 7 * gaps - 10) / cells) - 1);
-  const together = fit(all, blocks);
-  return Math.max(9, together >= 20 ? together : fit(one, 1));
-}
-
-function drawRow(p, row, k, isHalf) {
-  const state = p.states[k], fresh = new Set(p.frames[k].cells.map((run) => run[0]));
-  const alive = row.parts.some((s) => state.cells[s] && !state.gone.has(s));
-  const texts = Array.from({ length: p.ranks }, (_, rank) => p.describeText(row, rank, k));
-  const same = texts.every((text) => text === texts[0]);
-  const title = element("div", { class: "title" }, element("b", {}, row.name), " ", alive ? same ? `each rank: ${texts[0]}` : p.unionText(row, k) : "not there");
-  const made = element("div", { class: `row${row.parts.some((s) => fresh.has(s)) ? " changed" : ""}${alive ? "" : " absent"}` }, title);
-  const width = cellWidth(p, row, isHalf), small = width < 15;
-  const ranks = element("div", { class: `ranks${small ? " small" : ""}`, style: `--d:${p.ranks};--cell:${width}px` });
-  for (let rank = 0; rank < p.ranks; rank++) {
-    const blocks = element("div", { class: "blocks", style: `--rank:${rankColour(rank)}`, role: "group", tabindex: "0", "aria-label": `rank ${rank}, ${row.name}: ${texts[rank]}` });
-    for (const s of row.parts) if (p.storages[s].rank === rank) for (const block of p.storages[s].blocks) blocks.append(drawBlock(p, s, block, k, width));
-    ranks.append(blocks);
+function drawPanels(p, beat) {
+  const sides = [[p, now.k, since()]];
+  if (now.beside) {
+    const q = player(now.beside), k = beat && beat.right !== undefined ? beat.right : q.twin(p, now.k), before = now.beat > 0 ? beats()[now.beat - 1].right : undefined;
+    sides.push([q, k, before === undefined ? k - 1 : before]);
   }
-  made.append(ranks);
-  return made;
+  const box = $("panels"), width = Math.floor((box.clientWidth - 14 - 14 * (sides.length - 1)) / (window.innerWidth < 800 ? 1 : sides.length));
+  const isNarrow = window.innerWidth < 800 && sides.length > 1;
+  const rowsOf = (q) => (isNarrow && beat ? q.rows.filter((row) => row.name === beat.look) : q.rows);
+  const taken = window.innerWidth < 800 ? $("said").offsetHeight + $("code").offsetHeight + 26 : 8;
+  const high = ($("panels").parentElement.clientHeight - taken) / (isNarrow ? 2 : 1) - (sides.length > 1 ? 30 : 8);
+  const most = (q) => Math.max(1, ...q.beats.map(({ frame }, i) => q.travelling(i ? q.beats[i - 1].frame : frame, frame).length));
+  const lanes = Math.min(window.innerWidth < 800 ? 1 : 3, Math.max(...sides.map(([q]) => most(q))));
+  box.innerHTML = sides.map(([q, k, from], i) => `<div class="panel">${sides.length > 1 ? `<h2>${escape(i ? (p.right ? "the right run" : q.short) : p.bug ? "with the bug" : q.short)}</h2>` : ""}`
+    + `${drawMemory(q, k, from, width, high, beat ? beat.look : "", lanes, rowsOf(q))}</div>`).join("");
+  if (beat && p.bug) markDifferences(sides);
+  const look = ({ target }) => { if (target.dataset && target.dataset.s) inspect(sides[[...box.children].indexOf(target.closest(".panel"))], +target.dataset.s, +target.dataset.cell); };
+  for (const happening of ["onmouseover", "onclick", "onfocusin"]) box[happening] = look;
+  box.addEventListener("focusin", look);
 }
 
-function drawBlock(p, s, block, k, width) {
-  const cells = p.states[k].cells[s], made = element("div", { class: "block" });
-  for (const [start, numel] of block) {
-    const line = element("div", { class: "cells" });
-    for (let cell = start; cell < start + numel; cell++) line.append(drawCell(p, s, cell, k, cells, cell > start, width));
-    made.append(line);
+/** In the run with the bug: cells that hold another value than in the right one, garbage aside. */
+function markDifferences([[p, k], [q, m]]) {
+  for (const row of p.rows) {
+    const theirs = q.rows.find((one) => one.name === row.name);
+    for (const s of theirs ? row.slots.flatMap((_, rank) => p.drawn(row, rank, k)) : []) {
+      const { rank, part } = p.storages[s], other = q.drawn(theirs, rank, m).find((one) => q.storages[one].part === part);
+      p.states[k].cells[s].values.forEach((value, cell) => {
+        const kinds = other === undefined ? ["freed"] : [p.kind(s, cell, k), q.states[m].cells[other].values[cell] === undefined ? "freed" : q.kind(other, cell, m)];
+        if (kinds.some((kind) => ["freed", "garbage", "unset"].includes(kind)) || value === q.states[m].cells[other].values[cell]) return;
+        const drawn = document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
+        if (drawn) drawn.classList.add("wrong");
+      });
+    }
   }
-  return made;
 }
 
-function drawCell(p, s, cell, k, cells, isInside, width) {
-  if (!cells) return element("span", { class: "cell freed" });
-  const kind = p.kind(s, cell, k), [, e] = p.labels[cells.labels[cell]];
-  const owner = e === null ? -1 : p.owners[e];
-  const before = isInside ? p.labels[cells.labels[cell - 1]][1] : null;
-  const gap = isInside && e !== null && before !== null && p.offsets[e][0] !== p.offsets[before][0];
-  const wrong = p.differs && k >= p.differs.frame && p.differs.cells.some((one) => one[0] === s && one[1] === cell);
-  const written = cells.by[cell] === k && k > 0 && kind !== "freed";
-  const made = element("span", { class: `cell ${kind}${written ? " written" : ""}${wrong ? " wrong" : ""}${gap ? " gap" : ""}`, tabindex: "-1", "data-s": s, "data-cell": cell,
-    ...(owner >= 0 ? { style: `--own:${rankColour(owner)}` } : {}) });
-  made.textContent = kind === "freed" ? "" : kind === "padding" ? "·" : number(cells.values[cell]);
-  made.style.fontSize = `${Math.max(7, Math.min(12, (width - 2) / (0.58 * Math.max(3, made.textContent.length))))}px`;
-  return made;
-}
-
-function inspect(p, s, cell, k) {
-  const storage = p.storages[s], cells = p.states[k].cells[s];
-  if (!cells) return;
-  const [kind, e, origin] = p.labels[cells.labels[cell]], seen = p.kind(s, cell, k), by = cells.by[cell];
-  const whose = e === null ? "no element of the model" : `parameter ${p.offsets[e][0]}, element ${p.offsets[e][1]} (${e + 1} of ${p.offsets.length})`;
+function inspect([p, k], s, cell) {
+  const { rank, row, part } = p.storages[s], { values, by } = p.states[k].cells[s], [kind, e, origin] = p.label(s, cell, k), seen = p.kind(s, cell, k);
+  const whose = e === null ? "no element of the model" : `element ${e - p.param.indexOf(p.param[e])} of p${p.param[e]}`;
   const owner = e === null ? "" : p.owners[e] === -1 ? "; every rank steps it" : `; rank ${p.owners[e]} steps it`;
   const what = { gradient: `gradient of rank ${origin}`, share: `gradient of rank ${origin} ÷ ${p.ranks}`, sum: `sum of ranks 0 to ${origin}`,
     average: "average over the ranks", parameter: origin === 0 ? "parameter before the first step" : `parameter after step ${origin}` }[kind] || WORDS[kind];
   const also = seen === "garbage" ? ", which nobody reads again (garbage)" : seen === "freed" ? ", released" : seen === "stale" ? ", stale: a newer one is on its way" : "";
-  const came = p.frames[by].ended.filter(([rank, o]) => rank === storage.rank && p.operations[o].arrows.some((arrow) => arrow[1] === rank))
-    .map(([rank, o]) => `${p.operations[o].kind} from rank ${[...new Set(p.operations[o].arrows.filter((arrow) => arrow[1] === rank).map((arrow) => arrow[0]))].join(", ")}`);
-  $("inspector").replaceChildren(element("b", {}, `rank ${storage.rank} · ${storage.row}${storage.part ? ` ${storage.part}` : ""}[${cell}] = ${number(cells.values[cell])}`),
-    ` · ${what}${also} · ${whose}${owner} · `, by === 0 ? "there from the start" : `written at ${p.placeText(storage.rank, by)} (frame ${by + 1})${came.length ? `, arrived by ${came.join("; ")}` : ""}`);
+  const came = p.frames[by[cell]].ended.filter(([r]) => r === rank).map(([, o]) => p.operations[o]).filter((one) => one.arrows.some((a) => a[1] === rank))
+    .map((one) => `${one.kind} from rank ${[...new Set(one.arrows.filter((a) => a[1] === rank).map((a) => a[0]))].join(", ")}`);
+  $("inspector").innerHTML = `<b>rank ${rank} · ${escape(row)}${part ? ` ${part}` : ""}[${cell}] = ${number(values[cell])}</b> · ${what}${also} · ${whose}${owner} · `
+    + (by[cell] === 0 ? "there from the start" : `written at ${p.placeText(rank, by[cell])} (line ${by[cell] + 1})${came.length ? `, arrived by ${came.join("; ")}` : ""}`);
 }
 
-// Messages that are under way: a lane for each line that has sent some.
-function drawWires(p, k) {
-  const height = 38, lanes = Math.max(1, ...p.states.map((_, f) => p.operations.filter((one) => isUnderWay(one, f)).length));
-  const made = element("div", { class: "wires", style: `height:${lanes * height}px` });
-  if (!p.operations.some((one) => isUnderWay(one, k))) made.append(element("div", { class: "lane other" }, element("span", { class: "label" }, "no message is under way")));
-  for (const operation of p.operations.filter((one) => isUnderWay(one, k))) {
-    const live = operation.arrows.filter(([, , , start, end]) => start <= k && k < end);
-    const sizes = [...new Set(live.map((arrow) => arrow[2]))].sort((a, b) => a - b);
-    const calls = operation.calls > 1 && operation.kind !== "send" ? `${operation.calls} ${operation.kind}s` : operation.kind === "send" ? "exchange" : operation.kind;
-    const lane = element("div", { class: `lane ${operation.what || "other"}` }, element("span", { class: "label" }, element("b", {}, calls),
-      ` · ${operation.what || "values"} of ${operation.params.map((param) => `p${param}`).join(", ")} · ${live.length} messages of ${sizes.join(" to ")} B are under way`));
-    lane.innerHTML += arrows(p, live, operation);
-    made.append(lane);
-  }
-  return made;
-}
-const isUnderWay = (operation, k) => operation.arrows.some(([, , , start, end]) => start <= k && k < end);
-
-function arrows(p, live, operation) {
-  const x = (rank) => 1000 * (rank + 0.5) / p.ranks;
-  const paths = live.map(([from, to]) => {
-    const a = x(from), b = x(to), up = a < b, far = Math.abs(from - to);
-    const y = up ? 25 : 33, bend = up ? 27 - 8 * far : 31 + 7 * far, room = 16 * Math.sign(b - a);
-    return `<path d="M${a + room} ${y} Q${(a + b) / 2} ${bend} ${b - room} ${y}" marker-end="url(#tip)" vector-effect="non-scaling-stroke"/>`;
-  });
-  const nodes = Array.from({ length: p.ranks }, (_, rank) => `<ellipse cx="${x(rank)}" cy="29" rx="9" ry="6" fill="${rankColour(rank)}" stroke="none"/>`);
-  return `<svg viewBox="0 0 1000 44" preserveAspectRatio="none" role="img" aria-label="${live.map(([from, to, n]) => `${from} to ${to}, ${n} bytes`).join("; ")}"><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0 8 4 0 8z" fill="currentColor" stroke="none" style="fill:currentColor"/></marker></defs>${paths.join("")}${nodes.join("")}</svg>`;
+function drawFooter(p) {
+  $("beats").innerHTML = beats().map((_, i) => `<a href="#${now.id}${now.beside && !p.right ? `+${now.beside}` : ""}.${i + 1}"${i === now.beat ? ' aria-current="step"' : ""} aria-label="beat ${i + 1}">${i + 1}</a>`).join("");
+  const width = $("band").clientWidth, [svg, tall] = drawOverlap(p, width, 3, now.k);
+  $("band").innerHTML = `<svg width="${width}" height="${tall}">${svg}</svg>`;
+  $("slider").max = p.frames.length - 1;
+  $("slider").value = now.k;
+  $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : `beat ${now.beat + 1} of ${beats().length}`;
+  const shown = DATA.programs.filter((one) => !one.hidden);
+  $("programs").innerHTML = shown.filter((one) => !one.bug).map((one) => `<a href="#${one.id}" role="tab" aria-selected="${one.id === now.id}">${escape(one.short).replace(" ", " <span>")}</span></a>`).join("");
+  const option = (one, at) => `<option value="${one.id}"${one.id === at ? " selected" : ""}>${escape(one.short)}</option>`;
+  $("bugs").innerHTML = `<option value="">–</option>${shown.filter((one) => one.bug).map((one) => option(one, now.id)).join("")}`;
+  $("beside").innerHTML = `<option value="">–</option>${shown.filter((one) => !one.bug && one.id !== now.id).map((one) => option(one, now.beside)).join("")}`;
+  $("beside").disabled = Boolean(p.right);
+  $("lines").setAttribute("aria-pressed", now.beat < 0);
 }
 
-// ---------------------------------------------------------------------------------------------- predict first
-
-/** Before frame k shows what a message has brought: a question about the first rank that it reaches. -> asked? */
-function ask(k) {
-  const p = player(now.id), frame = p.frames[k], key = `${now.id}/${k}`;
-  if (now.asked === key || !frame.ended.length) return false;
-  const changed = frame.cells.filter((run) => frame.ended.some(([rank]) => rank === p.storages[run[0]].rank));
-  if (!changed.length) return false;
-  const s = changed[0][0], rank = p.storages[s].rank, row = p.rows.find((one) => one.parts.includes(s));
-  const right = p.describeText(row, rank, k), choices = new Set([right]);
-  const others = [p.describeText(row, rank, k - 1), ...wrongAnswers(p, row, rank, k)];
-  for (const other of others) if (choices.size < 3) choices.add(other);
-  const shuffled = [...choices].sort((a, b) => hash(a + k) - hash(b + k));
-  const operation = p.operations[frame.ended.find(([r]) => r === rank)[1]];
-  const box = $("question");
-  box.replaceChildren(element("b", {}, `${operation.kind} of ${operation.what}: what will rank ${rank} hold in ${row.name}?`));
-  for (const choice of shuffled) {
-    const button = element("button", {}, choice);
-    button.onclick = () => {
-      now.asked = key;
-      const isRight = choice === right;
-      button.className = isRight ? "right" : "wrong";
-      if (!isRight) [...box.querySelectorAll("button")].find((one) => one.textContent === right).className = "right";
-      box.querySelectorAll("button").forEach((one) => { one.disabled = true; });
-      const on = element("button", { style: "text-align:center" }, isRight ? "Right. Go on" : "Not so. Go on, and look");
-      on.onclick = () => { box.close(); go(k); };
-      box.append(on);
-      on.focus();
-    };
-    box.append(button);
-  }
+/** Before a beat is shown: what will a rank hold in its row? The wrong answers are what the row holds in other beats. */
+function ask(to) {
+  const p = player(now.id), beat = beats()[to], row = p.rows.find((one) => one.name === beat.look);
+  const rank = row ? row.slots.findIndex((_, r) => p.describe(row, r, beat.frame) !== p.describe(row, r, now.k)) : -1;
+  if (rank < 0) return false;
+  const right = p.describe(row, rank, beat.frame), all = new Set([right, p.describe(row, rank, now.k)]);
+  for (const one of beats()) for (let r = 0; r < p.ranks; r++) if (all.size < 3) all.add(p.describe(row, r, one.frame));
+  if (all.size < 2) return false;
   play(false);
-  box.showModal();
+  $("question").innerHTML = `<b>What will rank ${rank} hold in ${escape(row.name)}?</b>${[...all].sort().map((text) => `<button>${escape(text)}</button>`).join("")}`;
+  const buttons = [...$("question").querySelectorAll("button")];
+  buttons.forEach((button) => { button.onclick = () => {
+    const isRight = button.textContent === right;
+    button.className = isRight ? "right" : "wrong";
+    buttons.forEach((one) => { one.disabled = true; if (one.textContent === right) one.className = "right"; });
+    const on = document.createElement("button");
+    on.textContent = isRight ? "Right. Go on" : "Not so. Go on, and look";
+    on.onclick = () => { $("question").close(); toBeat(to); };
+    $("question").append(on);
+    on.focus();
+  }; });
+  $("question").showModal();
   return true;
 }
-function wrongAnswers(p, row, rank, k) {
-  const n = row.parts.filter((s) => p.storages[s].rank === rank).reduce((sum, s) => sum + p.storages[s].numel, 0);
-  const isParams = p.describeText(row, rank, k).includes("parameter");
-  const kinds = isParams ? [WORDS.new, WORDS.old, WORDS.average] : [WORDS.average, WORDS.gradient, WORDS.sum];
-  return kinds.map((words) => `${words} × ${n}`);
-}
-function hash(text) { let h = 7; for (const sign of text) h = (h * 31 + sign.charCodeAt(0)) % 1009; return h; }
 
 // --------------------------------------------------------------------------------------------------- controls
 
-function drawLegend() {
-  const sample = (kind, text) => { const one = element("span", {}, element("i", { class: `cell ${kind}`, style: "--own:var(--rank0);font-style:normal" }, text)); one.append(WORDS[kind]); return one; };
-  $("legend").replaceChildren(element("span", {}, "colour: the rank that steps the element"), sample("gradient", "7"), sample("share", "1.75"), sample("average", "157"), sample("old", "514"),
-    sample("new", "357"), sample("stale", "514"), sample("moment", "157"), sample("garbage", "2"), sample("padding", "·"), sample("freed", ""));
-  $("helptext").innerHTML = DATA.help;
+function jump(isWanted) {
+  for (let k = now.k + 1; k < player(now.id).frames.length; k++) if (isWanted(player(now.id), k)) return toFrame(k);
+  return toFrame(player(now.id).frames.length - 1);
 }
+const isMessage = (p, k) => p.operations.some((one) => one.arrows.some((a) => a[3] === k || a[4] === k));
+const isFunction = (p, k) => p.place(0, k)[0] !== p.place(0, k - 1)[0];
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || $("question").open) return;
-  if (/^(SELECT|INPUT)$/.test(event.target.tagName) && event.target.id !== "slider" && event.key !== "Escape") return;
-  const cell = event.target.classList && event.target.classList.contains("cell") ? event.target : null;
-  if (event.target.classList && event.target.classList.contains("blocks") && event.key === "Enter") { const first = event.target.querySelector(".cell"); if (first) first.focus(); return event.preventDefault(); }
-  if (cell && /^Arrow|Escape/.test(event.key)) { moveFocus(cell, event.key); return event.preventDefault(); }
+  if (/^(SELECT|INPUT)$/.test(event.target.tagName) && event.target.type !== "checkbox") return;
+  if (event.key === " " && /^(BUTTON|INPUT|A)$/.test(event.target.tagName)) return;
+  const group = event.target.closest && event.target.closest(".cells");
+  if (group && (event.target !== group ? /^Arrow|Escape/ : /^Enter/).test(event.key)) {
+    const cells = [...group.querySelectorAll(".cell")], at = cells.indexOf(event.target);
+    const to = event.key === "Escape" ? group : cells[event.key === "Enter" ? 0 : at + (/Right|Down/.test(event.key) ? 1 : -1)];
+    if (to) to.focus();
+    return event.preventDefault();
+  }
   const action = {
-    " ": () => play(!now.playing), ArrowRight: () => { play(false); forward(); }, ArrowLeft: () => { play(false); go(now.k - 1); },
-    Home: () => { play(false); go(0); }, End: () => { play(false); go(ticks.length - 1); }, m: () => jump(isMessage), f: () => jump(isFunction),
-    "?": () => $("help").click(),
+    " ": () => play(!now.playing), ArrowRight: () => step(1), ArrowLeft: () => step(-1), ArrowDown: () => toFrame(now.k + 1),
+    ArrowUp: () => toFrame(now.k - 1), Home: () => (now.beat < 0 ? toFrame(0) : toBeat(0)), End: () => (now.beat < 0 ? toFrame(Infinity) : toBeat(Infinity)),
+    m: () => jump(isMessage), f: () => jump(isFunction), "?": () => $("help").click(),
   }[event.key];
-  if (!action || event.key === " " && event.target.tagName === "BUTTON" && event.target.id !== "play") return;
+  if (!action) return undefined;
   event.preventDefault();
-  action();
-}
-function moveFocus(cell, key) {
-  const blocks = cell.closest(".blocks"), cells = [...blocks.querySelectorAll(".cell")], at = cells.indexOf(cell);
-  if (key === "Escape") return blocks.focus();
-  const next = cells[at + (key === "ArrowRight" || key === "ArrowDown" ? 1 : -1)];
-  if (next) next.focus();
+  if (event.key !== " ") play(false);
+  return action();
 }
 
-function start() {
-  drawLegend();
-  $("slider").oninput = () => { play(false); go(+$("slider").value); };
-  $("first").onclick = () => { play(false); go(0); };
-  $("last").onclick = () => { play(false); go(ticks.length - 1); };
-  $("back").onclick = () => { play(false); go(now.k - 1); };
-  $("forward").onclick = () => { play(false); forward(); };
+function swipes() {
+  let from = null;
+  document.body.addEventListener("touchstart", ({ touches }) => { from = [touches[0].clientX, touches[0].clientY]; }, { passive: true });
+  document.body.addEventListener("touchend", ({ changedTouches: [to] }) => {
+    const x = to.clientX - from[0], y = to.clientY - from[1];
+    if (Math.abs(x) > 50 && Math.abs(x) > 2 * Math.abs(y)) { play(false); step(x < 0 ? 1 : -1); }
+  });
+}
+
+function follow() {
+  const [, id, beside, mark, at] = decodeURIComponent(location.hash).match(/^#([^+/.]*)(?:\+([^/.]*))?(?:([/.])(.*))?$/) || [];
+  const known = (one) => DATA.programs.some((program) => program.id === one && !program.hidden);
+  const program = known(id) ? id : DATA.programs[0].id;
+  select(program, known(beside) ? beside : "", mark === "." ? +at - 1 || 0 : 0, mark === "/" && at !== "wrong" ? +at - 1 || 0 : undefined);
+}
+
+async function start() {
+  const packed = Uint8Array.from(atob($("data").textContent), (sign) => sign.charCodeAt(0));
+  DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  const sample = (kind, words) => `<span><svg width="22" height="12">${patterns(1)}<rect class="cell ${kind}" x="1" y="1" width="20" height="10" rx="${kind === "new" ? 4 : 1}" style="--own:var(--rank0)"${["gradient", "share", "moment"].includes(kind) ? ` fill="url(#${kind}0)"` : ""}/></svg>${words}</span>`;
+  $("legend").innerHTML = `<span>colour: the rank that steps it</span>${["gradient", "share", "average", "old", "new", "stale", "moment", "garbage"].map((kind) => sample(kind, WORDS[kind])).join("")}`;
+  $("helptext").innerHTML = DATA.help;
+  const stopped = (action) => () => { play(false); action(); };
+  $("slider").oninput = stopped(() => toFrame(+$("slider").value));
+  for (const [id, action] of Object.entries({ back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
+    message: () => jump(isMessage), function: () => jump(isFunction), lines: () => (now.beat < 0 && beats().length ? toBeat(nearest(now.k)) : toFrame(now.k)) })) $(id).onclick = stopped(action);
   $("play").onclick = () => play(!now.playing);
-  $("message").onclick = () => jump(isMessage);
-  $("function").onclick = () => jump(isFunction);
-  $("differs").onclick = () => { play(false); const { frame } = player(now.id).differs; go(ticks.findIndex((tick) => tick[0] === frame)); };
-  $("bugs").onchange = () => { play(false); if ($("bugs").value) select($("bugs").value, "", 0); };
-  $("beside").onchange = () => { play(false); select(now.id, $("beside").value, 0); };
-  $("predict").onchange = () => { now.predict = $("predict").checked; now.asked = null; };
-  $("help").onclick = () => { const hidden = $("helptext").hidden; $("helptext").hidden = !hidden; $("help").setAttribute("aria-expanded", hidden); };
+  $("bugs").onchange = stopped(() => $("bugs").value && select($("bugs").value, ""));
+  $("beside").onchange = stopped(() => { now.beside = $("beside").value; draw(); });
+  $("help").onclick = () => { $("helptext").hidden = !$("helptext").hidden; $("help").setAttribute("aria-expanded", !$("helptext").hidden); };
+  $("band").onclick = ({ target }) => { const phase = target.closest(".phase"); if (phase) { play(false); toFrame(+phase.dataset.k); } };
   document.addEventListener("keydown", keys);
   window.addEventListener("resize", draw);
   window.addEventListener("hashchange", follow);
+  swipes();
   follow();
-}
-function follow() {
-  const [programs, k] = decodeURIComponent(location.hash.slice(1)).split("/"), [id, beside] = (programs || "").split("+");
-  const known = (one) => DATA.programs.some((program) => program.id === one);
-  const wanted = k === "wrong" && known(id) && player(id).differs ? player(id).differs.frame : +k - 1 || 0;
-  select(known(id) ? id : DATA.programs.find((program) => program.id === "4") ? "4" : DATA.programs[0].id, known(beside) ? beside : "", wanted);
+  document.body.dataset.ready = "yes";
 }
 start();
