@@ -74,7 +74,7 @@ def gigabytes_of_7b():
 
 
 def ms_of_70b():
-    rows = {row.base: row for row in read("plan_70b.json", PlanResult).rows}
+    rows = {row.base: row for row in read("plan_70b.json").rows}
     return [f"{rows[base].ms[1024]:,.0f}" for base in ("ddp bf16", "stage 3 bf16/bf16", "stage 4 bf16")]
 
 
