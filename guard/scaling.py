@@ -84,15 +84,15 @@ def refuse_unseen(clip, params):
         holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
                  for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-        is_own = holds & {"own", "nothing"} and "averages" not in holds  # of an older optimizer, maybe, and a newer one
-        finds_own = is_own and param.grad is not None and clip != "clip_grad_value_"
+        averages = "averages" in holds or not holds & {"own", "nothing"}  # of an older optimizer, maybe, or a newer one
+        finds_own = param.grad is not None and not averages
+        if finds_own and clip == "clip_grad_value_":
+            return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
+                                 "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
         if finds_none or finds_own:
             what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
             raise RuntimeError(f"torch.nn.utils.{clip}() finds {what} in param.grad: call clip_grad_norm_(max_norm) of "
                                "the DistributedOptimizer")
-        if is_own and "own" in holds and param.grad is not None:
-            return warnings.warn(f"torch.nn.utils.{clip}() clips this rank's own gradient, not the average: call "
-                                 "finish_grad_sync() of the DistributedOptimizer before it", stacklevel=4)
 
 
 def refusing(clip):
