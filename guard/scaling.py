@@ -84,8 +84,8 @@ def refuse_unseen(clip, params):
         holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
                  for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-        averages = "averages" in holds or not holds & {"own", "nothing"}  # of an older optimizer, maybe, or a newer one
-        finds_own = param.grad is not None and not averages
+        # there may be an older optimizer, and a newer one
+        finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds
         if finds_own and clip == "clip_grad_value_":
             return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
                                  "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
