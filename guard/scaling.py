@@ -87,8 +87,8 @@ def refuse_unseen(clip, params):
         # there may be an older optimizer, and a newer one
         finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds
         if finds_own and clip == "clip_grad_value_":
-            return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
-                                 "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
+            return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: "
+                                 "call finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
         if finds_none or finds_own:
             what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
             raise RuntimeError(f"torch.nn.utils.{clip}() finds {what} in param.grad: call clip_grad_norm_(max_norm) of "
