@@ -57,6 +57,9 @@ class Chained:
     state = property(lambda self: states_of(self.optimizers))
 
     def step(self):
+        """Gradients of all come first: what an optimizer asks the ranks waits behind parameters that another sends."""
+        for optimizer in self.optimizers:
+            optimizer.finish_grad_sync()
         for optimizer in self.optimizers:
             optimizer.step()
 

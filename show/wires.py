@@ -6,7 +6,9 @@ what was there before, each time. Everything that is read and written is noted t
 what nobody reads again.
 """
 
+from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,25 @@ class Wires(TorchDispatchMode):
         super().__init__()
         self.recorder, self.counts = recorder, {}
         self.works = []  # kept: without its Python half a Work waits for ever
+        self.divisor = 1  # of what a reduce-scatter sums
+        native = dist.reduce_scatter_tensor
+        self.patch = mock.patch.object(dist, "reduce_scatter_tensor", partial(self.averaged, native))
+
+    def __enter__(self):
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
+
+    def averaged(self, native, output, full, op=dist.ReduceOp.SUM, group=None, **options):
+        """NCCL averages on the way; what carries messages here, gloo, can only sum."""
+        self.divisor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
+        try:
+            return native(output, full, group=group, **options)
+        finally:
+            self.divisor = 1
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -75,7 +96,10 @@ class Wires(TorchDispatchMode):
         def copied(tensor):
             return copies.setdefault(id(tensor), tensor.clone())
 
-        result = function(*tree_map_only(torch.Tensor, copied, args), **kwargs)
+        args = tree_map_only(torch.Tensor, copied, args)
+        for source in sources if self.divisor > 1 else ():
+            copies[id(source)] /= self.divisor
+        result = function(*args, **kwargs)
         work = dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
 
         def deliver():

@@ -112,7 +112,7 @@ def balance(layers, width, d):
     """Newton–Schulz of the rank with most over the mean: of muon, and where each shape is a stack, 1/d on each rank."""
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     work = {shape: shape[0] * shape[1] * min(shape) for shape in shapes}
-    matrices = [torch.empty(shape, device="meta") for shape in shapes for _ in range(layers)]
+    matrices = [torch.empty(shape, device="meta") for _ in range(layers) for shape in shapes]
     of_rank = [0] * d
     for matrix, owner in owners([{"params": matrices}], d).items():
         of_rank[owner] += work[tuple(matrix.shape)]

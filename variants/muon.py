@@ -8,8 +8,8 @@ Wire: 2 · 4Ψ · (d-1)/d bytes: each rank's part of a bucket has its true lengt
 Memory: stage 4's 4 + 12/d bytes a parameter with AdamW, 4 + 8/d with Muon, which has one moment.
 Costs: where gradients are exchanged, as on gloo, an owner receives a copy of its part from each other rank; so a bucket
 holds a matrix for each rank, if a twelfth of the model is as much: with fewer, one rank receives and the others wait.
-Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products. The dearest matrix goes first, to the rank
-with the least work so far. A bucket's parameters go back as soon as they are stepped, while the next bucket's are.
+Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products. Each matrix goes to the rank with the least
+work so far. A bucket's parameters go back as soon as they are stepped, while the next bucket's are.
 """
 
 import torch.distributed as dist
@@ -23,13 +23,17 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 
 def owners(groups, world_size):
-    """-> parameter -> the rank that steps it, so that all have about as much to compute."""
+    """-> parameter -> the rank that steps it, so that all have about as much to compute: in the order of the model if
+    that is as even, since a bucket then has something of each rank; else the dearest first."""
     works = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
-    total, owner_of = [0] * world_size, {}
-    for param in sorted(works, key=works.get, reverse=True):
-        owner_of[param] = total.index(min(total))
-        total[owner_of[param]] += works[param]
-    return owner_of
+
+    def dealt(params):
+        total, owner_of = [0] * world_size, {}
+        for param in params:
+            owner_of[param] = total.index(min(total))
+            total[owner_of[param]] += works[param]
+        return max(total), owner_of
+    return min(dealt(works), dealt(sorted(works, key=works.get, reverse=True)), key=lambda found: found[0])[1]
 
 
 class UnevenTransport(Transport):
