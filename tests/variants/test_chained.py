@@ -153,6 +153,21 @@ def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
 CONFIG = GPTConfig(n_layers=2, n_heads=2, width=32, block_size=16, lr=1e-3)
 
 
+@on_ranks(2)
+def test_all_gradients_have_come_before_any_parameters_leave(rank):
+    """What the second optimizer asks the ranks would wait behind the parameters of the first, and `step` with it."""
+    model, order = Net(seed=0), []
+    pair = two_of(STAGES[3], model, torch.optim.Muon, MUON)
+    for optimizer in pair.optimizers:
+        for bucket in optimizer.buckets:
+            leave, come = bucket.start_param_sync, bucket.gradient.add
+            bucket.start_param_sync = lambda leave=leave: [order.append("leave"), leave()][1]
+            bucket.gradient.add = lambda parts, come=come: [order.append("come"), come(parts)][1]
+    loss_of(model, *batch(0, rank.rank)).backward()
+    pair.step()
+    assert set(order) == {"come", "leave"} and order == sorted(order)
+
+
 def tokens_of(step, part, n_parts):
     """Six sequences in each step, of which a rank has its share: (B, T) twice."""
     text = (torch.arange(17) + torch.arange(6)[:, None] * 5 + step) % 23
