@@ -633,6 +633,7 @@ FILES = {
     "bench_variants.json": (Result, 'make bench ARGS="--rows variants"'),
     "network.json": (Result, "make bench WHAT=network"),
     "network_variants.json": (Result, 'make bench WHAT=network ARGS="--rows variants"'),
+    "network_muon.json": (Result, 'make bench WHAT=network ARGS="--rows muon --json measured/network_muon.json"'),
     "cuda.json": (GpuResult, "make bench WHAT=cuda"),
     "saving.json": (SavingResult, "make bench WHAT=saving"),
     "faults.json": (FaultResult, "make faults"),

@@ -71,14 +71,14 @@ def counted(name, d=RANKS):
                 way.wire_bytes(numel, d) / numel, due)
 
 
-def measured():
+def measured(kind="variants"):
     """-> {where: what was measured there, a Result}"""
-    found = {}
-    if (saved.ROOT / "results" / "bench_variants.json").exists():
-        found["one machine"] = saved.load("bench_variants.json")
-    if (saved.ROOT / "results" / "network_variants.json").exists():
+    found, of_machine = {}, f"bench_{kind}.json"
+    if (saved.ROOT / "results" / of_machine).exists():
+        found["one machine"] = saved.load(of_machine)
+    if (saved.ROOT / "results" / f"network_{kind}.json").exists():
         found.update({rate_words(result.conditions.rate): result
-                      for result in saved.load("network_variants.json").at_all_rates()})
+                      for result in saved.load(f"network_{kind}.json").at_all_rates()})
     return found
 
 
@@ -96,14 +96,15 @@ def markdown(titles, rows):
 
 
 def table():
-    times, rows = measured(), []
+    times, of_muon, rows = measured(), measured("muon"), []
     for name, (base, elsewhere, when) in ROWS.items():
         sent, messages, held, *_ = counted(name)
         file = ROOT / "variants" / f"{name.removeprefix('variants ')}.py"
         folder = "stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap"
         lines = len(code_lines(file)) if file.exists() else core_lines(ROOT / folder)
         rows.append([name.removeprefix("variants "), lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
-                     *(time_cell(name, base, result) for result in times.values()), when])
+                     *(time_cell(name, base, of_muon.get(where, result) if "muon" in name else result)
+                       for where, result in times.items()), when])
     return markdown(["idea:", "lines", "called elsewhere:", "sent", "messages", "held",
                      *(f"time, {where}" for where in times), "take it when:"], rows)
 
@@ -130,12 +131,14 @@ def muon_table():
     """DDP's reducer doesn't run in the fake group: what it sends is its formula, and nobody counts what it holds."""
     ways = {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2", "muon stacked by shape": "a stack a shape",
             "variants muon": "muon"}
-    rows = []
+    times, rows = measured("muon"), []
     for name, words in ways.items():
         found = [counted(name, d) if "ddp" not in name else (8 * (d - 1) / d, NONE, None) for d in (8, 64)]
         rows.append([words, *(f"{sent:.2f}" for sent, *_ in found),
-                     *(NONE if held is None else f"{held:.2f}" for _, _, held, *_ in found)])
-    return markdown(["matrices by Muon:", "sent, d = 8", "64", "held, d = 8", "64"], rows)
+                     *(NONE if held is None else f"{held:.2f}" for _, _, held, *_ in found),
+                     *(time_cell(name, None, result) for result in times.values())])
+    return markdown(["matrices by Muon:", "sent, d = 8", "64", "held, d = 8", "64",
+                     *(f"time, d = 2, {where}" for where in times)], rows)
 
 
 def loss_table():
