@@ -183,7 +183,8 @@ def on_two_hosts(result):
     ddp = catalogue.tuned(result, catalogue.REFERENCE)  # a peer counts at its best setting
     shown = [ddp if ddp and base == catalogue.REFERENCE else result.find(base) for base in catalogue.LADDER]
     rows = [(row.name, row.timeline[0]) for row in shown if row and row.timeline]
-    return rows, f"One step on rank 0 of {c.hosts} hosts with a line of {rate_words(c.rate)}"
+    return rows, (f"One recorded step on rank 0 of {c.hosts} hosts with a link of {rate_words(c.rate)}; the table has "
+                  "medians of others")
 
 
 def two_hosts_picture(results):
@@ -273,9 +274,12 @@ def curve_picture(results):
         for (name, base), colour in zip(CURVES.items(), CURVE_COLOURS):
             points = [(rate, ratio) for rate, result in zip(rates, results)
                       if (ratio := over_computing(result, base)) is not None]
-            axis.plot(*zip(*points), "--" if base == "floor" else "o-", color=colour, label=name, markersize=4)
+            wide = base == "rung 0 replicated"  # another line lies on it
+            axis.plot(*zip(*points), "--" if base == "floor" else "o-", color=colour, label=name,
+                      markersize=9 if wide else 4, linewidth=5 if wide else 1.5, alpha=0.5 if wide else 1)
         axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
-                 title="Time of a step over computing alone, by the line between two hosts")
+                 title="What communication adds to a step, on two hosts", xlabel="rate of the link",
+                 ylabel="time per step / time of computing alone")
         axis.set_xticks(rates, [rate_words(result.conditions.rate).replace(" ", "\n") for result in results])
         most = axis.get_ylim()[1]
         ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= most]

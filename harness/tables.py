@@ -279,7 +279,7 @@ def line_sheet(result):
 
 
 # Name in table and picture -> row, from the slowest to the fastest.
-CURVES = {"stage 2, all-gather": "stage 2 all-gather", "rung 0, no overlap": "rung 0 replicated",
+CURVES = {"stage 2, all-gather": "stage 2 all-gather", "replicated, no overlap": "rung 0 replicated",
           "stage 3, grad buffer": "stage 3 grad buffer", "FSDP2": "fsdp2", "DDP, default buckets": "ddp",
           "DDP, tuned buckets": TUNED, "stage 4, overlap": catalogue.OVERLAP, "floor": "floor"}
 
@@ -535,7 +535,7 @@ def saving_sheet(result):
           lambda row: result.row(row.beside).median_s / row.median_s if row.beside else None, ".2f")],
         "Disk: each rank writes its bytes into a file, 1 MiB at a time, and calls fsync, or reads them, all at once. "
         "torch.save: the same tensors of each rank, with fsync. checkpoint.save makes a checksum, and tells the disk "
-        "to begin every 16 MiB; checkpoint.load compares the checksum, then reads again. In each round another row "
+        "to begin every 16 MiB; checkpoint.load compares the checksum as it reads. In each round another row "
         "writes first. Files are read after the system has been asked to forget them. The slowest rank counts.",
         f"An asynchronous save holds up the step that calls it for {held:,.0f} ms, in which it copies; a step without "
         f"one takes {c.step_ms:,.0f} ms. Steps that ran while it was written, {median(result.n_behind):.0f} a round, "
