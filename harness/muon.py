@@ -31,7 +31,8 @@ def split(model):
 def sharded(of_matrices, of_rest, prefetches=False):
     def build(model, adamw):
         matrices, rest = split(model)
-        pair = Chained(of_matrices(matrices, torch.optim.Muon, **MUON), of_rest(rest, torch.optim.AdamW, **adamw))
+        # The rest first: embeddings are what the next forward pass reads first.
+        pair = Chained(of_rest(rest, torch.optim.AdamW, **adamw), of_matrices(matrices, torch.optim.Muon, **MUON))
         for optimizer in pair.optimizers if prefetches else ():
             optimizer.prefetch_params(model)
         return PairTraining(model, model, pair)
@@ -64,7 +65,7 @@ def ddp_and_muon(model, adamw):
     """Every rank orthogonalises every matrix."""
     matrices, rest = split(model)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return PairTraining(model, wrapped, Both(torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **adamw)))
+    return PairTraining(model, wrapped, Both(torch.optim.AdamW(rest, **adamw), torch.optim.Muon(matrices, **MUON)))
 
 
 class StackedByShape:
@@ -113,7 +114,7 @@ class StackedByShape:
 def stacked(model, adamw):
     matrices, rest = split(model)
     of_rest = stage2_allgather.DistributedOptimizer(rest, **adamw)
-    return PairTraining(model, model, Both(StackedByShape(matrices), of_rest))
+    return PairTraining(model, model, Both(of_rest, StackedByShape(matrices)))
 
 
 in_stage_2 = sharded(stage2_allgather.DistributedOptimizer, stage2_allgather.DistributedOptimizer)

@@ -231,7 +231,7 @@ class Configuration(NamedTuple):
         held, buffers = self.whole + self.shared / self.sharing(d), getattr(optimizer, "bucket_buffer_bytes", 0)
         if self.of_rest:
             whole, shared = self.of_rest
-            n_rest = sum(param.numel() for group in optimizer.optimizers[1].param_groups for param in group["params"])
+            n_rest = sum(param.numel() for group in optimizer.optimizers[0].param_groups for param in group["params"])
             held += (whole + shared / d - held) * n_rest / numel
             buffers = sum(getattr(one, "bucket_buffer_bytes", 0) for one in optimizer.optimizers)
         return held + buffers / numel
