@@ -189,7 +189,7 @@ def publish():
         if name.startswith("network") and target.exists():
             mine = functools.reduce(lambda before, one: saved.merged(one, before.at_all_rates()),
                                     mine.at_all_rates()[::-1], saved.load(name))
-        if name == "network_variants.json":  # no picture shows these steps
+        if name in ("network_variants.json", "network_muon.json"):  # no picture shows these steps
             saved.keep_exposed_only(row for one in mine.at_all_rates() for row in one.rows)
         write("--publish", target, saved.to_json(mine), fail)
         (saved.ROOT / "measured" / name).unlink()

@@ -698,11 +698,10 @@ def notes(result, ddp):
     c, tuned = result.conditions, catalogue.tuned(result, "ddp")
     words = "DDP with its default buckets" if tuned is None else (
         f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
-    return (f"Ψ: the number of parameters, here {c.parameters:,}. Counted, for AdamW in fp32: bytes a parameter "
-            "between steps (1 to 3: 8 + 8/d; 4: 4 + 12/d + b, where b stands for two bucket buffers); the peak in a "
-            "step, with activations; and how often a rank sends (d-1)/d of Ψ values per step. Code lines: of the core. "
-            "Time: per step, with core and guard (2, 3: without gloo's own reduce-scatter and all-gather), over the "
-            f"time of {words}, on two hosts with a link of {rate_words(c.rate)}, median of {c.rounds} "
+    return (f"Ψ: the number of parameters, here {c.parameters:,}. Bytes: counted between steps, AdamW in fp32 (1 to 3: "
+            "8 + 8/d; 4: 4 + 12/d + b; b: two bucket buffers). Peak: in a step, with activations. Ψ sent: of each, "
+            "(d-1)/d, per step. Code lines: of the core. Time: per step, with guard (2, 3: without gloo's own "
+            f"collectives), over that of {words}; two hosts, a link of {rate_words(c.rate)}, median of {c.rounds} "
             f"rounds ({c.machine}, {c.date}).")
 
 
