@@ -174,7 +174,7 @@ def level(name):
 
     def is_short(grader):
         n_lines = len(code_lines(Path(grader.run(2, code_of)[0])))
-        most = 70 if name == "muon" else 30
+        most = 72 if name == "muon" else 30
         if name != "chained" and n_lines > most:
             raise NotRun(f"at most {most} code lines", str(n_lines), "see what the core's methods do already")
         return [f"lines      {n_lines}"]

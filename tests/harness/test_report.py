@@ -426,7 +426,8 @@ def test_a_locale_or_a_terminal_without_unicode_changes_nothing(tmp_path):
                   "PYTHONIOENCODING": "ascii"}
     first = run_module("harness.pages", cwd=copy)  # after it the tables are those of results/, in any case
     assert first.code == 0, first.stderr
-    show = "from harness import results, tables, pages; pages.rewrite(); tables.show(results.load('bench.json'))"
+    show = ("from harness import command_line, pages, results, tables; command_line.begin(); pages.rewrite(); "
+            "tables.show(results.load('bench.json'))")
     run = subprocess.run([sys.executable, "-c", show], cwd=copy, env=ascii_only, capture_output=True, text=True,
                          timeout=300)
     assert run.returncode == 0, run.stderr
