@@ -222,6 +222,6 @@ def sheet(rows):
          ("travels\nms", "modelled", travels, ".1f"),
          ("exposed\nms", "measured", lambda row: 1000 * row.step.exposed_seconds, ".1f")],
         f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}: chosen so that plain "
-        f"training takes {COMPUTES_OVER_BYTES} times as long as DDP's bytes. A collective occupies a stream of its own for as "
-        f"long as its bytes take at {first.link_bytes_per_s / 1e9:.0f} GB/s, and moves nothing. Exposed: it is on its "
-        "way and no kernel computes, in one step, by torch.profiler. x ddp: median of the ratios round by round.")
+        f"training takes {COMPUTES_OVER_BYTES} times as long as DDP's bytes. A collective occupies a stream of its own "
+        f"for as long as its bytes take at {first.link_bytes_per_s / 1e9:.0f} GB/s, and moves nothing. Exposed: it is "
+        "on its way and no kernel computes, in one step, by torch.profiler. x ddp: median of ratios, round by round.")
