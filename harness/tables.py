@@ -391,8 +391,7 @@ def buckets_sheet(sweep):
         "Bucket size, ms a step",
         [size for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
         [("", "", lambda size: Choice("", size).size),
-         *((base.replace("ddp + ", "ddp +\n") + "\n" * (base == "ddp"), "measured", at(base, median_ms), ".0f")
-           for base in catalogue.PEERS),
+         ("ddp\n", "measured", at(catalogue.REFERENCE, median_ms), ".0f"),
          ("stage 4\n", "measured", at(catalogue.OVERLAP, median_ms), ".0f"),
          ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, messages)),
          ("its bytes a\nparameter", "counted", at(catalogue.OVERLAP, of("bytes_per_param")), ".2f")],
@@ -459,12 +458,11 @@ def gathered_sheet(rows):
 
 def fault_sheets(result):
     """Of a FaultResult: what was done to runs, and the run that moved on."""
-    dates = sorted({row.date for row in result.rows})
     return [
         sheet_of("What was done to a run, and what was seen", result.rows,
                  [("", "", "fault"), ("times", "counted", "times", ".0f"),
                   ("went on from", "", "seen"), ("at the\nend", "compared", "end")],
-                 f"Stage {result.stage} on two ranks or three · torch {result.torch} · {' and '.join(dates)}"),
+                 under(result.conditions, f"stage {result.stage} on two ranks or three")),
         sheet_of("A run that moves on, beside DDP undisturbed", result.journey,
                  [("after\nstep", "", "step", ".0f"), ("trained until there by", "", "where"),
                   ("validation\nloss", "measured", "loss", ".4f"),
@@ -482,7 +480,7 @@ def mutation_sheet(result):
         "Checkpoints that somebody has changed", [*result.rows, together],
         [("", "", "kind"), ("tried", "counted", lambda row: row.refused + row.loaded + row.wrong),
          *((name, "counted", of(outcome), ".0f") for name, outcome in outcomes.items())],
-        f"torch {result.torch} · {result.date} · seed {result.seed}")
+        under(result.conditions, f"seed {result.seed}"))
 
 
 def gpu_sheet(result):
