@@ -111,14 +111,19 @@ def under(c, *words):
     return " · ".join([c.machine, f"torch {c.torch}", *words, c.date, *[f"commit {c.commit}"] * bool(c.commit)])
 
 
-def conditions_line(conditions):
-    c = conditions
+def settings_line(c):
+    """Ranks, model, batch, rounds."""
     shared = f" that share {c.gpus} GPU(s)" if 0 < c.gpus < c.ranks else ""
     hosts = f" on {c.hosts} hosts of {c.cores_per_host} core(s)" if c.cores_per_host else ""
     tcp = f", TCP {c.tcp}" if c.tcp else ""
-    return under(c, f"{c.backend}, {c.ranks} rank(s) x {c.threads_per_rank} thread(s){shared}{hosts}{tcp}",
-                 f"{c.model}: {c.parameters:,} parameters, {c.dtype}, AdamW",
-                 f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} rounds of {c.steps} steps")
+    return " · ".join([
+        f"{c.backend}, {c.ranks} rank(s) x {c.threads_per_rank} thread(s){shared}{hosts}{tcp}",
+        f"{c.model}: {c.parameters:,} parameters, {c.dtype}, AdamW",
+        f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} round(s) of {c.steps} steps"])
+
+
+def conditions_line(conditions):
+    return under(conditions, settings_line(conditions))
 
 
 # ----------------------------------------------------------------------------- What several tables say in their cells
@@ -310,6 +315,7 @@ def curve_sheet(results):
             ("stage 4 over tuned DDP", best(stage4_over), ".2f"), ("stage 4 over the floor", stage4(over_floor), ".2f"),
             ("DDP's best buckets", best(lambda _, row: row.size)),
             ("compute only, ms", lambda result: result.timed(ALONE).median_ms, ".0f"),
+            ("rounds x steps", lambda result: f"{result.conditions.rounds} x {result.conditions.steps}"),
             ("stage 4's drain, ms", stage4(lambda _, row: median(row.drain_ms)), ".0f")]
 
     def cell(result):
@@ -599,25 +605,27 @@ def plan_sheets(result):
         f"Sizes of buckets: a micro-batch of {c.model} on {c.world} ranks", result.sizes,
         [("", "", "base"), ("bucket", "", lambda size: size.size + " *" * (not size.is_bucket)),
          ("ms\n", "modelled", "ms", ",.0f"), ("GB at\nthe peak", "counted", of("peak", gigabytes), ".1f")],
+        "Taken: the smallest that is at most 2 % slower than the fastest.",
         "* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole.")
     return [memory, state_sheet(rows), time, ranks, sizes, *(plan_check_sheets(result.check) if result.check else [])]
 
 
 def plan_check_sheets(check):
-    found = {}  # (rate, row without its size) -> errors of ModelledRuns
+    found = {}  # row without its size -> errors of ModelledRuns
     for run in check.two_hosts:
-        found.setdefault((run.where, run.base), []).append(run.error)
+        found.setdefault(run.base, []).append(run.error)
     return [sheet_of(
-        "Two hosts: modelled beside measured steps", [(*key, errors) for key, errors in found.items()],
-        [("", "", lambda one: one[0]), ("", "", lambda one: one[1]), ("rows", "", lambda one: len(one[2])),
-         ("from\nerror", "modelled", lambda one: min(one[2]), "+.1%"),
-         ("to\nerror", "modelled", lambda one: max(one[2]), "+.1%")],
+        "Two hosts: modelled beside measured steps, all links and sizes of buckets", found.items(),
+        [("", "", lambda one: one[0]), ("steps", "", lambda one: len(one[1])),
+         ("from\nerror", "modelled", lambda one: min(one[1]), "+.1%"),
+         ("median\nerror", "modelled", lambda one: median(one[1]), "+.1%"),
+         ("to\nerror", "modelled", lambda one: max(one[1]), "+.1%")],
     ), sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", check.published,
         [("", "", "what"), ("", "", "optimizer"), ("GPUs", "", "gpus"), ("sequences\na step", "", "sequences"),
          ("", "published", "published", ",.0f"), ("", "modelled", "modelled", ",.0f"),
          ("error", "modelled", "error", "+.1%")],
-        "What is assumed, and calibrated on which rows: results/plan.md.")]
+        "What is assumed, and calibrated on which rows: results/methods.md.")]
 
 
 # ------------------------------------------------------------------------------------------------ Code lines of a file
