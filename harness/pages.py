@@ -12,6 +12,7 @@ from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
+from harness.tables import Sheet
 
 # ------------------------------------------- What stands between the marks of the pages, by name: tables and pictures
 
@@ -21,6 +22,7 @@ GPUS = "cuda.json", "bench_cuda.json"
 
 def made(names):
     """Machine, torch, commit and date of these files: each once."""
+    names = [name for name in names if (saved.ROOT / "results" / name).exists()]
     found = [c for name in names for _, c in saved.provenance(saved.load(name))]
     machine, torch, commit, day = (" and ".join(dict.fromkeys(value for c in found if (value := getattr(c, field))))
                                    for field in ("machine", "torch", "commit", "date"))
@@ -35,16 +37,28 @@ def pick(sheet, *columns):
                           notes=[note for note in sheet.notes if note[0] in "*~"])
 
 
-def texts(*sheets, under=None):
-    """`under`: Conditions, whose settings stand below the last sheet."""
-    found = [tables.sheet_text(sheet).rstrip() for sheet in sheets]
-    return found + ([textwrap.fill(tables.settings_line(under), 100)] if under else [])
+def texts(*sheets):
+    return [tables.sheet_text(sheet).rstrip() for sheet in sheets]
+
+
+def settings(*results):
+    return [textwrap.fill(tables.settings_line(result.conditions), 100) for result in results]
+
+
+def timed(sheet, c):
+    """The sheet, whose last note says how often it was timed."""
+    return sheet._replace(notes=[*sheet.notes, f"Medians of {c.rounds} round(s) of {c.steps} steps."])
 
 
 def bench(result):
+    """Time, traffic and memory of each row, in one table."""
     time, memory = tables.time_sheet(result), tables.memory_sheets(result)[0]
-    last = len(memory.columns)
-    return texts(pick(time, 0, 1, 2, 3, 6, 7), pick(memory, 0, 5, *range(last - 3, last)), under=result.conditions)
+    time, memory = pick(time, 0, 1, 2, 3, 6, 7), pick(memory, 0, 5, len(memory.columns) - 3, len(memory.columns) - 1)
+    held = {name: [cell.replace("*", "†") for cell in cells] for name, *cells in memory.rows}  # time has stars too
+    rows = [[*cells, *held.get(cells[0], [tables.NONE] * 3)] for cells in time.rows]
+    notes = time.notes + [note.replace("*", "†") for note in memory.notes]
+    both = Sheet("A step: time, traffic, memory in MB", time.columns + memory.columns[1:], rows, notes)
+    return texts(timed(both, result.conditions))
 
 
 def at_a_rate(sheet, result):
@@ -53,50 +67,57 @@ def at_a_rate(sheet, result):
 
 def two_hosts():
     """The tables of all rows, a link each."""
-    return [text for result in saved.by_rate()
-            for text in texts(pick(tables.line_sheet(result), 0, 1, 3, 5, 6), under=result.conditions)]
+    return texts(*(timed(pick(tables.line_sheet(result), 0, 1, 3, 5, 6), result.conditions)
+                   for result in saved.by_rate()))
 
 
 def accumulation():
-    return [text for result in saved.by_rate() if tables.has_shares(measured := result.accumulation)
-            for text in texts(at_a_rate(tables.accumulation_sheet(measured.rows), result),
-                              at_a_rate(tables.share_sheet(measured), result), under=measured.conditions)]
+    return texts(*(at_a_rate(sheet, result) for result in saved.by_rate()
+                   if tables.has_shares(measured := result.accumulation)
+                   for sheet in (tables.accumulation_sheet(measured.rows), tables.share_sheet(measured))))
 
 
 def buckets():
-    return [text for result in saved.by_rate() if catalogue.is_whole(result.sweep)
-            for text in texts(at_a_rate(tables.buckets_sheet(result.sweep), result), under=result.sweep.conditions)]
+    return texts(*(timed(at_a_rate(tables.buckets_sheet(result.sweep), result), result.sweep.conditions)
+                   for result in saved.by_rate() if catalogue.is_whole(result.sweep)))
+
+
+def host(found):
+    """As rank 0 of 8."""
+    return texts(*(pick(tables.host_sheet(rows), 0, 1, 2, 3, 5, 6, 8) for rows in found if rows[0].d == 8))
 
 
 def cuda():
     result, rows = saved.load("cuda.json"), saved.load_of("cuda", "bench_cuda.json")
-    return [*texts(pick(tables.gpu_sheet(result)), *(pick(tables.host_sheet(one)) for one in result.host
-                                                     if one[0].d == 8)), *bench(rows)]
+    return [*texts(pick(tables.gpu_sheet(result))), *host(result.host), *bench(rows), *settings(rows)]
 
 
 def plans():
-    """Of each model what a rank holds, a step, the same by number of ranks, and the sizes of buckets."""
-    found = [tables.plan_sheets(dataclasses.replace(saved.load(name), check=None))
-             for name in ("plan.json", "plan_70b.json")]
-    return texts(*(pick(sheet) for memory, _, *others in found for sheet in (memory, *others)))
+    """Of 7b what a rank holds, a step, and the sizes of buckets; of 70b a step."""
+    (memory, _, step, _, sizes), (*_, larger, _, _) = (
+        tables.plan_sheets(dataclasses.replace(saved.load(name), check=None))
+        for name in ("plan.json", "plan_70b.json"))
+    return texts(pick(memory, 0, 1, 2, 3, 4, 5, 8, 9), *(pick(one, 0, 1, 2, 4, 5, 6) for one in (step, larger)),
+                 pick(sizes))
 
 
 BLOCKS = {
     "made": lambda: made([name for name in saved.FILES if name not in GPUS]),
     "made_gpu": lambda: made(GPUS),
+    "settings": lambda: settings(saved.load_bench(), saved.by_rate()[0]),
     "curve": lambda: texts(pick(tables.curve_sheet(saved.at_all_rates()))),
     "two_hosts": two_hosts,
     "accumulation": accumulation,
     "buckets": buckets,
-    "caps": lambda: texts(pick(tables.caps_sheet(saved.load_bench().caps))),
     "state": lambda: texts(pick(tables.state_sheet(saved.load_bench().model_state))),
     "gathered": lambda: texts(pick(tables.gathered_sheet(saved.load_bench().gathered))),
     "bench": lambda: bench(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
-    "host": lambda: texts(*(pick(tables.host_sheet(rows)) for rows in saved.load_bench().host if rows[0].d == 8)),
+    "host": lambda: host(saved.load_bench().host),
     "saving": lambda: texts(pick(tables.saving_sheet(saved.load("saving.json")))),
     "faults": lambda: texts(*map(pick, tables.fault_sheets(saved.load("faults.json")))),
-    "mutations": lambda: texts(pick(tables.mutation_sheet(saved.load("faults_mutations.json")))),
+    "mutations": lambda: texts((sheet := pick(tables.mutation_sheet(saved.load("faults_mutations.json"))))._replace(
+        rows=sheet.rows[-1:])),
     "cuda": cuda,
     "plan": plans,
     "plan_check": lambda: texts(*map(pick, tables.plan_check_sheets(saved.load("plan.json").check))),
@@ -156,8 +177,7 @@ def steps_within(error):
 
 
 FIGURES = {
-    **{f"over_tuned_{rate}": functools.partial(over_tuned, rate)
-       for rate in ("200mbit", "300mbit", "600mbit", "1gbit")},
+    **{f"over_tuned_{rate}": functools.partial(over_tuned, rate) for rate in ("300mbit", "600mbit", "1gbit")},
     "ddp_7b": lambda: planned("ddp bf16", lambda row: gigabytes(row.peak)),
     "held_7b": lambda: planned("stage 4 bf16", lambda row: gigabytes(sum(row.held.values()))),
     "peak_7b": lambda: planned("stage 4 bf16", lambda row: gigabytes(row.peak)),

@@ -251,8 +251,9 @@ def sweep_picture(results):
     found, colours = [], {STAGE_4: "#3a9d5d", REFERENCE: "#4a90d9"}
     with panels(1, len(swept), (5 * len(swept), 3.4), found) as axes:
         for axis, result in zip(axes, swept):
-            for base, points in curves(result.sweep.rows).items():
-                axis.plot(*zip(*points), "o-", color=colours[base], label=base, markersize=4)
+            points = curves(result.sweep.rows)
+            for base, colour in colours.items():
+                axis.plot(*zip(*points[base]), "o-", color=colour, label=base, markersize=4)
             axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
             axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
             axis.grid(axis="y")
