@@ -272,8 +272,6 @@ def publish():
         if name.startswith("network") and target.exists():
             mine = functools.reduce(lambda before, one: saved.merged(one, before.at_all_rates()),
                                     mine.at_all_rates()[::-1], saved.load(name))
-        if name in ("network_variants.json", "network_muon.json"):  # no picture shows these steps
-            saved.keep_exposed_only(row for one in mine.at_all_rates() for row in one.rows)
         write("--publish", target, saved.to_json(mine), fail)
         (saved.ROOT / "measured" / name).unlink()
         said.append(f"measured/{name} is {target.relative_to(saved.ROOT)} now")

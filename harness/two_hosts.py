@@ -39,8 +39,7 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
                       "rung 0 replicated", *catalogue.LADDER[1:4], "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
-                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
-                      "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
+                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
@@ -48,6 +47,7 @@ CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
 # Of these one step is recorded too: which part of its communication is exposed.
 RECORDED = {"compute + bytes", "fsdp2", *catalogue.LADDER, *(row.name for row in catalogue.APART)}
+UNDRAWN = "variants", "muon", "hybrid"  # of these a time is shown, and no picture
 # Where --rows asks for them.
 VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]
 
@@ -245,7 +245,7 @@ def measure_here(args):
     sized = [choice for choice in tuned if not is_curve and is_asked(args.rows, choice.name) or choice.base == "ddp"]
     result = every_row.measure_rows(together, settings, catalogue.beside(chosen, sized), progress)
     result.sweep = sweep
-    if not is_curve and args.rows != "variants":  # of these a time is shown, and no picture
+    if not is_curve and not any(word in args.rows for word in UNDRAWN):
         timeline.record_rows(together, settings, [row for row in result.rows if row.base in RECORDED], progress)
     if args.accumulation:
         time_accumulation(together, settings, result, always, tuned, progress)
