@@ -27,7 +27,7 @@ from harness.workers import WorkerError, Workers
 
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
-RECORDED_STEPS = 4  # the first is there for what it leaves under way
+RECORDED_STEPS = 6  # the first is there for what it leaves under way
 
 
 class Recorder(Ledger):
