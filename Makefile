@@ -1,5 +1,5 @@
 # make bench WHAT=rows|network|curve|timeline|host|saving|cuda | test | check | train STAGE=3 | grade STAGE=my_package
-# make show STAGE=3 | faults | plan MODEL=7b | report | diff A=2 B=3
+# make show STAGE=3 | faults | plan MODEL=7b | figures | report | diff A=2 B=3
 # The first command makes an environment in .venv, with torch as TORCH says. `make bench PYTHON=python3` uses one that
 # has torch already, and installs nothing.
 
@@ -30,12 +30,12 @@ PARALLEL = $(if $(call has,xdist),--numprocesses $(N_FILES) --dist worksteal)
 FAST = tests/house $(addprefix tests/stages/test_,contract.py cores.py drawn.py rounds.py)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test test-all check lint exercise grade train show take faults plan report diff clean
+.PHONY: help bench test test-all check lint exercise grade train show take faults plan figures report diff clean
 
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo '    WHAT=network RATE=300mbit   on two hosts, made here, with a line of that rate  (needs root, iproute2)'
-	@echo '    WHAT=curve              time over computing alone, from 100 Mbit/s to 2.5 Gbit/s  (half an hour)'
+	@echo '    WHAT=curve              time over computing alone, from 200 Mbit/s to 2.5 Gbit/s  (half an hour)'
 	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG and Perfetto trace; STAGE=all: ddp and the four stages'
 	@echo '    WHAT=host               what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo '    WHAT=saving             GB/s of checkpoints beside torch.save and the disk; what a step waits for them'
@@ -51,6 +51,7 @@ help:
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
+	@echo 'make figures                all figures of results/ anew, of one commit: within an hour  (ARGS=--quick: a trial)'
 	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours  (PUBLISH=1)'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
@@ -112,6 +113,9 @@ faults: $(ENV)
 
 plan: $(ENV)
 	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
+
+figures: $(ENV)
+	exec $(PYTHON) -m harness.figures $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.pages $(if $(PUBLISH),--publish)

@@ -103,6 +103,7 @@ def main():
                 if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
                     timeline.record_rows(workers, settings, result.rows, progress)
                     results.keep_exposed_only(result.rows)
+            if not args.quick and not args.rows and args.dtype == "float32":  # what doesn't depend on these
                 progress("model state at any number of ranks")
                 result.model_state = alone.model_state(settings)
                 result.gathered = alone.gathered(settings)

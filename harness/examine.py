@@ -19,7 +19,7 @@ from harness import corpus, rows
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import KINDS, Memory, mark_grads, mark_state
-from harness.results import AccumulatedRow, Conditions, Row
+from harness.results import AccumulatedRow, Conditions, Made, Row
 from harness.rows import Choice
 from harness.workers import on_rank_0
 
@@ -87,6 +87,11 @@ def commit(folder=Path(__file__).parents[1]):
         return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def made_here():
+    """-> Made: this machine, this code, today."""
+    return Made(_cpu_name(), torch.__version__, commit(), date.today().isoformat())
 
 
 def device_type(rank):
@@ -283,7 +288,7 @@ def milliseconds(start, end):
 # -------------------------------------------------------------------- How long a micro-batch takes, of steps of several
 
 
-MICRO_BATCHES = (1, 2, 4, 8)  # a step
+MICRO_BATCHES = (1, 2, 4)  # a step
 
 
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):

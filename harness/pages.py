@@ -1,8 +1,9 @@
-"""Tables and pictures of the pages, anew from results/*.json; and what you have measured beside what is published."""
+"""Tables, pictures and figures of the pages, anew from results/*.json; what you have measured beside what is there."""
 
 import argparse
 import dataclasses
 import functools
+import math
 import re
 import textwrap
 
@@ -11,108 +12,190 @@ from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
+from harness.tables import Sheet
 
-# ------------------------------------- What stands between the marks of the pages, by name: tables, sentences, pictures
-
-
-def texts(*sheets, columns=100):
-    return [tables.sheet_text(sheet, columns) for sheet in sheets]
+# ------------------------------------------- What stands between the marks of the pages, by name: tables and pictures
 
 
-def conditions(c):
-    return textwrap.fill(tables.conditions_line(c), 100)
+GPUS = "cuda.json", "bench_cuda.json"
 
 
-def time_and_memory(result):
-    return texts(tables.time_sheet(result), *tables.memory_sheets(result), columns=tables.width(result.conditions))
+def made(names):
+    """Machine, torch, commit and date of these files: each once."""
+    names = [name for name in names if (saved.ROOT / "results" / name).exists()]
+    found = [c for name in names for _, c in saved.provenance(saved.load(name))]
+    machine, torch, commit, day = (" and ".join(dict.fromkeys(value for c in found if (value := getattr(c, field))))
+                                   for field in ("machine", "torch", "commit", "date"))
+    return [f"{machine} · torch {torch} · commit {commit} · {day}"]
+
+
+def pick(sheet, *columns):
+    """A sheet with these columns, by number, or all; of its notes those that explain a mark: the page says the rest."""
+    columns = columns or range(len(sheet.columns))
+    return sheet._replace(columns=[sheet.columns[at] for at in columns],
+                          rows=[[cells[at] for at in columns] for cells in sheet.rows],
+                          notes=[note for note in sheet.notes if note[0] in "*~"])
+
+
+def texts(*sheets):
+    return [tables.sheet_text(sheet).rstrip() for sheet in sheets]
+
+
+def settings(*results):
+    return [textwrap.fill(tables.settings_line(result.conditions), 100) for result in results]
+
+
+def timed(sheet, c):
+    """The sheet, whose last note says how often it was timed."""
+    return sheet._replace(notes=[*sheet.notes, f"Medians of {c.rounds} round(s) of {c.steps} steps."])
 
 
 def bench(result):
-    return [*time_and_memory(result), conditions(result.conditions)]
-
-
-def in_16_bits():
-    result = saved.load("bench_bfloat16.json")
-    return [*texts(tables.time_sheet(result), tables.memory_sheets(result)[0]), conditions(result.conditions)]
-
-
-def cuda():
-    result = saved.load("cuda.json")
-    return [*texts(tables.gpu_sheet(result), *(tables.host_sheet(rows) for rows in result.host if rows[0].d == 8)),
-            *bench(saved.load_of("cuda", "bench_cuda.json"))]
-
-
-def one_below_the_other(found):
-    """`found`: (sheet, conditions) each -> texts; a note that several have is below the first."""
-    lines, seen = [], set()
-    for sheet, of_sheet in found:
-        notes = [note for note in sheet.notes if note not in seen]
-        seen.update(notes)
-        lines += [tables.sheet_text(sheet._replace(notes=notes)).rstrip(), conditions(of_sheet)]
-    return lines
-
-
-def lines(results):
-    return one_below_the_other([(tables.line_sheet(result), result.conditions) for result in results])
+    """Time, traffic and memory of each row, in one table."""
+    time, memory = tables.time_sheet(result), tables.memory_sheets(result)[0]
+    time, memory = pick(time, 0, 1, 2, 3, 6, 7), pick(memory, 0, 5, len(memory.columns) - 3, len(memory.columns) - 1)
+    held = {name: [cell.replace("*", "†") for cell in cells] for name, *cells in memory.rows}  # time has stars too
+    rows = [[*cells, *held.get(cells[0], [tables.NONE] * 3)] for cells in time.rows]
+    notes = time.notes + [note.replace("*", "†") for note in memory.notes]
+    both = Sheet("A step: time, traffic, memory in MB", time.columns + memory.columns[1:], rows, notes)
+    return texts(timed(both, result.conditions))
 
 
 def at_a_rate(sheet, result):
-    return sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}")
+    return pick(sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}"))
+
+
+def two_hosts():
+    """The tables of all rows, a link each."""
+    return texts(*(timed(pick(tables.line_sheet(result), 0, 1, 3, 5, 6), result.conditions)
+                   for result in saved.by_rate()))
 
 
 def accumulation():
-    found = []
-    for result in saved.by_rate():
-        measured = result.accumulation
-        made = [tables.accumulation_sheet(measured.rows)] if measured else []
-        made += [tables.share_sheet(measured)] if tables.has_shares(measured) else []
-        found += [(at_a_rate(sheet, result), measured.conditions) for sheet in made]
-    return one_below_the_other(found) or [
-        'Not measured: make bench WHAT=network RATE=300mbit ARGS="--accumulation".']
+    return texts(*(at_a_rate(sheet, result) for result in saved.by_rate()
+                   if tables.has_shares(measured := result.accumulation)
+                   for sheet in (tables.accumulation_sheet(measured.rows), tables.share_sheet(measured))))
 
 
 def buckets():
-    """The sweeps of bucket size as tables, and the picture of them."""
-    found = [(at_a_rate(tables.buckets_sheet(result.sweep), result), result.sweep.conditions)
-             for result in saved.by_rate() if catalogue.is_whole(result.sweep)]
-    if not found:
-        return ["Not measured: `make bench WHAT=network RATE=300mbit ARGS=--sweep`."]
-    return [*(textwrap.indent(text, "    ") for text in one_below_the_other(found)),
-            "![ms a step by size of bucket](buckets.svg)"]
+    return texts(*(timed(at_a_rate(tables.buckets_sheet(result.sweep), result), result.sweep.conditions)
+                   for result in saved.by_rate() if catalogue.is_whole(result.sweep)))
+
+
+def host(found):
+    """As rank 0 of 8."""
+    return texts(*(pick(tables.host_sheet(rows), 0, 1, 2, 3, 5, 6, 8) for rows in found if rows[0].d == 8))
+
+
+def cuda():
+    result, rows = saved.load("cuda.json"), saved.load_of("cuda", "bench_cuda.json")
+    return [*texts(pick(tables.gpu_sheet(result))), *host(result.host), *bench(rows), *settings(rows)]
 
 
 def plans():
-    first, second = (tables.plan_sheets(dataclasses.replace(plan, check=None))
-                     for plan in map(saved.load, ("plan.json", "plan_70b.json")))
-    again = [sheet._replace(notes=[]) for sheet in (second[0], *second[2:])]  # their notes stand below the first
-    return texts(*first, *again)
+    """Of 7b what a rank holds, a step, and the sizes of buckets; of 70b a step."""
+    (memory, _, step, _, sizes), (*_, larger, _, _) = (
+        tables.plan_sheets(dataclasses.replace(saved.load(name), check=None))
+        for name in ("plan.json", "plan_70b.json"))
+    return texts(pick(memory, 0, 1, 2, 3, 4, 5, 8, 9), *(pick(one, 0, 1, 2, 4, 5, 6) for one in (step, larger)),
+                 pick(sizes))
 
 
 BLOCKS = {
-    "bench": lambda: bench(saved.load_bench()),
-    "state": lambda: texts(tables.state_sheet(saved.load_bench().model_state)),
-    "gathered": lambda: texts(tables.gathered_sheet(saved.load_bench().gathered)),
-    "host": lambda: texts(*map(tables.host_sheet, saved.load_bench().host)),
-    "caps": lambda: texts(tables.caps_sheet(saved.load_bench().caps)),
-    "slow_line": lambda: lines(saved.by_rate()[:1]),
-    "network": lambda: lines(saved.by_rate()[1:]),
-    "bench_16bit": in_16_bits,
-    "curve": lambda: texts(tables.curve_sheet(saved.at_all_rates())),
+    "made": lambda: made([name for name in saved.FILES if name not in GPUS]),
+    "made_gpu": lambda: made(GPUS),
+    "settings": lambda: settings(saved.load_bench(), saved.by_rate()[0]),
+    "curve": lambda: texts(pick(tables.curve_sheet(saved.at_all_rates()))),
+    "two_hosts": two_hosts,
     "accumulation": accumulation,
+    "buckets": buckets,
+    "state": lambda: texts(pick(tables.state_sheet(saved.load_bench().model_state))),
+    "gathered": lambda: texts(pick(tables.gathered_sheet(saved.load_bench().gathered))),
+    "bench": lambda: bench(saved.load_bench()),
+    "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
+    "host": lambda: host(saved.load_bench().host),
+    "saving": lambda: texts(pick(tables.saving_sheet(saved.load("saving.json")))),
+    "faults": lambda: texts(*map(pick, tables.fault_sheets(saved.load("faults.json")))),
+    "mutations": lambda: texts((sheet := pick(tables.mutation_sheet(saved.load("faults_mutations.json"))))._replace(
+        rows=sheet.rows[-1:])),
     "cuda": cuda,
-    "faults": lambda: texts(*tables.fault_sheets(saved.load("faults.json"))),
-    "mutations": lambda: texts(tables.mutation_sheet(saved.load("faults_mutations.json"))),
-    "saving": lambda: texts(tables.saving_sheet(saved.load("saving.json"))),
     "plan": plans,
-    "plan_check": lambda: texts(*tables.plan_check_sheets(saved.load("plan.json").check)),
+    "plan_check": lambda: texts(*map(pick, tables.plan_check_sheets(saved.load("plan.json").check))),
 }
-MARKDOWN = {"ladder": tables.ladder_block, "buckets": buckets}  # these, and not as it looks in a terminal
+MARKDOWN = {"ladder": tables.ladder_block}  # this, and not as it looks in a terminal
 # By the name of a file in results/. "" where no sweep was made.
 PICTURES = {"sixteen_bits.svg": pictures.state_picture,
             "network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
             "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
+
+
+# ----------------------------------------------------- Figures inside a sentence, by name: <!--name-->0.83<!--end-->
+
+
+def over_tuned(rate):
+    """Stage 4's time over tuned DDP's."""
+    result = next(one for one in saved.at_all_rates() if one.conditions.rate == rate)
+    return f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}"
+
+
+def planned(base, get, name="plan.json"):
+    return get(next(row for row in saved.load(name).rows if row.base == base))
+
+
+def gigabytes(n_bytes):
+    return f"{n_bytes / 1e9:.0f}"
+
+
+def ms_at_1024(row):
+    return f"{row.ms[1024]:,.0f}"
+
+
+def errors(what, is_users, *optimizers):
+    """Of these published runs -> their errors, in percent."""
+    return [100 * abs(run.error) for run in saved.load("plan.json").check.published
+            if run.what == what and run.optimizer in optimizers and (run.gpus == 128) == is_users]
+
+
+def least(what):
+    """Of the user's overlapped runs: the least error."""
+    return str(math.floor(min(errors(what, True, "overlapped"))))
+
+
+def most(*which):
+    return str(math.ceil(max(errors(*which))))
+
+
+def hardware(at, field):
+    """As calibrated on the published runs, and on the user's: TFLOP/s, GB/s of a node."""
+    return f"{saved.load('plan.json').check.hardware[at][field]:.0f}"
+
+
+def steps_within(error):
+    return str(sum(abs(run.error) <= error for run in saved.load("plan.json").check.two_hosts))
+
+
+FIGURES = {
+    **{f"over_tuned_{rate}": functools.partial(over_tuned, rate) for rate in ("300mbit", "600mbit", "1gbit")},
+    "ddp_7b": lambda: planned("ddp bf16", lambda row: gigabytes(row.peak)),
+    "held_7b": lambda: planned("stage 4 bf16", lambda row: gigabytes(sum(row.held.values()))),
+    "peak_7b": lambda: planned("stage 4 bf16", lambda row: gigabytes(row.peak)),
+    "buckets_7b": lambda: planned("stage 4 bf16", lambda row: row.size),
+    "ddp_70b": lambda: planned("ddp bf16", ms_at_1024, "plan_70b.json"),
+    "stage3_70b": lambda: planned("stage 3 bf16/bf16", ms_at_1024, "plan_70b.json"),
+    "stage4_70b": lambda: planned("stage 4 bf16", ms_at_1024, "plan_70b.json"),
+    "fitting": lambda: str(sum(row.fits_from > 0 for row in saved.load("plan.json").rows)),
+    "near": lambda: steps_within(0.1),
+    "runs": lambda: steps_within(math.inf),
+    "off_theirs": lambda: most("predicted", False, "overlapped", "distributed"),
+    "off_users": lambda: least("predicted"),
+    "off_users_own": lambda: least("predicted, user's"),
+    "off_none_hidden": lambda: most("none hidden", True, "overlapped"),
+    "flops_theirs": lambda: hardware(0, 0),
+    "flops_users": lambda: hardware(1, 0),
+    "between_users": lambda: hardware(1, 1),
+}
 
 
 # --------------------------------------------------------------------- What you have measured, beside what is published
@@ -189,8 +272,6 @@ def publish():
         if name.startswith("network") and target.exists():
             mine = functools.reduce(lambda before, one: saved.merged(one, before.at_all_rates()),
                                     mine.at_all_rates()[::-1], saved.load(name))
-        if name in ("network_variants.json", "network_muon.json"):  # no picture shows these steps
-            saved.keep_exposed_only(row for one in mine.at_all_rates() for row in one.rows)
         write("--publish", target, saved.to_json(mine), fail)
         (saved.ROOT / "measured" / name).unlink()
         said.append(f"measured/{name} is {target.relative_to(saved.ROOT)} now")
@@ -204,13 +285,14 @@ COLUMNS = 110  # of a table that stands in the terminal only
 
 
 def rewritten(text):
-    """`text` of a markdown file, with all its blocks made anew. An unknown name raises KeyError."""
+    """`text` of a markdown file, with all its blocks and figures made anew. An unknown name raises KeyError."""
     def block(match):
         start, name, end = match.groups()
         lines = "\n\n".join({**BLOCKS, **MARKDOWN}[name]()).splitlines()
         indent = "" if name in MARKDOWN else "    "
         return "\n".join([start, *(f"{indent}{line}".rstrip() for line in lines), "", end])
-    return re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
+    text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
+    return re.sub(r"<!--(\w+)-->.*?<!--end-->", lambda found: f"<!--{found[1]}-->{FIGURES[found[1]]()}<!--end-->", text)
 
 
 def files():

@@ -8,7 +8,7 @@ import re
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import MEMORY_PARTS, length, overlap, union
-from harness.rows import DEFAULT_MB, ONE_PARAMETER, PEERS, SIZES, is_whole
+from harness.rows import DEFAULT_MB, ONE_PARAMETER, REFERENCE, SIZES, is_whole
 from harness.rows import OVERLAP as STAGE_4
 from harness.tables import CURVES, over_computing, rate_words
 
@@ -248,11 +248,12 @@ def sweep_picture(results):
                    key=lambda result: result.conditions.bits_per_second)
     if not swept:
         return ""
-    found, colours = [], dict(zip([STAGE_4, *PEERS], ("#3a9d5d", "#4a90d9", "#d9822b", "#9b59b6", "#999999")))
+    found, colours = [], {STAGE_4: "#3a9d5d", REFERENCE: "#4a90d9"}
     with panels(1, len(swept), (5 * len(swept), 3.4), found) as axes:
         for axis, result in zip(axes, swept):
-            for base, points in curves(result.sweep.rows).items():
-                axis.plot(*zip(*points), "o-", color=colours[base], label=base, markersize=4)
+            points = curves(result.sweep.rows)
+            for base, colour in colours.items():
+                axis.plot(*zip(*points[base]), "o-", color=colour, label=base, markersize=4)
             axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
             axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
             axis.grid(axis="y")

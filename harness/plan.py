@@ -14,6 +14,7 @@ from harness import command_line, dry_run, models, pictures
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
+from harness.examine import made_here
 from harness.replay import Hardware, calibrated, replay
 from harness.results import Check, ModelledRun, PlanConditions, PlanResult, PlanRow, PlanSize, PublishedRun
 from harness.rows import Choice
@@ -90,7 +91,7 @@ def plan(planner):
     asked = {key: value for key, value in vars(args).items() if key not in ("json", "svg", "check", "spec")}
     numel = planner.recorded[choices[-1], args.world].numel
     conditions = PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
-                                efficiency=EFFICIENCY, **planner.hardware._asdict())
+                                efficiency=EFFICIENCY, **planner.hardware._asdict(), made=made_here())
     sizes = [PlanSize(*choice, ms=planner.ms(choice, args.world), peak=planner.recorded[choice, args.world].peak,
                       is_bucket=planner.is_bucket(choice))
              for base in bases if base in STAGE_4 for choice in planner.sizes(base)]

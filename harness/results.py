@@ -152,6 +152,15 @@ class Row(OfChoice):
 
 
 @kept
+class Made:
+    """On which machine, by which code, and when."""
+    machine: str
+    torch: str
+    commit: str | None
+    date: str
+
+
+@kept
 class Conditions:
     """Under which figures hold. From `rate` on: of two hosts. What an older run didn't note is None."""
     machine: str
@@ -284,7 +293,6 @@ class FaultRow:
     times: int
     seen: str
     end: str
-    date: str
 
 
 @kept
@@ -298,8 +306,8 @@ class Stop:
 
 @kept
 class FaultResult:
+    conditions: Made
     stage: int
-    torch: str
     rows: list[FaultRow]
     journey: list[Stop]
 
@@ -315,10 +323,9 @@ class MutationRow:
 
 @kept
 class MutationResult:
+    conditions: Made
     number: int
     seed: int
-    torch: str
-    date: str
     rows: list[MutationRow]
 
 
@@ -434,6 +441,7 @@ class PlanConditions:
     latency_in_node: float
     latency_between: float
     backend: str
+    made: Made
 
 
 @kept
@@ -647,6 +655,8 @@ FILES = {
     "bench_variants.json": (Result, 'make bench ARGS="--rows variants"'),
     "network.json": (Result, "make bench WHAT=network"),
     "network_variants.json": (Result, 'make bench WHAT=network ARGS="--rows variants"'),
+    "network_hybrid.json": (
+        Result, 'make bench WHAT=network ARGS="--ranks-per-host 2 --rows \'stage 4 overlap,hybrid\'"'),
     "network_muon.json": (Result, 'make bench WHAT=network ARGS="--rows muon --json measured/network_muon.json"'),
     "cuda.json": (GpuResult, "make bench WHAT=cuda"),
     "saving.json": (SavingResult, "make bench WHAT=saving"),
@@ -681,6 +691,14 @@ def at_all_rates():
 def by_rate():
     """Those with all rows; others have those of the curve."""
     return [result for result in at_all_rates() if all(map(result.find, catalogue.LADDER))]
+
+
+def provenance(result):
+    """-> [(rate of the link or None, conditions: machine, commit, date)] of each part of a file's figures."""
+    if isinstance(result, Result):
+        return [(one.conditions.rate, part.conditions) for one in result.at_all_rates()
+                for part in (one, one.sweep, one.accumulation) if part]
+    return [(None, getattr(result.conditions, "made", result.conditions))]
 
 
 def load_of(device, name):

@@ -30,8 +30,8 @@ ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
 
 
 def is_asked(text, name):
-    """Whether --rows `text` means the row of that name."""
-    return text in name or text == "variants" and name in BESIDE_VARIANTS
+    """Whether --rows `text`, one or several parts of names with commas between them, means the row of that name."""
+    return any(one in name for one in text.split(",")) or text == "variants" and name in BESIDE_VARIANTS
 
 
 class Choice(NamedTuple):
@@ -397,22 +397,21 @@ def in_its_context(measure):
 # -------------------------------------------------- Bucket sizes: which are tried of which rows, and which was the best
 
 
-PEERS = [REFERENCE, "ddp + stage 1", "ddp + stage 2", "ddp + torch ZeRO"]  # each is swept
+TUNED = [REFERENCE, "ddp + torch ZeRO"]  # each is also measured with the size of buckets that is DDP's best
 PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB
 DEFAULT_MB = 25  # of DDP
 OVERLAP = "stage 4 overlap"
 SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
 
 
-def choices(text=""):
-    """The rows of a sweep whose name holds `text`, and the reference -> list of Choices."""
-    swept = [Choice(base, size) for base in PEERS for size in (None, *PEER_SIZES)]
-    swept += [Choice(OVERLAP, size) for size in SIZES]
-    return [one for one in swept if text in one.name or one == (REFERENCE, None)]
+def swept():
+    """The rows of a sweep -> list of Choices."""
+    return [*(Choice(REFERENCE, size) for size in (None, *PEER_SIZES)), *(Choice(OVERLAP, size) for size in SIZES)]
 
 
-def of_ddp():
-    return [Choice(REFERENCE, size) for size in (None, *PEER_SIZES)]
+def of_curve():
+    """DDP alone, in fewer sizes: what is swept at each rate of the curve."""
+    return [Choice(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 
 
 def is_whole(sweep):
@@ -421,16 +420,14 @@ def is_whole(sweep):
 
 
 def best(rows):
-    """Of a sweep: each of PEERS with the size with which it is fastest; not one whose default is that -> Choices.
+    """Of a sweep: each of TUNED with the size with which DDP is fastest; none where that is its default -> Choices.
 
     Stage 4 keeps its default.
     """
-    found = []
-    for base in PEERS:
-        fastest = min((row for row in rows if row.base == base), key=lambda row: row.median_ms, default=None)
-        if fastest is not None and fastest.bucket_mb is not None and fastest.rounds_ms:
-            found.append(fastest.choice)
-    return found
+    fastest = min((row for row in rows if row.base == REFERENCE), key=lambda row: row.median_ms, default=None)
+    if fastest is None or fastest.bucket_mb is None or not fastest.rounds_ms:
+        return []
+    return [Choice(base, fastest.bucket_mb) for base in TUNED]
 
 
 def beside(choices, tuned):

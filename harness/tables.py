@@ -111,14 +111,19 @@ def under(c, *words):
     return " · ".join([c.machine, f"torch {c.torch}", *words, c.date, *[f"commit {c.commit}"] * bool(c.commit)])
 
 
-def conditions_line(conditions):
-    c = conditions
+def settings_line(c):
+    """Ranks, model, batch, rounds."""
     shared = f" that share {c.gpus} GPU(s)" if 0 < c.gpus < c.ranks else ""
     hosts = f" on {c.hosts} hosts of {c.cores_per_host} core(s)" if c.cores_per_host else ""
     tcp = f", TCP {c.tcp}" if c.tcp else ""
-    return under(c, f"{c.backend}, {c.ranks} rank(s) x {c.threads_per_rank} thread(s){shared}{hosts}{tcp}",
-                 f"{c.model}: {c.parameters:,} parameters, {c.dtype}, AdamW",
-                 f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} rounds of {c.steps} steps")
+    return " · ".join([
+        f"{c.backend}, {c.ranks} rank(s) x {c.threads_per_rank} thread(s){shared}{hosts}{tcp}",
+        f"{c.model}: {c.parameters:,} parameters, {c.dtype}, AdamW",
+        f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} round(s) of {c.steps} steps"])
+
+
+def conditions_line(conditions):
+    return under(conditions, settings_line(conditions))
 
 
 # ----------------------------------------------------------------------------- What several tables say in their cells
@@ -310,6 +315,7 @@ def curve_sheet(results):
             ("stage 4 over tuned DDP", best(stage4_over), ".2f"), ("stage 4 over the floor", stage4(over_floor), ".2f"),
             ("DDP's best buckets", best(lambda _, row: row.size)),
             ("compute only, ms", lambda result: result.timed(ALONE).median_ms, ".0f"),
+            ("rounds x steps", lambda result: f"{result.conditions.rounds} x {result.conditions.steps}"),
             ("stage 4's drain, ms", stage4(lambda _, row: median(row.drain_ms)), ".0f")]
 
     def cell(result):
@@ -329,14 +335,11 @@ def curve_sheet(results):
 
 def accumulation_sheet(accumulation):
     """`accumulation`: AccumulatedRows."""
-    ratios = [[each / once for once, each in zip(one.no_sync_ms, one.each_ms)] for one in accumulation]
-    noise = max(abs(ratio - 1) for ratio in ratios[0])  # with one micro-batch both ways are the same
-    medians = {one.micro_batches: statistics.median(found) for one, found in zip(accumulation, ratios)}
-    dearer = [count for count in medians if min(found for k, found in medians.items() if k >= count) > 1 + noise]
-    where = f"from {dearer[0]} micro-batches a step on," if dearer else f"no number up to {max(medians)} from which on"
+    first = accumulation[0]  # with one micro-batch both ways are the same
+    noise = max(abs(each / once - 1) for once, each in zip(first.no_sync_ms, first.each_ms))
 
     def price(one):
-        found = medians[one.micro_batches]
+        found = ratio(one.each_ms, one.no_sync_ms)
         return f"{found:.2f}{'~' * (abs(found - 1) <= noise)}"
     return sheet_of(
         "Accumulation in stage 4, ms a micro-batch", accumulation,
@@ -346,8 +349,7 @@ def accumulation_sheet(accumulation):
          ("x no_sync", "measured", price)],
         "Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
         "are reduced into the shard.",
-        f"Break-even: {where} an exchange each costs more time than the noise of this run.",
-        f"~ within that noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round.")
+        f"~ within the noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round.")
 
 
 SHARES = {"DDP": "ddp_ms", "stage 3": "stage3_ms", "stage 4": "no_sync_ms"}
@@ -391,8 +393,7 @@ def buckets_sheet(sweep):
         "Bucket size, ms a step",
         [size for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
         [("", "", lambda size: Choice("", size).size),
-         *((base.replace("ddp + ", "ddp +\n") + "\n" * (base == "ddp"), "measured", at(base, median_ms), ".0f")
-           for base in catalogue.PEERS),
+         ("ddp\n", "measured", at(catalogue.REFERENCE, median_ms), ".0f"),
          ("stage 4\n", "measured", at(catalogue.OVERLAP, median_ms), ".0f"),
          ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, messages)),
          ("its bytes a\nparameter", "counted", at(catalogue.OVERLAP, of("bytes_per_param")), ".2f")],
@@ -459,12 +460,11 @@ def gathered_sheet(rows):
 
 def fault_sheets(result):
     """Of a FaultResult: what was done to runs, and the run that moved on."""
-    dates = sorted({row.date for row in result.rows})
     return [
         sheet_of("What was done to a run, and what was seen", result.rows,
                  [("", "", "fault"), ("times", "counted", "times", ".0f"),
                   ("went on from", "", "seen"), ("at the\nend", "compared", "end")],
-                 f"Stage {result.stage} on two ranks or three · torch {result.torch} · {' and '.join(dates)}"),
+                 under(result.conditions, f"stage {result.stage} on two ranks or three")),
         sheet_of("A run that moves on, beside DDP undisturbed", result.journey,
                  [("after\nstep", "", "step", ".0f"), ("trained until there by", "", "where"),
                   ("validation\nloss", "measured", "loss", ".4f"),
@@ -482,7 +482,7 @@ def mutation_sheet(result):
         "Checkpoints that somebody has changed", [*result.rows, together],
         [("", "", "kind"), ("tried", "counted", lambda row: row.refused + row.loaded + row.wrong),
          *((name, "counted", of(outcome), ".0f") for name, outcome in outcomes.items())],
-        f"torch {result.torch} · {result.date} · seed {result.seed}")
+        under(result.conditions, f"seed {result.seed}"))
 
 
 def gpu_sheet(result):
@@ -601,25 +601,27 @@ def plan_sheets(result):
         f"Sizes of buckets: a micro-batch of {c.model} on {c.world} ranks", result.sizes,
         [("", "", "base"), ("bucket", "", lambda size: size.size + " *" * (not size.is_bucket)),
          ("ms\n", "modelled", "ms", ",.0f"), ("GB at\nthe peak", "counted", of("peak", gigabytes), ".1f")],
+        "Taken: the smallest that is at most 2 % slower than the fastest.",
         "* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole.")
     return [memory, state_sheet(rows), time, ranks, sizes, *(plan_check_sheets(result.check) if result.check else [])]
 
 
 def plan_check_sheets(check):
-    found = {}  # (rate, row without its size) -> errors of ModelledRuns
+    found = {}  # row without its size -> errors of ModelledRuns
     for run in check.two_hosts:
-        found.setdefault((run.where, run.base), []).append(run.error)
+        found.setdefault(run.base, []).append(run.error)
     return [sheet_of(
-        "Two hosts: modelled beside measured steps", [(*key, errors) for key, errors in found.items()],
-        [("", "", lambda one: one[0]), ("", "", lambda one: one[1]), ("rows", "", lambda one: len(one[2])),
-         ("from\nerror", "modelled", lambda one: min(one[2]), "+.1%"),
-         ("to\nerror", "modelled", lambda one: max(one[2]), "+.1%")],
+        "Two hosts: modelled beside measured steps, all links and sizes of buckets", found.items(),
+        [("", "", lambda one: one[0]), ("steps", "", lambda one: len(one[1])),
+         ("from\nerror", "modelled", lambda one: min(one[1]), "+.1%"),
+         ("median\nerror", "modelled", lambda one: median(one[1]), "+.1%"),
+         ("to\nerror", "modelled", lambda one: max(one[1]), "+.1%")],
     ), sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", check.published,
         [("", "", "what"), ("", "", "optimizer"), ("GPUs", "", "gpus"), ("sequences\na step", "", "sequences"),
          ("", "published", "published", ",.0f"), ("", "modelled", "modelled", ",.0f"),
          ("error", "modelled", "error", "+.1%")],
-        "What is assumed, and calibrated on which rows: results/plan.md.")]
+        "What is assumed, and calibrated on which rows: results/methods.md.")]
 
 
 # ------------------------------------------------------------------------------------------------ Code lines of a file

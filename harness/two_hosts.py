@@ -39,13 +39,15 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
                       "rung 0 replicated", *catalogue.LADDER[1:4], "owner reduce")), Choice("owner reduce", 2),
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
-                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages",
-                      "stage 2, gloo's own", "stage 3, gloo's own", "fsdp2, gloo's own"))]
+                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
 CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
                        "stage 4 overlap", "fsdp2"))]
 # Steps of a round: on a slow line each is long, and the line alone decides how long.
-CURVE_STEPS = {"100mbit": 3, "200mbit": 3, "300mbit": 4, "600mbit": 5, "1gbit": 6, "2.5gbit": 6}
+CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
+# Of these one step is recorded too: which part of its communication is exposed.
+RECORDED = {"compute + bytes", "fsdp2", *catalogue.LADDER, *(row.name for row in catalogue.APART)}
+UNDRAWN = "variants", "muon", "hybrid"  # of these a time is shown, and no picture
 # Where --rows asks for them.
 VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]
 
@@ -60,8 +62,10 @@ def parse(description):
     command_line.add_sizes(add, batch_size=8)
     add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, ddp and compute only; or curve")
-    add("--sweep", action="store_true", help="first find the best bucket size of each row that has buckets")
+    add("--ranks-per-host", type=int, default=1, help="processes on each of the two hosts (default 1)")
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, or one of several with commas "
+        "between them, ddp and compute only; or curve")
+    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes")
     add("--tuned", default=None, metavar="SIZES", help="rows with a bucket size of their own in MiB, like 'ddp=2; "
         "ddp + stage 1=4' (default: the best of the last --sweep at this rate, kept in --json)")
     add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
@@ -197,8 +201,7 @@ def missing():
 # ------------------------------- What each of the ranks on two hosts does: it measures the rows, in step with the other
 
 
-SWEEP_ROUNDS, SWEEP_STEPS = 2, 5  # at most: it finds a size, and the row with that size is then measured as any other
-SHORT_ROUNDS, SHORT_STEPS = 1, 3  # of the sweep that --curve makes at each rate
+SWEEP_STEPS = 3  # at most, in one round: it finds a size, and the row with that size is then measured as any other
 
 
 class Together:
@@ -233,18 +236,17 @@ def measure_here(args):
             print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
     together, sweep, tuned, is_curve = Together(rank), None, args.tuned or [], args.rows == "curve"
     if args.sweep:
-        most_rounds, most_steps = (SHORT_ROUNDS, SHORT_STEPS) if is_curve else (SWEEP_ROUNDS, SWEEP_STEPS)
-        short = settings._replace(rounds=min(args.rounds, most_rounds), steps=min(args.steps, most_steps))
-        sizes = catalogue.of_ddp() if is_curve else catalogue.choices(args.rows)
+        short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
+        sizes = catalogue.of_curve() if is_curve else catalogue.swept()
         found = every_row.measure_rows(together, short, sizes, progress)
         sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
     named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
     chosen = [choice for choice in named if is_curve or is_asked(args.rows, choice.name) or choice.name in always]
-    sized = [choice for choice in tuned if not is_curve and args.rows in choice.name or choice.base == "ddp"]
+    sized = [choice for choice in tuned if not is_curve and is_asked(args.rows, choice.name) or choice.base == "ddp"]
     result = every_row.measure_rows(together, settings, catalogue.beside(chosen, sized), progress)
     result.sweep = sweep
-    if not is_curve and args.rows != "variants":  # of these a time is shown, and no picture
-        timeline.record_rows(together, settings, result.rows, progress)
+    if not is_curve and not any(word in args.rows for word in UNDRAWN):
+        timeline.record_rows(together, settings, [row for row in result.rows if row.base in RECORDED], progress)
     if args.accumulation:
         time_accumulation(together, settings, result, always, tuned, progress)
     if rank.rank == 0:
@@ -281,7 +283,8 @@ def measure_on_two_hosts(args):
     """-> the result, or None when a host failed; what failed has been printed by then."""
     with tempfile.TemporaryDirectory() as folder, Hosts(args.rate) as hosts:
         path = Path(folder, "network.json")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                    "--nproc-per-node", str(args.ranks_per_host),
                     "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
         flags = [name for name in ("accumulation", "sweep") if getattr(args, name)]
         tuned = ";".join(f"{choice.base}={choice.bucket_mb:g}" for choice in args.tuned)
@@ -362,7 +365,7 @@ def main():
     if INSIDE in os.environ:
         measure_here(args)
         os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
-    command_line.check_workload(args, ("rounds", "steps", "timeout"), MODELS, fail)
+    command_line.check_workload(args, ("rounds", "steps", "timeout", "ranks_per_host"), MODELS, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
     before = earlier(args)  # fails now if the file holds something else

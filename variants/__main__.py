@@ -84,7 +84,7 @@ def measured(kind="variants"):
 
 def time_cell(name, base, result):
     """Of a base milliseconds a step, of a variant how many times its base takes, round by round."""
-    own, other = result.timed(name), result.timed(base or name)
+    own, other = result and result.timed(name), result and result.timed(base or name)
     return NONE if own is None or other is None else f"× {own.over(other):.2f}" if base else f"{own.median_ms:.0f} ms"
 
 
@@ -96,15 +96,15 @@ def markdown(titles, rows):
 
 
 def table():
-    times, of_muon, rows = measured(), measured("muon"), []
+    times, rows = measured(), []
+    of_own = {f"variants {kind}": measured(kind) for kind in ("muon", "hybrid")}  # beside other rows, on other ranks
     for name, (base, elsewhere, when) in ROWS.items():
         sent, messages, held, *_ = counted(name)
         file = ROOT / "variants" / f"{name.removeprefix('variants ')}.py"
         folder = "stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap"
         lines = len(code_lines(file)) if file.exists() else core_lines(ROOT / folder)
         rows.append([name.removeprefix("variants "), lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
-                     *(time_cell(name, base, of_muon.get(where, result) if "muon" in name else result)
-                       for where, result in times.items()), when])
+                     *(time_cell(name, base, of_own.get(name, times).get(where)) for where in times), when])
     return markdown(["idea:", "lines", "called elsewhere:", "sent", "messages", "held",
                      *(f"time, {where}" for where in times), "take it when:"], rows)
 

@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint.json_values import DTYPE_OF_CODE
 from harness import results
+from harness.examine import made_here
 from harness.results import MutationResult, MutationRow
 from tests.checkpoint import data_of, header_bytes, nothing_changes, tamper, text_of, wrapped
 from tests.common import STAGES
@@ -268,7 +268,7 @@ def main():
     for row in rows:
         print(f"{row.kind:32} {row.refused:5} refused {row.loaded:5} loaded, stepped and saved {row.wrong:5} wrong")
     if args.json:
-        result = MutationResult(args.number, args.seed, torch.__version__, date.today().isoformat(), rows)
+        result = MutationResult(made_here(), args.number, args.seed, rows)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(results.to_json(result))
     sys.exit(any(row.wrong for row in rows))

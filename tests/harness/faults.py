@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from checkpoint import latest
 from checkpoint.convert import convert
 from harness import processes, results
+from harness.examine import made_here
 from harness.results import FaultResult, FaultRow
 from tests.ranks import ROOT
 
@@ -36,11 +36,11 @@ def pytest_sessionfinish(session, exitstatus):
     path = session.config.getoption("--faults-json")
     if path and exitstatus == 0 and ROWS:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(results.to_json(FaultResult(4, torch.__version__, ROWS, STOPS)), encoding="utf-8")
+        path.write_text(results.to_json(FaultResult(made_here(), 4, ROWS, STOPS)), encoding="utf-8")
 
 
 def seen(fault, times, what, end="equal"):
-    ROWS.append(FaultRow(fault, times, what, end, date.today().isoformat()))
+    ROWS.append(FaultRow(fault, times, what, end))
 
 
 class Run:

@@ -1,6 +1,6 @@
 """What a cluster does to training runs: kills, signals, a stopped rank, a second run in the folder. Nothing is lost.
 
-`make faults` runs these in full, and writes the table of results/faults.md.
+`make faults` runs these in full, and writes the table of results/README.md.
 """
 
 import contextlib
