@@ -678,7 +678,7 @@ def ladder_block():
     """What can be counted, and one column of time, measured on two hosts with the slowest line."""
     result = results.by_rate()[0]
     ddp = catalogue.tuned(result, "ddp") or result.find("ddp")
-    lines = [f"stage | collectives | bytes a parameter, {' · '.join(map(str, RANKS))} ranks | peak, MB | Ψ sent "
+    lines = [f"stage | collectives | bytes per parameter on {' · '.join(map(str, RANKS))} ranks | peak, MB | Ψ sent "
              "| code lines | time", "---|---|---|---|---|---|---"]
     for rung in LADDER:
         row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
@@ -700,9 +700,9 @@ def notes(result, ddp):
     c, tuned = result.conditions, catalogue.tuned(result, "ddp")
     words = "DDP with its default buckets" if tuned is None else (
         f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
-    return (f"Ψ: the number of parameters, here {c.parameters:,}. Bytes: counted between steps, AdamW in fp32 (1 to 3: "
-            "8 + 8/d; 4: 4 + 12/d + b; b: two bucket buffers). Peak: in a step, with activations. Ψ sent: of each, "
-            "(d-1)/d, per step. Code lines: of the core. Time: per step, with guard (2, 3: without gloo's own "
+    return (f"Ψ: the number of parameters, here {c.parameters:,}. Bytes: between steps, AdamW in fp32 (stages 1 to 3: "
+            "8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Ψ sent: per "
+            "step, times (d-1)/d. Code lines: of the core. Time: per step, with guard (stages 2, 3: without gloo's own "
             f"collectives), over that of {words}; two hosts, a link of {rate_words(c.rate)}, median of {c.rounds} "
             f"rounds ({c.machine}, {c.date}).")
 
