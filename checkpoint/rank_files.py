@@ -23,7 +23,7 @@ from .errors import CheckpointError, DamagedCheckpoint
 from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, need, without_doubles
 
 ALIGNMENT = 64  # bytes; with it a program that maps a file has the first tensor in place
-CHUNK = 2**20  # bytes that are written or read at once, while the processor still has them for the checksum
+CHUNK = 2**18  # bytes that are written or read at once, while the processor still has them for the checksum
 BEHIND = 2**24  # bytes after which the disk is told to begin with them, not only at fsync
 READERS = 2  # threads: one makes a checksum while the other waits for the disk
 CODE_OF = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
