@@ -232,6 +232,9 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
     for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
         make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
+        if isinstance(owner, torch.optim.LBFGS):
+            schemas += schemas_of_lbfgs(group["params"])
+            continue
         options = hyperparameters(group), hyperparameters(saved)
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
@@ -245,6 +248,15 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
                 TRIED[key] = schema_of(make, *options, shape, dtype, param.device)
             schemas.append(TRIED[key])
     return schemas
+
+
+def schemas_of_lbfgs(params) -> list[Schema]:
+    """It can't be tried with one parameter: the first one's state is of all, and the others have none.
+
+    Its vectors are there from the first step on, unless that has found nothing to do.
+    """
+    of_all = Schema({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in params),), is_of_all=True)
+    return [of_all, *(Schema({}, False, tuple(param.shape)) for param in params[1:])]
 
 
 def with_sign_of_lr(options):
