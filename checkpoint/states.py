@@ -14,7 +14,7 @@ import torch
 
 from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves, schema_of
 
-from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
+from .json_values import SMALL, NotPackable, bytes_of, pack, pack_apart, pack_data, path_of
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
 from .ranks import all_gather, at_own_pace, first_line
 
@@ -55,10 +55,6 @@ class Layout(NamedTuple):
     owners: list[tuple[int, int, int]]  # (rank, start, stop), which are all of the parameter
 
 
-def path_of(path) -> str:
-    return ".".join(map(str, path))
-
-
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """-> index -> the inner optimizer's state of this rank's piece of it.
 
@@ -71,14 +67,10 @@ def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     schemas = schemas_of(optimizer) if has_main else None
     for index, (_, _, main, _) in pieces.items():
         states[index] = dict(inner.state.get(main, {}))
-        if index in has_main and (all_main_params or states[index] or keeps_nothing(schemas[index])):
+        keeps_nothing = index in has_main and schemas[index] and not schemas[index].entries  # as SGD without momentum
+        if index in has_main and (all_main_params or states[index] or keeps_nothing):
             states[index]["main_param"] = main
     return states
-
-
-def keeps_nothing(schema) -> bool:
-    """As SGD without momentum."""
-    return schema is not None and not schema.entries
 
 
 def refuse_unclaimed(optimizer):
@@ -98,20 +90,12 @@ def refuse_unclaimed(optimizer):
 
 def describe(state, piece) -> tuple[Part, dict[str, torch.Tensor]]:
     """-> what the other ranks are told of a state, and its tensors by path."""
-    (start, stop), main = piece.in_whole, piece.main
-    tensors, told = {}, {}
-
-    def tensor(path, value):
-        name = path_of(path)
-        if name in tensors:
-            raise NotPackable(value, path, "two of its keys read alike")  # {1: …, "1": …}
-        tensors[name], told[name] = value, tell(value, main.shape)
-        return {"tensor": name}
-
     try:
-        return Part(start, stop, pack(state, tensor), told, None), tensors
+        tree, tensors = pack_apart(state)
     except NotPackable as refusal:
-        return Part(start, stop, None, {}, f"{refusal.path}, which can't be kept: {refusal}"), {}
+        return Part(*piece.in_whole, None, {}, f"{refusal.path}, which can't be kept: {refusal}"), {}
+    told = {path: tell(tensor, piece.main.shape) for path, tensor in tensors.items()}
+    return Part(*piece.in_whole, tree, told, None), tensors
 
 
 def tell(value, shape) -> Tensor:

@@ -201,8 +201,7 @@ REFUSED = {
 def test_a_state_that_cannot_be_kept_is_refused_at_the_call_on_every_rank(rank, stage, cls, tmp_path):
     if cls in (OfEachPiece, OnOneRank) and stage not in SHARDED:
         return  # others have it whole
-    model, optimizer = a_run(rank, stage, cls=cls)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, cls=cls, steps=1)
     calls = [lambda: full_state_dict(optimizer), lambda: checkpoint.save(tmp_path / "one", model, optimizer),
              lambda: checkpoint.save(tmp_path / "one", model, optimizer, asynchronous=True)]
     if stage in SHARDED:
@@ -381,8 +380,7 @@ def test_a_state_dict_of_something_else_is_refused_on_every_rank(rank, stage):
     dtype, wrong = torch.float32, WRONG
     if stage in SHARDED:  # what is wrong with main parameters there too
         dtype, wrong = torch.bfloat16, {**WRONG, **MAIN_PARAMS}
-    model, optimizer = a_run(rank, stage, fused=True, dtype=dtype)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, stage, fused=True, dtype=dtype, steps=2)
     found = full(optimizer)
     index = next(i for i, state in found["state"].items() if state["exp_avg"].shape == (7, 5))
     for what, (change, words) in wrong.items():
