@@ -200,17 +200,23 @@ def opened(folder, name, n_bytes=None):
         OSError: the disk says no.
     """
     path = Path(folder) / name
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise DamagedCheckpoint(f"{name} is damaged: it is {'a link' if path.is_symlink() else 'no regular file'}")
+    if path.is_symlink():
+        raise DamagedCheckpoint(f"{name} is damaged: it is a link")
+    if path.exists() and not path.is_file():
+        raise DamagedCheckpoint(f"{name} is damaged: it is no regular file")
     try:
         file = open(path, "rb", opener=opened_as_it_is)
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is missing") from None
+        raise_changed(name, n_bytes, "missing")
     with file:
         size = os.fstat(file.fileno()).st_size
         if n_bytes not in (None, size):
-            raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is {size} bytes")
+            raise_changed(name, n_bytes, f"{size} bytes")
         yield file
+
+
+def raise_changed(name, n_bytes, now):
+    raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is {now}") from None
 
 
 def opened_as_it_is(path, _):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from guard.schema import Spec, check_state, described
+from guard.schema import Spec, described
 
 from .boxes import Box, box_of, whole_box
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
@@ -35,7 +35,7 @@ from .optimizers import (
 )
 from .rank_files import Reader
 from .ranks import all_gather, errors_on_all, rank_in
-from .states import check_states, fixed_paths, kind_of
+from .states import check_kept, check_states, fixed_paths, kind_of
 
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
 
@@ -89,7 +89,7 @@ def check_piece(schema, state, main, name):
     main_param = own.pop("main_param", Spec(main.shape, main.dtype))
     if main_param.shape != main.shape:
         raise ForeignCheckpoint(f"main_param in the state of {name} is {main_param}, this rank's part is {main.shape}")
-    check_state(schema, own, main.shape, name)
+    check_kept(schema, own, main.shape, name)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,10 @@ MOST_TRIED = 1000
 RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
 
 
+class OfAll(Schema):
+    """Of one state for all parameters: its vectors have as many elements as all of them, which is the `shape`."""
+
+
 class NotKept(RuntimeError):
     """A state that can be neither saved nor moved; the message names the parameter and the key."""
 
@@ -239,7 +243,7 @@ def schemas_of_lbfgs(params) -> list[Schema]:
 
     Its vectors are there from the first step on, unless that has found nothing to do.
     """
-    of_all = Schema({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in params),), is_of_all=True)
+    of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in params),))
     return [of_all, *(Schema({}, False, tuple(param.shape)) for param in params[1:])]
 
 
@@ -259,8 +263,13 @@ def check_states(optimizer, names, states, saved_groups):
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE
             if not is_tensor or main_param.shape != param.shape:
                 raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {param.shape}")
-        check_state(schema, state, param.shape, name)
+        check_kept(schema, state, param.shape, name)
     return schemas
+
+
+def check_kept(schema, state, shape, name):
+    """Raise ValueError unless a described state is what a schema says of a parameter of this shape."""
+    check_state(schema, state, schema.shape if isinstance(schema, OfAll) else shape, name)
 
 
 def fixed_paths(schema) -> set[str]:

@@ -37,7 +37,6 @@ class Schema(NamedTuple):
     entries: dict  # name -> what a step makes of it, tensors as Spec
     from_start: bool  # whether there is a state before the first step, as Adagrad has
     shape: tuple  # of the parameter that was stepped
-    is_of_all: bool = False  # one state for all parameters, by their elements in one row, as LBFGS has
 
 
 def described(value):
@@ -107,7 +106,6 @@ def check_state(schema, state, like, name):
     """Raise ValueError unless a described `state` of a parameter of shape `like` is what a schema says, or nothing."""
     if schema is None or not (state or schema.from_start):
         return
-    like = schema.shape if schema.is_of_all else like
     expected, found = dict(leaves(schema.entries)), dict(leaves(state))
     if not isinstance(state, dict) or not schema.entries.keys() <= state.keys():
         kept, there = (", ".join(map(str, entries)) or "nothing" for entries in (schema.entries, state))
