@@ -38,7 +38,7 @@ def cuts_of(tensor, name="a tensor") -> list[list[int]]:
     Raises UnfitModel: it is a DTensor with elements between those of others, as FSDP2 makes of tensor-parallel ones.
     """
     cuts = [[size] for size in tensor.shape]
-    for n, placement in meshed(tensor):
+    for n, placement, _ in meshed(tensor):
         if placement.is_shard() and type(placement).__name__ == "Shard":
             cuts[placement.dim] = [size for whole in cuts[placement.dim] for size in chunks(whole, n)]
         elif not placement.is_replicate():
@@ -49,7 +49,7 @@ def cuts_of(tensor, name="a tensor") -> list[list[int]]:
 def box_of(tensor) -> Box:
     """What this rank has of the whole; of a tensor that isn't cut, all."""
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for (n, placement), place in zip(meshed(tensor), place_in_mesh(tensor)):
+    for n, placement, place in meshed(tensor):
         if placement.is_shard():
             parts = chunks(sizes[placement.dim], n)
             offsets[placement.dim] += sum(parts[:place])
@@ -59,12 +59,9 @@ def box_of(tensor) -> Box:
 
 
 def meshed(tensor):
-    """-> [(ranks along a dimension of the mesh, placement), …]; of any other tensor, nothing."""
-    return list(zip(tensor.device_mesh.shape, tensor.placements)) if hasattr(tensor, "device_mesh") else []
-
-
-def place_in_mesh(tensor):
-    return tensor.device_mesh.get_coordinate() if hasattr(tensor, "device_mesh") else []
+    """-> [(ranks along a dimension of the mesh, placement, this rank's place), …]; of any other tensor, nothing."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return list(zip(mesh.shape, tensor.placements, mesh.get_coordinate())) if mesh is not None else []
 
 
 def chunks(size, n):

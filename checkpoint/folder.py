@@ -74,8 +74,10 @@ def hold(path, owner=0) -> bool:
     """
     folder, place = path.parent.resolve(), zlib.crc32(f"{series(path.name)} {owner}".encode())
     try:
-        if folder not in HELD or not is_still_there(HELD[folder], folder / LOCK):
-            HELD[folder] = opened_lock(folder / LOCK)
+        lock = folder / LOCK
+        is_still_there = folder in HELD and lock.exists() and os.path.samestat(os.fstat(HELD[folder]), lock.stat())
+        if not is_still_there:
+            HELD[folder] = opened_lock(lock)
     except FileExistsError:
         raise
     except OSError:  # it belongs to someone else, say
@@ -110,7 +112,3 @@ def let_go():
 
 
 os.register_at_fork(after_in_child=let_go)
-
-
-def is_still_there(descriptor, path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())

@@ -9,8 +9,8 @@ import collections
 import zlib
 
 from .errors import DamagedCheckpoint
-from .json_values import DTYPES, checked_shape, need
-from .rank_files import CHUNK, Range, Stored, checked, is_count, opened
+from .json_values import DTYPES, checked_shape, is_count, need
+from .rank_files import CHUNK, Range, Stored, checked, opened
 
 FORMATS = 1, 2
 
@@ -18,7 +18,7 @@ FORMATS = 1, 2
 def tensors_before(folder, raw) -> dict[str, Stored]:
     """What a manifest says of tensors, after all files have been compared with their checksums."""
     for name, written in sorted(raw["files"].items()):
-        with opened(folder, name) as file:
+        with opened(folder, name, written["bytes"]) as file:
             crc = 0
             while content := file.read(CHUNK):
                 crc = zlib.crc32(content, crc)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from guard.schema import described
 
-from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
+from .json_values import SMALL, NotPackable, pack_apart, pack_data, unpack, unpack_data
 from .optimizers import (
     all_params,
     check_hyperparameters,
@@ -29,7 +29,7 @@ from .optimizers import (
     refuse_outsider,
 )
 from .ranks import errors_on_all, rank_and_size
-from .states import NotKept, agree_on_states, check_states, fixed_paths, local_states, path_of, with_data
+from .states import NotKept, agree_on_states, check_states, fixed_paths, local_states, with_data
 
 TAG = 2**30 - 1  # of messages to rank 0: not one that others might use
 
@@ -252,7 +252,13 @@ def plan_of(optimizer, state_dict):
     check_indices(optimizer, state_dict)
     plan, tensors = {}, {}
     names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
-    packed = {index: pack_state(state, names[index]) for index, state in sorted(state_dict["state"].items())}
+    packed = {}
+    for index, state in sorted(state_dict["state"].items()):
+        try:
+            packed[index] = pack_apart(state)
+        except NotPackable as refusal:
+            where = f"the state of {names[index]} has {refusal.path}"
+            raise ValueError(f"{where}, which can't be loaded: {refusal}") from None
     states = {names[index]: described(state) for index, state in state_dict["state"].items()}
     check_hyperparameters(optimizer, state_dict["param_groups"])
     schemas = check_states(optimizer, names, states, state_dict["param_groups"])
@@ -279,20 +285,6 @@ def cut_and_common(found, param, fixed, name):
     return cut, common
 
 
-def pack_state(state, name):
-    """-> (packed, path -> tensor)."""
-    found = {}
-
-    def tensor(path, value):
-        found[path_of(path)] = value
-        return {"tensor": path_of(path)}
-
-    try:
-        return pack(state, tensor), found
-    except NotPackable as refusal:
-        raise ValueError(f"the state of {name} has {refusal.path}, which can't be loaded: {refusal}") from None
-
-
 def check_indices(optimizer, state_dict):
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
@@ -305,9 +297,10 @@ def check_indices(optimizer, state_dict):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
 
 
-def check_like(param, value, name, n_lead=0):
+def check_like(param, value, name, n_lead):
+    """Of DTensors what is on this rank, too."""
     if value.shape[n_lead:] != param.shape:
         raise ValueError(f"{name} is {tuple(value.shape)} in this state_dict, the parameter is {tuple(param.shape)}")
     if n_lead and hasattr(param, "device_mesh") or local(value).shape[n_lead:] != local(param).shape:
-        kinds = f"{type(value).__name__} in this state_dict, the parameter is a {type(param).__name__}"
-        raise ValueError(f"{name} is a {kinds}, with another part on this rank")
+        raise ValueError(f"{name} is a {type(value).__name__} in this state_dict, the parameter is a "
+                         f"{type(param).__name__}, with another part on this rank")

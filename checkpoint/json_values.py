@@ -18,7 +18,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)}
 CODES = "F64 F32 F16 BF16 C64 C128 BOOL U8 I8 I16 I32 I64 U16 U32 U64 F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ"
 DTYPE_OF_CODE = dict(zip(CODES.split(), DTYPES.values(), strict=True))  # as safetensors calls them
-SEQUENCES = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+SEQUENCES = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 DICTS = {"dict": dict, "ordered": collections.OrderedDict}
 PLAIN = bool, int, float, str, type(None)
 SMALL = 16  # elements of a tensor that is written into the JSON itself
@@ -31,7 +31,26 @@ class NotPackable(ValueError):
     def __init__(self, value, path, reason=None):
         kind = type(value)
         super().__init__(reason or f"it holds {kind.__module__}.{kind.__qualname__}")
-        self.path = ".".join(map(str, path))
+        self.path = path_of(path)
+
+
+def name_of(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def from_text(text) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+# class -> its word, what stands for a value in JSON, and the value again
+SCALARS = {
+    complex: ("complex", lambda value: [value.real, value.imag], lambda what: complex(*what)),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode(), from_text),
+    bytearray: ("bytearray", lambda value: base64.b64encode(value).decode(), lambda text: bytearray(from_text(text))),
+    torch.dtype: ("dtype", name_of, DTYPES.__getitem__),
+    torch.device: ("device", str, torch.device),
+}
+BACK = {name: back for name, _, back in SCALARS.values()}
 
 
 def pack(value, tensor: Callable, path=()):
@@ -46,44 +65,50 @@ def pack(value, tensor: Callable, path=()):
         return value
     if len(path) > DEEPEST:
         raise NotPackable(value, path, f"it is nested deeper than {DEEPEST}")
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or str(value.dtype).removeprefix("torch.") not in DTYPES:
-            raise NotPackable(value, path)
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES.values():
         return tensor(path, value)
-    items = [pack(item, tensor, (*path, i)) for i, item in enumerate(value)] if kind in _LISTS else None
-    if kind is list:
-        return items
-    if kind is collections.deque:
-        return {"deque": [value.maxlen, items]}
-    if items is not None:
-        return {next(name for name, its in SEQUENCES.items() if its is kind): items}
+    if kind in (list, collections.deque, *SEQUENCES):
+        items = [pack(item, tensor, (*path, i)) for i, item in enumerate(value)]
+        if kind is collections.deque:
+            return {"deque": [value.maxlen, items]}
+        return items if kind is list else {SEQUENCES[kind]: items}
     if kind in (dict, collections.OrderedDict, collections.defaultdict):
         name = "ordered" if kind is collections.OrderedDict else "dict"
         return {name: [[pack(key, _no_tensor, (*path, key)), pack(item, tensor, (*path, key))]
                        for key, item in value.items()]}
-    return _pack_scalar(value, path)
-
-
-_LISTS = {list, collections.deque, *SEQUENCES.values()}
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # NumPy's, which a schedule may leave
+        return pack(value.item(), None, path)
+    if kind in SCALARS:
+        name, stands_for_it, _ = SCALARS[kind]
+        return {name: stands_for_it(value)}
+    raise NotPackable(value, path)
 
 
 def _no_tensor(path, tensor):
     raise NotPackable(tensor, path)
 
 
-def _pack_scalar(value, path):
-    kind = type(value)
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # NumPy's, which a schedule may leave
-        return pack(value.item(), None, path)
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind in (bytes, bytearray):
-        return {kind.__name__: base64.b64encode(value).decode()}
-    if kind is torch.dtype:
-        return {"dtype": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"device": str(value)}
-    raise NotPackable(value, path)
+def pack_apart(value, prefix="", with_small=False):
+    """-> `value` packed, with {"tensor": prefix + path} for each tensor; and those tensors by that.
+
+    `with_small`: tensors of a few elements are in what is packed.
+    """
+    apart = {}
+
+    def tensor(path, its):
+        if with_small and its.numel() <= SMALL:
+            return pack_data(its)
+        key = prefix + path_of(path)
+        if key in apart:
+            raise NotPackable(its, path, "two of its keys read alike")  # {1: …, "1": …}
+        apart[key] = its
+        return {"tensor": key}
+
+    return pack(value, tensor), apart
+
+
+def path_of(path) -> str:
+    return ".".join(map(str, path))
 
 
 def unpack(packed, tensor: Callable, depth=0):
@@ -96,36 +121,38 @@ def unpack(packed, tensor: Callable, depth=0):
     """
     if type(packed) in PLAIN:
         return packed
-    if depth > DEEPEST:
-        raise ValueError(f"values nested deeper than {DEEPEST}")
+    need(depth <= DEEPEST, f"values nested deeper than {DEEPEST}")
     if isinstance(packed, list):
         return [unpack(item, tensor, depth + 1) for item in packed]
-    if not isinstance(packed, dict) or len(packed) != 1:
-        raise ValueError("a value of no known kind")
+    need(isinstance(packed, dict) and len(packed) == 1, "a value of no known kind")
     ((name, what),) = packed.items()
     if name in DICTS:
         return DICTS[name]((unpack(key, tensor, depth + 1), unpack(item, tensor, depth + 1)) for key, item in what)
-    if name in SEQUENCES:
-        return SEQUENCES[name](unpack(what, tensor, depth))
+    if name in SEQUENCES.values():
+        (kind,) = (kind for kind, its_name in SEQUENCES.items() if its_name == name)
+        return kind(unpack(what, tensor, depth))
     if name == "deque":
         maxlen, items = what
         return collections.deque(unpack(items, tensor, depth), maxlen)
-    if name == "complex":
-        return complex(*what)
-    if name in ("bytes", "bytearray"):
-        content = base64.b64decode(what, validate=True)
-        return content if name == "bytes" else bytearray(content)
-    if name == "dtype":
-        return DTYPES[what]
-    return torch.device(what) if name == "device" else tensor(name, what)
+    return BACK[name](what) if name in BACK else tensor(name, what)
 
 
 def pack_data(tensor) -> dict:
     """A tensor with its data in it: for small ones."""
     tensor = tensor.detach().cpu().contiguous()
-    content = bytes_of(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"data": [dtype, list(tensor.shape), base64.b64encode(content).decode()]}
+    return {"data": [name_of(tensor.dtype), list(tensor.shape), base64.b64encode(bytes_of(tensor)).decode()]}
+
+
+def unpack_data(what) -> torch.Tensor:
+    name, shape, text = what
+    content, dtype, shape = bytearray(from_text(text)), DTYPES[name], checked_shape(shape)
+    need(len(content) == math.prod(shape) * dtype.itemsize,
+         f"{len(content)} bytes for a tensor of shape {tuple(shape)} and {dtype}")
+    if not content:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
+        return torch.frombuffer(content, dtype=torch.uint8).ne(0).view(shape)
+    return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
 def bytes_of(tensor) -> memoryview:
@@ -149,26 +176,12 @@ def without_doubles(pairs):
     return found
 
 
-def unpack_data(what) -> torch.Tensor:
-    name, shape, text = what
-    return tensor_of(bytearray(base64.b64decode(text, validate=True)), DTYPES[name], checked_shape(shape))
-
-
 def checked_shape(shape) -> torch.Size:
     """Raises ValueError unless `shape` is a list of numbers whose product is one of elements that a file may have."""
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"a shape of {str(shape)[:40]}")
-    if len(shape) > 64 or math.prod(n for n in shape if n) > 2**60:
-        raise ValueError("a shape of too many elements")
+    need(isinstance(shape, list) and all(map(is_count, shape)), f"a shape of {str(shape)[:40]}")
+    need(len(shape) <= 64 and math.prod(n for n in shape if n) <= 2**60, "a shape of too many elements")
     return torch.Size(shape)
 
 
-def tensor_of(content: bytearray, dtype, shape) -> torch.Tensor:
-    """The bytes of a contiguous tensor, in the order of this machine -> it, on the CPU. ValueError: of another size."""
-    if len(content) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(content)} bytes for a tensor of shape {tuple(shape)} and {dtype}")
-    if not content:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
-        return torch.frombuffer(content, dtype=torch.uint8).ne(0).view(shape)
-    return torch.frombuffer(content, dtype=dtype).view(shape)
+def is_count(value):
+    return type(value) is int and value >= 0

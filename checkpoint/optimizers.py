@@ -151,8 +151,11 @@ def prepared(optimizer, states, groups) -> Ready:
         for_torch[place_of[id(piece.main)]] = rest
         ours[piece.main] = kept
     for_torch = {place: state for place, state in for_torch.items() if state}
-    taken = [{key: like(group.get(key), value) for key, value in hyperparameters(saved).items()}
-             for group, saved in zip(optimizer.param_groups, groups)]
+    taken = [hyperparameters(saved) for saved in groups]
+    for group, its in zip(optimizer.param_groups, taken):
+        for key in its.keys() & group.keys():
+            if isinstance(its[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
+                its[key] = its[key].to(group[key].device)
     return Ready(mains, for_torch, ours, taken)
 
 
@@ -191,12 +194,6 @@ def placed(value, main):
     return value
 
 
-def like(ours, value):
-    """A learning rate that is a tensor comes to the device of ours."""
-    both = isinstance(ours, torch.Tensor) and isinstance(value, torch.Tensor)
-    return value.to(ours.device) if both else value
-
-
 def check_hyperparameters(optimizer, groups):
     """Raise ValueError where `groups` have something else in place of a number, say, that this optimizer's groups have.
 
@@ -231,10 +228,3 @@ def is_number(value):
 def refuse_outsider(optimizer):
     if getattr(optimizer, "rank", 0) < 0:
         raise RuntimeError("this rank is in no process group since reshard(): it has no part in the state")
-
-
-def refuse_no_group(process_group):
-    others = None, dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
-        kind = type(process_group).__name__
-        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')

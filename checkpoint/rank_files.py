@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import stat
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +19,10 @@ import torch
 
 from .boxes import boxes
 from .errors import CheckpointError, DamagedCheckpoint
-from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, need, without_doubles
+from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, is_count, need, without_doubles
 
 ALIGNMENT = 64  # bytes; with it a program that maps a file has the first tensor in place
-CHUNK = 2**20  # bytes that are written or read at once, while the processor still has them for the checksum
+CHUNK = 2**18  # bytes that are written or read at once, while the processor still has them for the checksum
 BEHIND = 2**24  # bytes after which the disk is told to begin with them, not only at fsync
 READERS = 2  # threads: one makes a checksum while the other waits for the disk
 CODE_OF = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
@@ -123,7 +122,7 @@ def tensors_in(folder, files, limit) -> dict[str, Stored]:
     """
     found = collections.defaultdict(list)
     for name, written in sorted(files.items()):
-        with damage_of(name), opened(folder, name) as file:
+        with damage_of(name), opened(folder, name, written["bytes"]) as file:
             length = file.read(8)
             limit -= int.from_bytes(length, "little")
             need(limit >= 0, "its header is too long")
@@ -180,10 +179,6 @@ def checked(key, stored) -> Stored:
     return stored
 
 
-def is_count(value):
-    return type(value) is int and value >= 0
-
-
 @contextlib.contextmanager
 def damage_of(name):
     """Whatever is wrong with what a file says is a DamagedCheckpoint, in one line."""
@@ -191,40 +186,42 @@ def damage_of(name):
         yield
     except CheckpointError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{name} is damaged: {type(error).__name__} in it") from None
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{name} is damaged: {str(error)[:200]}") from None
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error)[:200] if isinstance(error, ValueError) else f"{type(error).__name__} in it"
+        raise DamagedCheckpoint(f"{name} is damaged: {reason}") from None
 
 
-def opened(folder, name):
-    """-> a file in `folder`, to be read: a regular one, and not where a link leads. Its name has been checked.
+@contextlib.contextmanager
+def opened(folder, name, n_bytes=None):
+    """A file in `folder`, to be read: a regular one, and not where a link leads. Its name has been checked.
 
     Raises:
-        DamagedCheckpoint: it is something else.
-        OSError: it is not there.
+        DamagedCheckpoint: it is something else, or it has not `n_bytes`.
+        OSError: the disk says no.
     """
     path = Path(folder) / name
     if path.is_symlink():
         raise DamagedCheckpoint(f"{name} is damaged: it is a link")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)  # a FIFO would wait
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    if path.exists() and not path.is_file():
         raise DamagedCheckpoint(f"{name} is damaged: it is no regular file")
-    return os.fdopen(descriptor, "rb")
+    try:
+        file = open(path, "rb", opener=opened_as_it_is)
+    except FileNotFoundError:
+        raise_changed(name, n_bytes, "missing")
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if n_bytes not in (None, size):
+            raise_changed(name, n_bytes, f"{size} bytes")
+        yield file
 
 
-def verify_sizes(folder, files):
-    """And that all files are there, before anything is read."""
-    for name, written in sorted(files.items()):
-        try:
-            with opened(folder, name) as file:
-                size = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            size = None
-        if size != written["bytes"]:
-            now = "missing" if size is None else f"{size} bytes"
-            raise DamagedCheckpoint(f"{name} is damaged: {written['bytes']} bytes were written, now it is {now}")
+def raise_changed(name, n_bytes, now):
+    raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is {now}") from None
+
+
+def opened_as_it_is(path, _):
+    """Nothing is waited for, as a FIFO would be, and no link is followed, whatever takes its place meanwhile."""
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class Reader:
@@ -235,7 +232,7 @@ class Reader:
     """
 
     def __init__(self, folder, manifest, rank=0, world_size=1):
-        self.folder, self.tensors = folder, manifest.tensors
+        self.folder, self.files, self.tensors = folder, manifest.files, manifest.tensors
         self.share = sorted(manifest.files)[rank::world_size]
         self.jobs = []  # (range, bytes of it, memory for them, or None)
         self.copies = []  # (memory, what is copied there when it has been read)
@@ -292,7 +289,7 @@ class Reader:
         one, n_bytes, room = job
         content = memoryview(bytearray(CHUNK)) if room is None else bytes_of(room)
         wanted = n_bytes if room is None else len(content)
-        with opened(self.folder, one.file) as file:
+        with opened(self.folder, one.file, self.files[one.file]["bytes"]) as file:
             os.posix_fadvise(file.fileno(), one.offset, wanted, os.POSIX_FADV_WILLNEED)
             crc = 0
             for place in range(0, wanted, CHUNK):

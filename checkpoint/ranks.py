@@ -30,20 +30,6 @@ def all_gather(what, group) -> list:
     return everyone
 
 
-def told(error) -> tuple[type, str]:
-    """What other ranks are told of an error: its class, where that is one of ours, and its line."""
-    return type(error) if isinstance(error, CheckpointError) else CheckpointError, first_line(error)
-
-
-def agree(mine, what, group, is_named=True):
-    """Raise the same error on every rank if one of them has what is `told` of one, and not None. Collective."""
-    errors = all_gather(mine, group)
-    for rank, theirs in enumerate(errors):
-        if theirs:
-            kind, line = theirs
-            raise kind(f"{what}: " + (f"rank {rank}: {line}" if is_named and len(set(errors)) > 1 else line))
-
-
 def rank_in(group):
     rank, world_size = rank_and_size(group)
     if rank < 0:
@@ -121,20 +107,20 @@ def errors_on_all(what, group, is_named=True):
     A CheckpointError keeps its class, and Ctrl-C is what it is on the rank that it came to. `is_named`: the line names
     the rank, unless all say the same.
     """
-    mine = interrupt = None
+    caught = mine = None
     with at_own_pace(what, group):
         try:
             yield
-        except Exception as error:  # whatever an optimizer says of its hyperparameters, say, or too little memory
-            mine = told(error)
-        except BaseException as error:
-            mine, interrupt = told(error), error
-    try:
-        agree(mine, what, group, is_named)
-    except CheckpointError:
-        if interrupt:
-            raise interrupt from None
-        raise
+        except BaseException as error:  # whatever an optimizer says of its hyperparameters, say, or too little memory
+            caught = error
+            mine = type(error) if isinstance(error, CheckpointError) else CheckpointError, first_line(error)
+    errors = all_gather(mine, group)
+    if caught and not isinstance(caught, Exception):
+        raise caught from None
+    for rank, theirs in enumerate(errors):
+        if theirs:
+            kind, line = theirs
+            raise kind(f"{what}: " + (f"rank {rank}: {line}" if is_named and len(set(errors)) > 1 else line))
 
 
 def first_line(error) -> str:

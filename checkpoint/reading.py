@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from guard.schema import Spec, check_state, described
+from guard.schema import Spec, described
 
 from .boxes import Box, box_of, whole_box
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
+from .full_state import filled
 from .json_values import unpack, unpack_data
 from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
 from .model import names_of, state_of, untied, unwrapped
@@ -34,7 +35,7 @@ from .optimizers import (
 )
 from .rank_files import Reader
 from .ranks import all_gather, errors_on_all, rank_in
-from .states import check_states, fixed_paths, kind_of
+from .states import check_kept, check_states, fixed_paths, kind_of
 
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
 
@@ -61,7 +62,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         names, pieces = names_of(model, optimizer), pieces_of(optimizer)
         manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
         check(manifest, model, optimizer, names)
-        groups = [unpack(group["options"], lambda _, data: unpack_data(data)) for group in manifest.groups]
+        groups = [filled(group["options"], None) for group in manifest.groups]  # data, as has been checked
         schemas = check_manifest_states(manifest, optimizer, names, groups)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
@@ -88,7 +89,7 @@ def check_piece(schema, state, main, name):
     main_param = own.pop("main_param", Spec(main.shape, main.dtype))
     if main_param.shape != main.shape:
         raise ForeignCheckpoint(f"main_param in the state of {name} is {main_param}, this rank's part is {main.shape}")
-    check_state(schema, own, main.shape, name)
+    check_kept(schema, own, main.shape, name)
 
 
 @contextlib.contextmanager
@@ -130,14 +131,10 @@ def summary(groups):
 
 def check_manifest_states(manifest, optimizer, names, groups):
     """Raise ForeignCheckpoint if the states are of another optimizer. -> its schemas."""
-    def spec(name, what):
-        if name == "data":
-            return described(unpack_data(what))
-        return Spec(tuple(manifest.tensors[what].shape), manifest.tensors[what].dtype)
-
+    specs = {key: Spec(tuple(stored.shape), stored.dtype) for key, stored in manifest.tensors.items()}
     try:
         check_hyperparameters(optimizer, groups)
-        states = {name: unpack(state, spec) for name, state in manifest.states.items()}
+        states = {name: described(filled(state, specs.get)) for name, state in manifest.states.items()}
         return check_states(optimizer, names, states, groups)
     except ValueError as refusal:
         raise ForeignCheckpoint(str(refusal)) from None
@@ -174,25 +171,24 @@ def room_for(reader, manifest, name, tensor):
     so that it is rounded once.
     """
     stored = manifest.tensors[f"model.{name}"]
-    main = main_param_of(manifest, name)
+    main = pieces_in(manifest, name).get("main_param")  # in fp32, if the parameter had 16 bits when it was saved
     stored = manifest.tensors[main] if main and tensor.dtype != stored.dtype else stored
     return reader.box(stored, box_of(tensor))
 
 
-def main_param_of(manifest, name) -> str | None:
-    """The key of a parameter's values in fp32, if it had 16 bits when it was saved."""
-    for key, value in manifest.states.get(name, {"dict": []})["dict"]:
-        if key == "main_param" and isinstance(value, dict):
-            return value.get("piece")
+def pieces_in(manifest, name) -> dict[str, str]:
+    """What the state of a parameter has as pieces, by name: their keys in the files."""
+    return {key: value["piece"] for key, value in manifest.states.get(name, {"dict": []})["dict"]
+            if isinstance(key, str) and isinstance(value, dict) and "piece" in value}
 
 
 def state_of_piece(reader, manifest, name, param, piece, fixed):
     """`fixed`: what has not the parameter's shape here, though it may have it where the parameter is a scalar."""
     tensors = TensorsOf(reader, manifest, piece, box_of(param))
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
-    for key, value in manifest.states.get(name, {"dict": []})["dict"]:
-        if key in fixed and isinstance(value, dict) and "piece" in value:
-            state[key] = tensors("tensor", value["piece"])
+    for key, piece_key in pieces_in(manifest, name).items():
+        if key in fixed:
+            state[key] = tensors("tensor", piece_key)
     if piece.main.dtype != param.dtype and "main_param" not in state:
         state["main_param"] = tensors("piece", f"model.{name}")
     return state

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from .boxes import box_of
 from .full_state import filled, gather
-from .optimizers import all_params, install, itself, local, packed_groups, pieces_in_whole, prepared, refuse_no_group
+from .optimizers import all_params, install, itself, local, packed_groups, pieces_in_whole, prepared
 from .states import local_states
 
 
@@ -37,16 +37,11 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
         bring_to_all(param, {parts[index]: source for parts, source in sources.items()})
     del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
-    install(optimizer, prepared(optimizer, own_pieces(optimizer, wholes), groups))
-
-
-def own_pieces(optimizer, wholes) -> dict:
-    """-> index -> this rank's part of what `wholes` yields."""
     pieces, states = pieces_in_whole(optimizer), {}
     for index, tree, found in wholes:
         if index in pieces:
             states[index] = filled(tree, lambda path: found[path].cut_for(pieces[index]))
-    return states
+    install(optimizer, prepared(optimizer, states, groups))
 
 
 def bring_to_all(param, sources):
@@ -63,7 +58,10 @@ def agreed_sources(optimizer, process_group):
     """
     error, to = None, []
     try:
-        refuse_no_group(process_group)
+        others = None, dist.GroupMember.NON_GROUP_MEMBER
+        if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
+            kind = type(process_group).__name__
+            raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
         if dist.get_rank(process_group) >= 0:
             to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed

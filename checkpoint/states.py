@@ -14,13 +14,17 @@ import torch
 
 from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves, schema_of
 
-from .json_values import SMALL, NotPackable, bytes_of, pack, pack_data
+from .json_values import SMALL, NotPackable, bytes_of, pack, pack_apart, pack_data, path_of
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
 from .ranks import all_gather, at_own_pace, first_line
 
 TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
 MOST_TRIED = 1000
 RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
+
+
+class OfAll(Schema):
+    """Of one state for all parameters: its vectors have as many elements as all of them, which is the `shape`."""
 
 
 class NotKept(RuntimeError):
@@ -55,10 +59,6 @@ class Layout(NamedTuple):
     owners: list[tuple[int, int, int]]  # (rank, start, stop), which are all of the parameter
 
 
-def path_of(path) -> str:
-    return ".".join(map(str, path))
-
-
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """-> index -> the inner optimizer's state of this rank's piece of it.
 
@@ -71,14 +71,10 @@ def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     schemas = schemas_of(optimizer) if has_main else None
     for index, (_, _, main, _) in pieces.items():
         states[index] = dict(inner.state.get(main, {}))
-        if index in has_main and (all_main_params or states[index] or keeps_nothing(schemas[index])):
+        keeps_nothing = index in has_main and schemas[index] and not schemas[index].entries  # as SGD without momentum
+        if index in has_main and (all_main_params or states[index] or keeps_nothing):
             states[index]["main_param"] = main
     return states
-
-
-def keeps_nothing(schema) -> bool:
-    """As SGD without momentum."""
-    return schema is not None and not schema.entries
 
 
 def refuse_unclaimed(optimizer):
@@ -98,20 +94,12 @@ def refuse_unclaimed(optimizer):
 
 def describe(state, piece) -> tuple[Part, dict[str, torch.Tensor]]:
     """-> what the other ranks are told of a state, and its tensors by path."""
-    (start, stop), main = piece.in_whole, piece.main
-    tensors, told = {}, {}
-
-    def tensor(path, value):
-        name = path_of(path)
-        if name in tensors:
-            raise NotPackable(value, path, "two of its keys read alike")  # {1: …, "1": …}
-        tensors[name], told[name] = value, tell(value, main.shape)
-        return {"tensor": name}
-
     try:
-        return Part(start, stop, pack(state, tensor), told, None), tensors
+        tree, tensors = pack_apart(state)
     except NotPackable as refusal:
-        return Part(start, stop, None, {}, f"{refusal.path}, which can't be kept: {refusal}"), {}
+        return Part(*piece.in_whole, None, {}, f"{refusal.path}, which can't be kept: {refusal}"), {}
+    told = {path: tell(tensor, piece.main.shape) for path, tensor in tensors.items()}
+    return Part(*piece.in_whole, tree, told, None), tensors
 
 
 def tell(value, shape) -> Tensor:
@@ -232,6 +220,9 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
     for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
         make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
+        if isinstance(owner, torch.optim.LBFGS):
+            schemas += schemas_of_lbfgs(group["params"])
+            continue
         options = hyperparameters(group), hyperparameters(saved)
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
@@ -245,6 +236,15 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
                 TRIED[key] = schema_of(make, *options, shape, dtype, param.device)
             schemas.append(TRIED[key])
     return schemas
+
+
+def schemas_of_lbfgs(params) -> list[Schema]:
+    """It can't be tried with one parameter: the first one's state is of all, and the others have none.
+
+    Its vectors are there from the first step on, unless that has found nothing to do.
+    """
+    of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in params),))
+    return [of_all, *(Schema({}, False, tuple(param.shape)) for param in params[1:])]
 
 
 def with_sign_of_lr(options):
@@ -263,8 +263,13 @@ def check_states(optimizer, names, states, saved_groups):
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE
             if not is_tensor or main_param.shape != param.shape:
                 raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {param.shape}")
-        check_state(schema, state, param.shape, name)
+        check_kept(schema, state, param.shape, name)
     return schemas
+
+
+def check_kept(schema, state, shape, name):
+    """Raise ValueError unless a described state is what a schema says of a parameter of this shape."""
+    check_state(schema, state, schema.shape if isinstance(schema, OfAll) else shape, name)
 
 
 def fixed_paths(schema) -> set[str]:

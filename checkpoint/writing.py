@@ -5,7 +5,6 @@ Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM'
 """
 
 import contextlib
-import copy
 import errno
 import itertools
 import os
@@ -14,7 +13,6 @@ import sys
 import weakref
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +23,14 @@ from .asynchronous import Saving, tell_failures, write_behind, writer_of
 from .boxes import box_of, cuts_of
 from .errors import CheckpointError, UnfitModel
 from .folder import claim, refuse_existing
-from .full_state import part_of
-from .json_values import SMALL, NotPackable, pack, pack_data, unpack, unpack_data
+from .full_state import filled, part_of
+from .json_values import NotPackable, pack, pack_apart, pack_data
 from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, sealed
 from .model import names_of, state_of, unwrapped
 from .optimizers import all_params, inner_of, itself, local, packed_groups, pieces_in_whole, ranks_of
 from .rank_files import Part, name_of, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import NotKept, agree_on_states, check_states, local_states, owners_of, path_of, with_data
+from .states import NotKept, agree_on_states, check_states, local_states, owners_of, with_data
 
 
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
@@ -74,7 +72,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     with errors_on_all(what, group):
         path, model = Path(path), unwrapped(model)
         names = names_of(model, optimizer)
-        parts = packed(optimizer, names, extra, rank)
+        groups, packed_extra, large = packed(optimizer, names, extra, rank)
     refuse_different_models(model, names, what, group)
     thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
     layouts, tensors = loadable_states(optimizer, names, what, group)
@@ -82,9 +80,9 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     partial = make_folder(path, what, rank, group)
     with removed_on_error(partial):
         with errors_on_all(what, group):
-            owned = collect(model, optimizer, names, layouts, tensors, parts.tensors, owners, rank, asynchronous)
-            manifest = {"optimizer": type(inner_of(optimizer)).__name__, "ranks": world_size, "groups": parts.groups,
-                        "model": list(state_of(model)), "states": packed_states(names, layouts), "extra": parts.extra}
+            owned = collect(model, optimizer, names, layouts, tensors, large, owners, rank, asynchronous)
+            manifest = {"optimizer": type(inner_of(optimizer)).__name__, "ranks": world_size, "groups": groups,
+                        "model": list(state_of(model)), "states": packed_states(names, layouts), "extra": packed_extra}
     if not asynchronous:
         future = Future()
         future.set_result(write(path, partial, owned, manifest, group))
@@ -107,45 +105,20 @@ def refuse_different_models(model, names, what, group):
                                  f"{rank}")
 
 
-def described_layout(layout, shape):
-    """A state as a Schema knows it."""
-    specs = {path: Spec((*lead, *shape), dtype) for path, (lead, dtype) in layout.cut.items()}
-    specs |= {path: Spec(tensor.shape, tensor.dtype) for path, (_, tensor) in layout.common.items()}
-    return unpack(layout.tree, lambda name, what: described(unpack_data(what)) if name == "data" else specs[what])
+def packed(optimizer, names, extra, rank):
+    """-> groups and `extra` for the manifest; key -> tensors of `extra` for the file of this rank.
 
-
-class Packed(NamedTuple):
-    """What is saved beside the model and the state."""
-
-    groups: list  # for the manifest
-    extra: object  # packed
-    tensors: dict  # key -> those of extra that are not in it
-
-
-def packed(optimizer, names, extra, rank) -> Packed:
-    """Raises ValueError: no load could read it."""
-    groups = copy.deepcopy(packed_groups(optimizer))
-    large = {}
-
-    def tensor(path, value):
-        key = f"extra.{rank}.{path_of(path)}"
-        if value.numel() <= SMALL:
-            return pack_data(value)
-        if key in large:
-            raise NotPackable(value, path, "two of its keys read alike")
-        large[key] = value
-        return {"tensor": key}
-
+    Raises ValueError: no load could read it.
+    """
+    groups = []
     try:
-        options = [{key: value for key, value in group.items() if key not in ("params", "param_names")}
-                   for group in groups]
-        packed_options = [pack(its, lambda _, value: pack_data(value)) for its in options]
-        packed_extra = pack(extra, tensor)
+        for group in packed_groups(optimizer):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({"params": [names[index] for index in group["params"]],
+                           "options": pack(options, lambda _, value: pack_data(value))})
+        return groups, *pack_apart(extra, f"extra.{rank}.", with_small=True)
     except NotPackable as refusal:
         raise ValueError(f"load() can't read `extra` or a parameter group again: {refusal}") from None
-    for_manifest = [{"params": [names[index] for index in group["params"]], "options": its}
-                    for group, its in zip(groups, packed_options)]
-    return Packed(for_manifest, packed_extra, large)
 
 
 def loadable_states(optimizer, names, what, group):
@@ -158,9 +131,13 @@ def loadable_states(optimizer, names, what, group):
     except NotKept as refusal:
         raise CheckpointError(f"{what}: {refusal}") from None
     with errors_on_all(what, group):
-        shapes = [param.shape for param in all_params(optimizer)]
-        states = {names[index]: described_layout(layout, shapes[index]) for index, layout in layouts.items()}
-        check_states(optimizer, names, states, optimizer.param_groups)
+        found = {}
+        for index, layout in layouts.items():
+            shape = all_params(optimizer)[index].shape
+            specs = {path: Spec((*lead, *shape), dtype) for path, (lead, dtype) in layout.cut.items()}
+            specs |= {path: Spec(tensor.shape, tensor.dtype) for path, (_, tensor) in layout.common.items()}
+            found[names[index]] = described(filled(layout.tree, specs.get))
+        check_states(optimizer, names, found, optimizer.param_groups)
     return layouts, tensors
 
 
@@ -273,13 +250,9 @@ def write(path, partial, owned, manifest, group):
             if len(everyone) < manifest["ranks"]:
                 raise RuntimeError("the process group was destroyed meanwhile: call result() before")
             if rank == 0:
-                finish(path, partial, complete_manifest(manifest, everyone))
-
-
-def complete_manifest(manifest, everyone) -> dict:
-    """With the files and the extra of all ranks."""
-    return {"format": FORMAT, "byteorder": sys.byteorder, **manifest, "extra": [extra for *_, extra in everyone],
-            "files": {name: written for name, written, _ in everyone}}
+                of_all = {"extra": [extra for *_, extra in everyone],
+                          "files": {name: written for name, written, _ in everyone}}
+                finish(path, partial, {"format": FORMAT, "byteorder": sys.byteorder, **manifest, **of_all})
 
 
 def finish(path, partial, manifest):

@@ -152,6 +152,10 @@ def state_for_rank(optimizer, state_dict):
 
 
 def follow(main_param, now):
-    """Somebody has written `now` into the model. An element that main_param rounds to keeps its fp32 value."""
-    now = now.to(main_param.device)  # which variants/offload.py has on the host
-    main_param.copy_(torch.where(now != main_param.to(now.dtype), now, main_param))
+    """Somebody has written `now` into the model. An element that main_param rounds to keeps its fp32 value.
+
+    They are the same tensor unless parameters have 16 bits, or are elsewhere: variants/offload.py has main_param on the
+    host.
+    """
+    if main_param is not now:
+        main_param.copy_(torch.where((now := now.to(main_param.device)) != main_param.to(now.dtype), now, main_param))

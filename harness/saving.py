@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import checkpoint
 import stage4_overlap
-from checkpoint.rank_files import CHUNK
 from harness import command_line, results
 from harness.command_line import write
 from harness.examine import _cpu_name as cpu_name
@@ -32,6 +31,7 @@ from harness.workers import Workers
 
 fail = functools.partial(command_line.fail, "saving")
 RANKS, WIDTH, N_STEPS = 2, 1024, 5
+CHUNK = 2**20  # bytes that the rows of the disk alone write or read at once
 BYTES_A_PARAMETER = 12  # of a checkpoint: fp32 parameters and two moments
 BESIDE = {"disk, write": "", "torch.save": "disk, write", "checkpoint.save": "disk, write",
           "checkpoint.save, asynchronous": "disk, write", "disk, read": "", "torch.load": "disk, read",

@@ -27,10 +27,12 @@ def wrapped(stage, params, cls=torch.optim.AdamW, **kwargs):
     return optimizer_of(stage)(params, cls, **{**sizes, **kwargs})
 
 
-def a_run(rank, stage, group=None, seed=0, dtype=torch.float32, cls=torch.optim.AdamW, **kwargs):
-    """A model of odd sizes, and its optimizer on the ranks of `group`."""
+def a_run(rank, stage, group=None, seed=0, dtype=torch.float32, cls=torch.optim.AdamW, steps=0, **kwargs):
+    """A model of odd sizes, and its optimizer on the ranks of `group`; after some steps."""
     model = Net(seed=seed, frozen_seed=seed).to(rank.device, dtype)
-    return model, wrapped(stage, model.parameters(), cls, process_group=group, **kwargs)
+    optimizer = wrapped(stage, model.parameters(), cls, process_group=group, **kwargs)
+    train(rank, model, optimizer, range(steps))
+    return model, optimizer
 
 
 def small(rank, stage, *layers, **kwargs):

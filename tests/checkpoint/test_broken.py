@@ -281,14 +281,12 @@ WAYS = {
 @on_ranks(2)
 def test_a_checkpoint_that_was_damaged_or_tampered_with_is_refused(rank, tmp_path):
     """And one that was only written anew, with the same content, is loaded."""
-    model, optimizer = a_run(rank, STAGES[3], **ADAMW)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, STAGES[3], **ADAMW, steps=2)
     whole = tmp_path / "whole"
     saved = {"step": 2, "average": torch.arange(100.0)}
     checkpoint.save(whole, model, optimizer, saved)
     on_rank_0(rank, tamper, whole, lambda *_: None)
-    model, optimizer = a_run(rank, STAGES[3], seed=7)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, STAGES[3], seed=7, steps=1)
 
     def begin(folder, what):
         shutil.copytree(whole, folder)
@@ -428,8 +426,7 @@ def test_what_cannot_be_read_to_its_end_changes_nothing(rank, stage, tmp_path):
             raise OSError(5, "Input/output error")
         return read(self, job)
 
-    model, optimizer = a_run(rank, stage)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, steps=1)
     checkpoint.save(tmp_path / stage, model, optimizer, torch.arange(100.0))
     train(rank, model, optimizer, range(1))
     with pytest.MonkeyPatch.context() as patch, nothing_changes(model, optimizer):
@@ -453,8 +450,7 @@ def test_what_could_not_be_loaded_is_not_saved(rank, stage, what, tmp_path):
         LOST[what](path, answer)
         return answer
 
-    model, optimizer = a_run(rank, stage)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, steps=1)
     path = tmp_path / f"{stage}{what}" / "one"
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:

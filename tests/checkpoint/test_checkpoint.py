@@ -231,8 +231,7 @@ def test_no_rank_holds_more_than_the_state_of_one_parameter_beyond_its_own(rank,
 @on_ranks(1, 2, stage=[None, *STAGES])
 def test_the_same_state_can_be_loaded_twice(rank, stage):
     """A run that goes back twice: what was loaded is not stepped in the dict that it came from."""
-    model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5))
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5), steps=2)
     good, on_one, params, ends = full(optimizer), full_state_dict(optimizer), copy.deepcopy(model.state_dict()), []
     assert equal(on_one, good) if rank.rank == 0 else on_one == {}
     assert stage or equal(good["state"], optimizer.state_dict()["state"])
@@ -249,8 +248,7 @@ def test_the_same_state_can_be_loaded_twice(rank, stage):
 @on_ranks(2, stage=SHARDED)
 def test_the_full_state_dict_keeps_out_of_other_messages(rank, stage):
     """One of the user's, of the size of a piece and with torch's own tag, is under way meanwhile."""
-    model, optimizer = a_run(rank, stage)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, steps=1)
     expected, theirs = full(optimizer), torch.zeros(1000, device=rank.device)
     receiving = dist.irecv(theirs, 1) if rank.rank == 0 else None
     found = full_state_dict(optimizer)
@@ -267,8 +265,7 @@ def test_the_full_state_dict_keeps_out_of_other_messages(rank, stage):
 @on_ranks(2, stage=STAGES)
 def test_a_checkpoint_is_converted_for_torchs_own_tools_and_plain_torch_goes_on(rank, stage, tmp_path):
     """Offline: names, shapes and values, and no padding."""
-    model, optimizer = a_run(rank, stage)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, stage, steps=2)
     path = tmp_path / stage
     checkpoint.save(path, model, optimizer, {"rank": rank.rank, "past": (torch.arange(20.0), [1])})
     expected, names = full(optimizer), [name for name, _ in model.named_parameters()]
@@ -328,8 +325,7 @@ def test_each_rank_writes_its_part_only(rank, stage, tmp_path):
 @on_ranks(2, stage=SHARDED)
 def test_names_are_those_of_the_bare_model(rank, stage, tmp_path):
     """A layer or the model is compiled, and DDP is around it."""
-    model, optimizer = a_run(rank, stage)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, stage, steps=2)
     paths = [tmp_path / f"{stage}{number}" for number in range(3)]
     checkpoint.save(paths[0], model, optimizer)
     before = copy.deepcopy(weights(model))
@@ -439,8 +435,7 @@ def test_saved_hyperparameters_decide_what_is_loaded(rank, stage, case, tmp_path
     """torch takes over what was saved, and goes on as if the new optimizer had been made so."""
     cls, made, changed, remade = CHANGED[case]
     made, remade = {"lr": 0.01, **made}, {"lr": 0.01, **remade}
-    model, optimizer = a_run(rank, stage, cls=cls, **made)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, stage, cls=cls, **made, steps=2)
     optimizer.param_groups[0].update(changed)
     train(rank, model, optimizer, range(2, 4))
     found, path = full(optimizer), tmp_path / f"{stage}{case}"
@@ -601,8 +596,7 @@ ELSEWHERE = {"not on a member": "011", "another on a member": "0a0", "destroyed"
 @on_ranks(3, stage=SHARDED, what=ELSEWHERE)
 def test_a_move_to_different_groups_is_refused_on_every_rank(rank, stage, what):
     """Nobody waits for a rank that is elsewhere, and nothing is lost."""
-    model, optimizer = a_run(rank, stage, **ADAMW)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, **ADAMW, steps=1)
     groups = {"0": dist.new_group([0, 1]), "1": dist.GroupMember.NON_GROUP_MEMBER, "2": dist.new_group([2]), "a": None,
               "7": 7}
     group = groups[ELSEWHERE[what][rank.rank]]
@@ -619,8 +613,7 @@ def test_a_move_to_different_groups_is_refused_on_every_rank(rank, stage, what):
 def test_several_groups_are_not_moved_into_one(rank, stage):
     """Each pair of ranks has trained another model."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model, optimizer = a_run(rank, stage, pairs[rank.rank // 2], seed=rank.rank // 2)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, pairs[rank.rank // 2], seed=rank.rank // 2, steps=1)
     with nothing_changes(model, optimizer):
         with pytest.raises(RuntimeError, match="of several process groups"):
             reshard(optimizer, None)
@@ -732,8 +725,7 @@ def test_the_format_of_raw_files_is_loaded_and_its_damage_found(tmp_path):
 @on_ranks(2, stage=STAGES)
 def test_the_library_of_the_format_opens_what_a_rank_writes(rank, stage, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    model, optimizer = a_run(rank, stage)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, steps=1)
     checkpoint.save(tmp_path / stage, model, optimizer, {"flags": torch.ones(20, dtype=torch.bool)})
     found = {}
     for file in sorted((tmp_path / stage).glob("rank-*.safetensors")):

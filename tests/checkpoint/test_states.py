@@ -118,7 +118,7 @@ def test_a_state_that_can_be_cut_goes_on_in_every_stage_and_in_plain_torch(rank,
 
 @on_ranks(1, 2)
 def test_torchs_lbfgs_goes_on(rank, tmp_path):
-    """Its state has lists, which were lost."""
+    """Its state has lists, which were lost. It is of all parameters, in vectors as long as all of them."""
     runs = [a_run(rank, None, seed=seed, cls=torch.optim.LBFGS, max_iter=3, history_size=4) for seed in range(2)]
 
     def step(model, optimizer):
@@ -133,7 +133,12 @@ def test_torchs_lbfgs_goes_on(rank, tmp_path):
         step(*runs[0])
     checkpoint.save(tmp_path / "one", *runs[0])
     checkpoint.load(tmp_path / "one", *runs[1])
-    assert equal(*(optimizer.state_dict()["state"] for _, optimizer in runs))
+    found = runs[1][1].state_dict()
+    assert equal(runs[0][1].state_dict()["state"], found["state"]) and len(found["state"][0]["old_dirs"]) > 1
+    for key, wrong in (("d", found["state"][0]["d"][:-1]), ("old_dirs", [torch.ones(2)]), ("n_iter", "3")):
+        its = {**found, "state": {0: {**found["state"][0], key: wrong}}}
+        with nothing_changes(*runs[1]), pytest.raises(ValueError, match=f"{key}.* parameter 0 is of another optimizer"):
+            load_full_state_dict(runs[1][1], its)
     for its in runs:
         step(*its)
     assert equal(*(weights(model) for model, _ in runs))
@@ -196,8 +201,7 @@ REFUSED = {
 def test_a_state_that_cannot_be_kept_is_refused_at_the_call_on_every_rank(rank, stage, cls, tmp_path):
     if cls in (OfEachPiece, OnOneRank) and stage not in SHARDED:
         return  # others have it whole
-    model, optimizer = a_run(rank, stage, cls=cls)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = a_run(rank, stage, cls=cls, steps=1)
     calls = [lambda: full_state_dict(optimizer), lambda: checkpoint.save(tmp_path / "one", model, optimizer),
              lambda: checkpoint.save(tmp_path / "one", model, optimizer, asynchronous=True)]
     if stage in SHARDED:
@@ -376,8 +380,7 @@ def test_a_state_dict_of_something_else_is_refused_on_every_rank(rank, stage):
     dtype, wrong = torch.float32, WRONG
     if stage in SHARDED:  # what is wrong with main parameters there too
         dtype, wrong = torch.bfloat16, {**WRONG, **MAIN_PARAMS}
-    model, optimizer = a_run(rank, stage, fused=True, dtype=dtype)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = a_run(rank, stage, fused=True, dtype=dtype, steps=2)
     found = full(optimizer)
     index = next(i for i, state in found["state"].items() if state["exp_avg"].shape == (7, 5))
     for what, (change, words) in wrong.items():
