@@ -17,8 +17,6 @@ from harness.gpt import GPT, MODELS
 from harness.memory import Memory
 from harness.results import CapRow, GatheredRow, StateRow
 
-# ---------------------------------------------- One process plays rank 0 of d: torch's fake process group sends nothing
-
 
 @contextlib.contextmanager
 def rank_0_of(d, rank=0):
@@ -30,9 +28,6 @@ def rank_0_of(d, rank=0):
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # which init_process_group wraps, each time once more
-
-
-# ------------------------------------------------------------------- What stages hold and gather on any number of ranks
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
@@ -96,9 +91,6 @@ def gathered(settings):
                 optimizer = package.DistributedOptimizer(params)
                 row.over_numel[d] = n_gathered(optimizer) / sum(param.numel() for param in params)
     return rows
-
-
-# ----------------------------------------------------------------------------------- Stage 4's default bucket, by model
 
 
 def caps(d=2):

@@ -14,8 +14,6 @@ from checkpoint.ranks import at_own_pace, errors_on_all
 from harness import command_line, options
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
-# --------------------------------------------------------- What a checkpoint says of the run beside model and optimizer
-
 
 def extra_of(step, scheduler, rank, settings):
     random = {"cpu": torch.get_rng_state()}
@@ -78,9 +76,6 @@ def set_random_state(extra, rank):
     except (RuntimeError, TypeError) as error:
         line = str(error).splitlines()[0]
         raise checkpoint.ForeignCheckpoint(f"its random state is none: {line}") from None
-
-
-# ---------------------------------- A run saves itself every few steps, and goes on from the newest complete checkpoint
 
 
 class Checkpoints:

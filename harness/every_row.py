@@ -30,8 +30,6 @@ from harness.results import Result, Row, SharedRow
 from harness.training import Training
 from harness.workers import WorkerError, on_rank_0
 
-# -------------------------------------------------------------------------------------------------------- Measures rows
-
 
 def measure_rows(workers, settings, choices, progress=lambda text: None):
     """Measures rows of the catalogue, a list of Choices -> Result; bench.py and two_hosts add the rest.
@@ -113,9 +111,6 @@ def over_ranks(rows):
         activation_bytes=max(row.activation_bytes for row in rows),
         wire_bytes=mean([row.wire_bytes for row in rows]), line_bytes=mean([row.line_bytes for row in rows]),
         bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))
-
-
-# ------------------------------------------------------------------------------------------------- Tensor-parallel rows
 
 
 PACKAGES = {"rung 0": "harness.reference", "stage 4": catalogue.STAGE_4}

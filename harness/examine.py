@@ -23,9 +23,6 @@ from harness.results import AccumulatedRow, Conditions, Row
 from harness.rows import Choice
 from harness.workers import on_rank_0
 
-# ------------------------------- What is trained while it is measured: settings, model, batches, the same for every row
-
-
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
 CHECKED_STEPS = 3  # the second is the first that reads parameters which were exchanged, and moments which are not zero
 

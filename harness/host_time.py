@@ -116,14 +116,13 @@ def numbers(text):
 
 def main():
     parser = command_line.Parser("host", __doc__)
-    fail = parser.error
     parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
     parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
     parser.add_argument("--steps", type=int, default=60, help="of each row (default 60)")
     args = parser.parse_args()
-    command_line.check_at_least_1(args, ("steps",), fail)
+    command_line.check_at_least_1(args, ("steps",), parser.error)
     if min(args.tensors + args.ranks) < 1:
-        fail("--tensors and --ranks: numbers from 1 on, separated by commas")
+        parser.error("--tensors and --ranks: numbers from 1 on, separated by commas")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for n_tensors in args.tensors:
         for rows in measure_ranks(device, n_tensors, args.ranks, args.steps):

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# --------------------- When messages arrive that tell nobody: a thread waits for them, in place of whoever started them
-
 
 class Watcher:
     """A thread that waits for one Work after the other, in the order in which messages arrive."""
@@ -65,9 +63,6 @@ class WatchedWork(dist.Work):
 
     def is_completed(self):
         return self.ended.is_set()
-
-
-# ----------------------------------------------------------------------------------------------------------- The ledger
 
 
 @dataclass

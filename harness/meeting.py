@@ -20,8 +20,6 @@ from guard.refuse import silence_torch
 from harness import command_line, processes
 from harness.processes import keep_freed_memory, let_computing_go_first, own_threads
 
-# ------------------------------------------------------------------------------- Where a rank computes and how it talks
-
 
 def choices(local_rank, local_world_size):
     """The one place where backend and device are chosen -> [(backend, device), …], to be tried in this order.

@@ -17,9 +17,6 @@ from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
-# -------------------------------------------------------------- The checkpoints that the folder of a run keeps, by step
-
-
 MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
 
 

@@ -39,9 +39,6 @@ def mean_over_ranks(loss, process_group):
     return loss / dist.get_world_size(process_group)
 
 
-# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, with the methods that stages have
-
-
 class DistributedOptimizer(torch.optim.Optimizer):
     """Averages gradients over the ranks, unless DDP has, and steps all parameters. Arguments: those of stage 1.
 
@@ -147,9 +144,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.share()
 
 
-# ------------------ What rows of variants that round something must agree with: everything on every rank, rounded alike
-
-
 def bf16_sum(_, bucket):
     """What torch's bf16_compress_hook does, which refuses gloo."""
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
@@ -161,9 +155,6 @@ def rounded(**how):
     """What rows of variants must agree with, of 32 bits: everything on every rank, and what they round, rounded."""
     how = {"divided_in": torch.float32, **how}
     return lambda model, adamw: MainParamsTraining(model, adamw, dist.get_world_size(), **how)
-
-
-# --------------------------------------------------------------- Training with 16-bit parameters, in full on every rank
 
 
 def in_16_bits(alone=False, **how):

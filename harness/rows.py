@@ -21,9 +21,6 @@ from harness.owner_reduce import OwnerReduce
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, rounded
 from harness.training import ShardedTraining, Training
 
-# ------------------------------------------------------------------------------------------------------------ Which row
-
-
 # What the variants are compared with: --rows variants measures these, too.
 BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
 ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it

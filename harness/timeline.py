@@ -23,9 +23,6 @@ from harness.pictures import can_draw, svg, text, trace
 from harness.results import Message, RecordedStep, length, most_alive, overlap, union
 from harness.workers import WorkerError, Workers
 
-# ------------------- One step of a row, recorded from outside: what computes when, what travels when, how much is alive
-
-
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
 RECORDED_STEPS = 6  # the first is there for what it leaves under way
 
@@ -142,9 +139,6 @@ def one_step(recorder, number):
         communication=[Message(entry.kind, entry.size, *since(entry.launched_at, entry.completed_at))
                        for entry in inside],
         memory=most_alive(recorder.live, start, end))
-
-
-# ----------------------------------------- One step of a row, as rank x time: what computes when, and what travels when
 
 
 fail = functools.partial(command_line.fail, "timeline")

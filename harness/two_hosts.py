@@ -30,9 +30,6 @@ from harness.results import Accumulation, Result, Sweep
 from harness.rows import Choice, is_asked
 from harness.workers import WorkerError
 
-# ------------------------------------------------------------- The command line: read outside, and on each of the hosts
-
-
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

@@ -5,7 +5,6 @@
 --page puts the tables into README.md, where there is a comment for each.
 """
 
-import argparse
 import functools
 import re
 from pathlib import Path
@@ -162,13 +161,11 @@ def with_tables(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail = functools.partial(command_line.fail, "variants")
+    parser = command_line.Parser("variants", __doc__)
     parser.add_argument("--page", action="store_true", help="put the tables into variants/README.md")
     if not parser.parse_args().page:
         return print("\n".join(line for one in TABLES.values() if (lines := one()) for line in [*lines, ""]))
-    after = with_tables(PAGE.read_text(encoding="utf-8"))
-    command_line.write("--page", PAGE, after, fail)
+    command_line.write("--page", PAGE, with_tables(PAGE.read_text(encoding="utf-8")), parser.error)
 
 
 if __name__ == "__main__":

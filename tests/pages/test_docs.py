@@ -140,17 +140,6 @@ def test_a_row_of_a_table_stands_in_one_page_only(project):
     assert wrong == "page.md:4: 'stage 4 | 4 + 12/d' stands in docs/more.md:5 already"
 
 
-def test_a_chapter_quotes_its_stage_to_the_letter(project):
-    """Comments aside. A sample of something else is none, and a bug is a diff."""
-    chapter = "stage4_overlap/README.md"
-    quotation = "```python\ndef step(self):\n    self.sync_grads()\n    …\n    self.{}()  # last\n```\n"
-    assert project(quotation.format("sync_params"), chapter) == []
-    (wrong,) = project(quotation.format("send_params"), chapter)
-    assert wrong.startswith(f"{chapter}:5: `self.send_params()` is not in stage4_overlap/")
-    assert project(quotation.format("send_params").replace("python", "diff"), chapter) == []
-    assert project("```python\nimport torch\nloss.backward()\n```\n", chapter) == []
-
-
 def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
     (tmp_path / "optimizer.py").write_text(
         '"""Docs,\n\nlong."""\n\nimport torch\n\n# comment\n\nclass A:\n    """Docs."""\n'
