@@ -54,10 +54,6 @@ def beside(package, name):
 class Told(Ledger):
     """A ledger that tells of each collective before it begins, and knows whether somebody has waited for it."""
 
-    def __init__(self):
-        super().__init__()
-        self.works = []  # to C++ a work that Python has let go of is none of ours any more
-
     def entry_of(self, operator, arguments):
         entry = super().entry_of(operator, arguments)
         if entry is not None:

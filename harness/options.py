@@ -1,6 +1,7 @@
 """The options of every train.py, which of them a run may change when it goes on, its folder, and how it stops."""
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -75,7 +76,7 @@ DATA_ORDER = ("--seed", "--data", "ranks x --batch-size", "--accumulate", "--seq
 
 
 def changes(before, now):
-    """-> {option: (value before, value now)}, as text. A text is the same one wherever it is."""
+    """-> {option: (value before, value now)}, as text. Data are (place, bytes, checksum), and the same in any place."""
     def text_of(value):
         return "{} ({} bytes, checksum {:08x})".format(*value) if isinstance(value, (tuple, list)) else f"{value}"
 
@@ -125,30 +126,23 @@ class StopSignal:
     """
 
     def __init__(self, optimizer, timeout_s):
-        self.timeout_s, self.work = timeout_s, None
-        self.received = received = [0]
+        self.work, self.received = None, [0]
         for number in SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # under nohup, which wants the run to go on when the terminal goes
-            signal.signal(number, lambda number, _: received.__setitem__(0, number))
-        if dist.get_world_size() > 1:
-            meeting.beside(timeout_s)  # made now, by all ranks
-            optimizer.register_step_pre_hook(lambda *_: self._ask())
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: the run goes on without its terminal
+                signal.signal(number, lambda number, _: self.received.__setitem__(0, number))
+        self.group = meeting.beside(timeout_s)  # made now, by all ranks
+        optimizer.register_step_pre_hook(lambda *_: self._ask())
 
     def _ask(self):
         self.answer = torch.tensor(self.received)  # (1,) int64
-        if dist.get_world_size() > 1:
-            group = meeting.beside(self.timeout_s)
-            self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=group, async_op=True)
+        self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def agreed(self):
         """-> the name of the signal that some rank has had, the same one on every rank, or None. Collective."""
         if self.work is None:
             self._ask()
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        number = self.answer.item()
+        self.work.wait()
+        self.work, number = None, self.answer.item()
         return signal.Signals(number).name if number else None
 
 
@@ -224,8 +218,8 @@ def parse_args(description, arguments=None):
         if args.sequence_length > block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
                          f"most {block_size}")
-        if reason := gpt.misfit(args.tp, dist.get_world_size() if dist.is_initialized() else 1,
-                                            MODELS[args.model].n_heads, args.sequence_length):
+        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if reason := gpt.misfit(args.tp, n_ranks, MODELS[args.model].n_heads, args.sequence_length):
             parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
@@ -244,22 +238,17 @@ def parse_args(description, arguments=None):
     return on_all_ranks(parse)
 
 
-def _positive(kind):
-    return _number(kind, lambda value: value > 0, "positive")
-
-
-def _not_negative(kind):
-    return _number(kind, lambda value: value >= 0, "non-negative")
-
-
-def _number(kind, is_allowed, description):
+def _not_negative(kind, description="non-negative", lowest=0.0):
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (is_allowed(value) and value < math.inf):
+        if not lowest <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
                                              f"not {text!r}")
         return value
     return parse
+
+
+_positive = functools.partial(_not_negative, description="positive", lowest=math.ulp(0.0))

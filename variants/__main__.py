@@ -28,8 +28,7 @@ from harness.tables import NONE, code_lines, core_lines, loss_sheet, rate_words
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "variants" / "README.md"
+PAGE = Path(__file__).with_name("README.md")
 RANKS, MODEL = 8, "tiny"
 STAGE_3, STAGE_4 = "stage 3 grad buffer", "stage 4 overlap"
 ROWS = {  # a row of the bench -> the row that it is compared with, what it is called elsewhere, when to take it
@@ -72,13 +71,14 @@ def counted(name, d=RANKS):
 
 def measured(kind="variants"):
     """-> {where: what was measured there, a Result}"""
-    found, of_machine = {}, f"bench_{kind}.json"
-    if (saved.ROOT / "results" / of_machine).exists():
-        found["one machine"] = saved.load(of_machine)
-    if (saved.ROOT / "results" / f"network_{kind}.json").exists():
-        found.update({rate_words(result.conditions.rate): result
-                      for result in saved.load(f"network_{kind}.json").at_all_rates()})
-    return found
+    results = [result for where in ("bench", "network") if is_there(f"{where}_{kind}.json")
+               for result in saved.load(f"{where}_{kind}.json").at_all_rates()]
+    return {rate_words(result.conditions.rate) if result.conditions.rate else "one machine": result
+            for result in results}
+
+
+def is_there(file):
+    return (saved.ROOT / "results" / file).exists()
 
 
 def time_cell(name, base, result):
@@ -98,9 +98,9 @@ def table():
     times, of_muon, rows = measured(), measured("muon"), []
     for name, (base, elsewhere, when) in ROWS.items():
         sent, messages, held, *_ = counted(name)
-        file = ROOT / "variants" / f"{name.removeprefix('variants ')}.py"
+        file = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
         folder = "stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap"
-        lines = len(code_lines(file)) if file.exists() else core_lines(ROOT / folder)
+        lines = len(code_lines(file)) if file.exists() else core_lines(saved.ROOT / folder)
         rows.append([name.removeprefix("variants "), lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
                      *(time_cell(name, base, of_muon.get(where, result) if "muon" in name else result)
                        for where, result in times.items()), when])
@@ -142,7 +142,7 @@ def muon_table():
 
 def loss_table():
     """None where nothing was measured."""
-    if not (saved.ROOT / "results" / "losses.json").exists():
+    if not is_there("losses.json"):
         return []
     sheet = loss_sheet(saved.load("losses.json"))
     titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
