@@ -26,11 +26,10 @@ class Parser(argparse.ArgumentParser):
     """The options of a program, whose docstring is what --help says."""
 
     def __init__(self, program, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.program = program
+        super().__init__(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        fail(self.program, message)
+        fail(self.prog, message)
 
 
 def add_json(parser, path):
@@ -55,17 +54,13 @@ def check_at_least_1(args, names, fail):
             fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
 
 
-def check_between(option, value, lowest, highest, fail):
-    """Also where `value` is no number, as nan is."""
-    if not lowest <= value <= highest:
-        fail(f"{option} {value:g}: it must be from {lowest:g} to {highest:g}")
-
-
 def check_bounds(args, bounds, fail):
-    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None."""
+    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None; nan is wrong.
+    """
     for name, (least, most) in bounds.items():
-        if getattr(args, name) is not None:
-            check_between(f"--{name.replace('_', '-')}", getattr(args, name), least, most, fail)
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            fail(f"--{name.replace('_', '-')} {value:g}: it must be from {least:g} to {most:g}")
 
 
 def check_workload(args, at_least_1, models, fail):

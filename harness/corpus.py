@@ -70,7 +70,7 @@ def _read(files, limit, skip_binary):
     text = bytearray()
     for file in files:
         try:
-            with open(file, "rb", opener=_without_waiting) as opened:
+            with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
                 content = opened.read(limit - len(text)) or b""
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
@@ -79,10 +79,6 @@ def _read(files, limit, skip_binary):
         if len(text) == limit:
             break
     return bytes(text)
-
-
-def _without_waiting(path, flags):
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def split(data):

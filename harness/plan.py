@@ -193,6 +193,7 @@ def published():
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
+fail = functools.partial(command_line.fail, "plan")
 BOUNDS = {"world": (1, 4096), "layers": (0, 1000), "width": (0, 2**17), "device_memory": (0.001, 10**6),
           "bucket_cap_mb": (0.001, 10**6)}
 
@@ -203,7 +204,7 @@ def gigabytes(text):
 
 def parse():
     parser = command_line.Parser("plan", __doc__)
-    add, fail = parser.add_argument, parser.error
+    add = parser.add_argument
     add("--model", default="7b", choices=models.NAMED, help="(default 7b)")
     add("--layers", type=int, default=0, metavar="N", help="in place of --model: a LLaMA of so many layers")
     add("--width", type=int, default=0, metavar="N", help="of that LLaMA, a multiple of 128")
@@ -243,7 +244,6 @@ def main():
             result.check = Check(here.result(), *elsewhere.result())
     texts = [*(f"{sheet_text(sheet)}\n" for sheet in plan_sheets(result)),
              pictures.text(pictures.planned_steps(result)[0])]
-    fail = functools.partial(command_line.fail, "plan")
     command_line.write_and_show(args.json, saved.to_json(result), fail, lambda: print("\n".join(texts)))
 
 

@@ -243,9 +243,8 @@ class LeavesLate(stage4_overlap.DistributedOptimizer):
         self.pass_has_ended = False
 
 
-def whole_messages():
-    """A context in which stage 4's transport cuts nothing into pieces."""
-    return mock.patch.object(stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
+# A context in which stage 4's transport cuts nothing into pieces.
+whole_messages = functools.partial(mock.patch.object, stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
 
 
 # ------------------------------ Rows that are asked for: 16 bits by --dtype, variants by --rows, and those of make plan

@@ -201,22 +201,6 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     assert result.find("ddp").median_ms > 0
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--ranks", "0"], "--ranks is 0"),
-        (["--model", "huge"], "huge"),
-        (["--data", "/nowhere"], "/nowhere"),
-        (["--rows", "stage 9"], "stage 9"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_one_line(args, message):
-    run = run_alone("bench.py", *args)
-    assert run.code == 2
-    assert run.stderr.count("\n") == 1 and message in run.stderr
-
-
 # ------------------------------------------------------------------------------ what the figures are, without any ranks
 
 

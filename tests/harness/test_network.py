@@ -159,31 +159,6 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
     assert "need root" in two_hosts.missing()
 
 
-@pytest.mark.parametrize("wrong, named", [(["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
-                                          (["--curve", "1gbit,fast"], "--rate fast"),
-                                          (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'"),
-                                          (["--model", "huge"], "'huge'"), (["--sequence-length", "9999"], "9999"),
-                                          (["--json", "results"], "results: it is a folder"),
-                                          (["--json", "net.svg"], "choose another ending"),
-                                          (["--json", "x" * 300], "File name too long"),
-                                          (["--timeout", "99999999999"], "at most a million"),
-                                          (["--rate", "9999999gbit"], "--rate 9999999gbit"),
-                                          (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
-                                          (["--tuned", "ddp=two"], "--tuned 'ddp=two': write the name of a row"),
-                                          (["--tuned", "fsdp2=2"], "--tuned: there is no row 'fsdp2, 2 MB"),
-                                          (["--json", "/dev/null"], "--json /dev/null: it is no file"),
-                                          (["--json", "results/bench.json"], "something else than results of make")])
-def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["network", *wrong])
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("RANK", "0")  # of another launcher
-    with pytest.raises(SystemExit) as end:
-        two_hosts.main()
-    stderr = capsys.readouterr().err
-    assert end.value.code == 2
-    assert stderr.startswith("network: error: ") and named in stderr and stderr.count("\n") == 1
-
-
 def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tmp_path, monkeypatch):
     path = tmp_path / "network.json"
     odd = {"schema": 1, "conditions": {"rate": "1gbit", "bits_per_second": 1e9}, "rows": [{}], "other_rates": []}
