@@ -420,15 +420,3 @@ def test_the_same_text_in_another_place_is_the_same(tmp_path):
 def test_a_page_says_how_long_a_rank_waits(page):
     text = " ".join((ROOT / page).read_text().split())
     assert re.search(rf"--timeout.{{0,40}}\b{options.TIMEOUT_S}\b|\b{options.TIMEOUT_S} s \(`--timeout`", text)
-
-
-@pytest.mark.parametrize("args, message", [
-    (["--timeout", "0"], "--timeout: must be a positive number, not '0'"),
-    (["--timeout", "1e9"], "--timeout: 1e+09 is too long, it must be at most 1000000"),
-    (["--timeout"], "--timeout: expected one argument"),
-    (["--keep", "-1"], "--keep: must be a non-negative whole number"),
-    (["--keep", "2"], "--keep: there is no --checkpoint DIR to save in"),
-    (["--resume-from", "2"], "--resume-from: there is no --checkpoint DIR to save in"),
-], ids=str)
-def test_bad_options_are_one_line(args, message):
-    assert message in error_of(run_alone(ROOT / STAGES[0] / "train.py", *args))

@@ -63,6 +63,12 @@ def test_every_stage_prints_the_losses_of_ddp(stage):
         (["--save-every", "5"], "--checkpoint"),
         (["--checkpoint", ""], "--checkpoint"),
         ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory"),
+        (["--timeout", "0"], "--timeout: must be a positive number, not '0'"),
+        (["--timeout", "1e9"], "--timeout: 1e+09 is too long, it must be at most 1000000"),
+        (["--timeout"], "--timeout: expected one argument"),
+        (["--keep", "-1"], "--keep: must be a non-negative whole number"),
+        (["--keep", "2"], "--keep: there is no --checkpoint DIR to save in"),
+        (["--resume-from", "2"], "--resume-from: there is no --checkpoint DIR to save in"),
     ],
     ids=str,
 )
