@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
@@ -40,22 +39,10 @@ def is_placeholder(text):
     return "…" in text or "..." in text or "my_" in text or re.search(r"\b[A-Z]{2,}\b", text) is not None
 
 
-class Block(NamedTuple):
-    """Code of a page. `line`: where it begins; `language`: as its fence says, or ""."""
-    line: int
-    language: str
-    lines: list
-
-
-class Command(NamedTuple):
-    """What a reader types, in one line."""
-    line: int
-    text: str
-
-
 class Page:
-    """A markdown file. `blocks`: its code; `spans`: (line, `code`) in prose; `links`: (line, target); `rows`: (line,
-    cells) of tables; `anchors`: what #… may name; `n_words`: outside of code, tables, and what is generated."""
+    """A markdown file. `blocks`: (first line, language, lines) of code; `spans`: (line, `code`) in prose; `links`:
+    (line, target); `rows`: (line, cells) of tables; `anchors`: what #… may name; `n_words`: outside of code, tables,
+    and what is generated."""
 
     def __init__(self, path, root):
         self.path, self.root, self.name = path, root, path.relative_to(root).as_posix()
@@ -67,7 +54,7 @@ class Page:
             inside = token.type if token.nesting == 1 else inside
             if token.type in ("fence", "code_block"):
                 at = line + (token.type == "fence")
-                self.blocks.append(Block(at, token.info.split(" ")[0], token.content.splitlines()))
+                self.blocks.append((at, token.info.split(" ")[0], token.content.splitlines()))
             elif token.type == "tr_open":
                 self.rows.append((line, []))
             elif token.type == "html_block":
@@ -102,19 +89,20 @@ class Page:
             self.links += [(number, target) for target in re.findall(r"(?:src|href|srcset)=\"([^\"]+)\"", part)]
 
     def commands(self):
-        """-> Commands, of blocks and of spans. A line that ends in a backslash goes on in the next."""
-        for block in self.blocks:
-            shows_output, begun = any(line.startswith("$ ") for line in block.lines), None
-            for at, line in enumerate(block.lines if block.language in ("", "text", *SHELLS) else (), block.line):
+        """-> (line, what a reader types), of blocks and of spans. A line that ends in a backslash goes on in the next.
+        """
+        for first, language, lines in self.blocks:
+            shows_output, begun = any(line.startswith("$ ") for line in lines), None
+            for at, line in enumerate(lines if language in ("", "text", *SHELLS) else (), first):
                 if begun:
-                    at, line = begun.line, f"{begun.text} {line.strip()}"
-                elif not (line.startswith("$ ") if shows_output else is_command(line, block.language)):
+                    at, line = begun[0], f"{begun[1]} {line.strip()}"
+                elif not (line.startswith("$ ") if shows_output else is_command(line, language)):
                     continue
-                found = Command(at, line.removeprefix("$ ").removesuffix("\\").strip())
+                found = at, line.removeprefix("$ ").removesuffix("\\").strip()
                 begun = found if line.endswith("\\") else None
                 if not begun:
                     yield found
-        yield from (Command(line, span) for line, span in self.spans if is_command(span, ""))
+        yield from ((line, span) for line, span in self.spans if is_command(span, ""))
 
 
 def without_settings(words):
@@ -226,14 +214,14 @@ def unknown_names(page, project):
 
 def wrong_samples(page, project):
     """Blocks of Python: whether they are Python, and what they import of the project, and call of its optimizers."""
-    for block in [block for block in page.blocks if block.language == "python"]:
+    for first, lines in [(first, lines) for first, language, lines in page.blocks if language == "python"]:
         try:
-            tree = ast.parse(textwrap.dedent("\n".join(block.lines).replace("…", "...")))
+            tree = ast.parse(textwrap.dedent("\n".join(lines).replace("…", "...")))
         except SyntaxError as error:
-            yield block.line + (error.lineno or 1) - 1, f"this sample is no Python: {error.msg}"
+            yield first + (error.lineno or 1) - 1, f"this sample is no Python: {error.msg}"
             continue
         for node in ast.walk(tree):
-            at = block.line + getattr(node, "lineno", 1) - 1
+            at = first + getattr(node, "lineno", 1) - 1
             modules = [(alias.name, "") for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 modules = [(node.module, alias.name) for alias in node.names]
@@ -246,8 +234,8 @@ def wrong_samples(page, project):
 
 
 def wrong_commands(page, project):
-    for command in page.commands():
-        yield from ((command.line, f"{command.text}: {text}") for text in mistakes(command.text, project))
+    for line, command in page.commands():
+        yield from ((line, f"{command}: {mistake}") for mistake in mistakes(command, project))
 
 
 def mistakes(text, project):
