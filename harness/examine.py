@@ -58,9 +58,6 @@ def make_batches(settings, rank):
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
 
 
-# ------------------------------------------------------- Under which conditions a figure holds: machine, code, settings
-
-
 def describe(rank, settings):
     """-> the Conditions under which the figures hold, of one host."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
@@ -235,9 +232,6 @@ def largest_difference(ones, others):
     return largest.item()
 
 
-# ------------------------------------------- How long a step of a row takes, in the middle of a run. Runs on every rank
-
-
 @rows.in_its_context
 def time_steps(rank, settings, base, bucket_mb=None):
     """-> milliseconds of a steady step, and of the drain after the last, each on the slowest rank: see `steady`."""
@@ -289,9 +283,6 @@ def milliseconds(start, end):
         return (end - start) * 1000
     end.synchronize()
     return start.elapsed_time(end)
-
-
-# -------------------------------------------------------------------- How long a micro-batch takes, of steps of several
 
 
 MICRO_BATCHES = (1, 2, 4, 8)  # a step

@@ -112,9 +112,6 @@ def _missing_ranks():
     return missing
 
 
-# ------------------------------------------------------------------------ How ranks find each other, and leave together
-
-
 class Rank(NamedTuple):
     """Who this process is. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
     rank: int
@@ -207,9 +204,6 @@ def disconnect():
     _beside.clear()
     atexit.register(_left.clear)
     dist.destroy_process_group()
-
-
-# ------------------------------ What one rank finds wrong all ranks hear of: one line from rank 0, and every rank exits
 
 
 def on_all_ranks(function, mistakes=ValueError):

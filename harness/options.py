@@ -61,9 +61,6 @@ def set_aside(folder, steps):
         path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
 
 
-# --------------------------------------- The settings of a run that must not change when it goes on, and those that may
-
-
 def settings_of(args, world_size):
     """What a checkpoint says of its run: option -> value. With other values of DATA_ORDER a step sees other text."""
     return {"--seed": args.seed, "--data": args.text, "ranks x --batch-size": world_size * args.batch_size,
@@ -95,9 +92,6 @@ def take_hyperparameters(args, optimizer, scheduler):
         group["lr"] = args.lr * factor(scheduler.last_epoch)
 
 
-# ------------------------------------------------------------------------------------- The learning rate over the steps
-
-
 def warmup_then_cosine(steps):
     """For LambdaLR: the learning rate's factor, up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
     warmup = max(1, min(steps // 5, 100))
@@ -108,9 +102,6 @@ def warmup_then_cosine(steps):
         done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
         return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
     return factor
-
-
-# ---------------------------------------- A run that is told to stop: all ranks act upon the signal after the same step
 
 
 PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again

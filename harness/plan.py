@@ -190,9 +190,6 @@ def published():
              *rows("none hidden", A_USERS[2:], users, False)])
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
-
 fail = functools.partial(command_line.fail, "plan")
 BOUNDS = {"world": (1, 4096), "layers": (0, 1000), "width": (0, 2**17), "device_memory": (0.001, 10**6),
           "bucket_cap_mb": (0.001, 10**6)}

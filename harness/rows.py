@@ -183,9 +183,6 @@ def optimizer_class(package, name="DistributedOptimizer"):
 STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
 
 
-# -------------------------------------------------------------------------------------------------------- What a row is
-
-
 class Configuration(NamedTuple):
     """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
     peer, or noise (the reference once more: how far apart two timings of the same thing are).
@@ -304,9 +301,6 @@ PLANNED = [
     planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 4, 2, 16),
     planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), 4, 2, 16, in_groups),
 ]
-
-
-# -------------------------------- The rows: each configuration by its name, with what it must agree with, send and hold
 
 
 # The shortest names that say what a row is: the table has to fit a terminal.

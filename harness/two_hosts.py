@@ -269,9 +269,6 @@ def time_accumulation(together, settings, result, bases, tuned, progress):
     every_row.attempt(rows[-1], time_rows)
 
 
-# ----------------------------------------------------------- Two hosts on one machine, joined by a line of limited rate
-
-
 PORT = 29500
 
 
