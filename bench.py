@@ -19,23 +19,12 @@ if __name__ == "__main__":
 import rich.console
 import rich.progress
 
-from harness import alone
-from harness import examine
-from harness import every_row
-from harness import host_time
-from harness import timeline
-from harness.examine import Settings
-from harness import tables
+from harness import alone, corpus, every_row, examine, gpt, host_time, results, tables, timeline
 from harness import rows as catalogue
-from harness import results
-from harness.rows import Choice
-from harness.rows import is_asked
-from harness.command_line import write
-from harness.workers import WorkerError
-from harness.workers import Workers
-from harness import corpus
-from harness import gpt
+from harness.examine import Settings
 from harness.gpt import MODELS
+from harness.rows import Choice, is_asked
+from harness.workers import WorkerError, Workers
 
 fail = functools.partial(command_line.fail, "bench.py")
 
@@ -111,13 +100,7 @@ def main():
                 result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
-    try:
-        if args.json:  # before it is shown: whom it is shown to may have gone (| head), or take ASCII only
-            write("--json", args.json, results.to_json(result), fail)
-    finally:  # the disk may be full
-        tables.show(result)
-    if args.json:
-        print(f"written to {args.json}")  # not by rich, for which [a] in a path is markup
+    command_line.write_and_show(args.json, results.to_json(result), fail, lambda: tables.show(result))
     sys.exit(every_row.is_wrong(result))
 
 

@@ -11,7 +11,6 @@ Options that are not ours go to level 3's pytest.
 Exit code: 0; 1 when a check fails, or none could be made; 2 when there is nothing to grade.
 """
 
-import argparse
 import functools
 import os
 import re
@@ -88,9 +87,7 @@ def passes(level, one, only=""):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="grade", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("grade", __doc__)
     parser.add_argument("stage", help="1 to 4, or the name of a package or module in the current folder")
     parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
     parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")

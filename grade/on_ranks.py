@@ -54,10 +54,6 @@ def beside(package, name):
 class Told(Ledger):
     """A ledger that tells of each collective before it begins, and knows whether somebody has waited for it."""
 
-    def __init__(self):
-        super().__init__()
-        self.works = []  # to C++ a work that Python has let go of is none of ours any more
-
     def entry_of(self, operator, arguments):
         entry = super().entry_of(operator, arguments)
         if entry is not None:
@@ -185,16 +181,17 @@ def watched(rank, package, limits, function, *args):
     ours_now, ours, tell, place_of = of_the_grader, of_the_grader(), event, where_raised
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
+    def refuse_replaced():
+        now = ours_now()
+        if replaced := [key for key in ours if now.get(key) is not ours[key]]:
+            raise AssertionError(f"{package} replaces {'.'.join(filter(None, replaced[0]))}, by which it is graded")
+
     try:
         name, cls = class_of(package)
-        now = ours_now()
-        if not (replaced := [key for key in ours if now.get(key) is not ours[key]]):
-            with Told() as ledger:
-                result = function(Candidate(rank, package, name, cls, ledger), *args)
-            now = ours_now()
-            replaced = [key for key in ours if now.get(key) is not ours[key]]
-        if replaced:
-            raise AssertionError(f"{package} replaces {'.'.join(filter(None, replaced[0]))}, by which it is graded")
+        refuse_replaced()
+        with Told() as ledger:
+            result = function(Candidate(rank, package, name, cls, ledger), *args)
+        refuse_replaced()
         tell(("ended",))
         return result
     except BaseException as error:  # SystemExit, too

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from harness import STAGES
+from harness.take import ROOT, write_package
 
-ROOT = Path(__file__).resolve().parents[1]
 ASKED = """
 stage1_naive_broadcast/optimizer.py
     ShardedOptimizer.shard: broadcast from rank 0, choose owners, hand on what this rank owns
@@ -135,15 +135,9 @@ def write(what, to):
     folder = next((folder for folder in [*STAGES, "variants"] if what in (folder, folder[5:6])), None)
     if folder is None:
         raise ValueError(f"STAGE={what}: there are the exercises 1, 2, 3, 4, and variants")
-    if not to.name.isidentifier():
-        raise ValueError(f"TO={to}: its last part must be a name that Python can import")
-    if to.exists():
-        raise ValueError(f"TO={to} is there already: remove it first, or take another name")
     files = {Path(path).name: emptied((ROOT / path).read_text(encoding="utf-8"), its, path)
              for path, its in asked_of(folder).items()}
-    to.mkdir(parents=True)
-    for name, text in {"__init__.py": "", **files}.items():
-        (to / name).write_text(text, encoding="utf-8")
+    write_package(to, {"__init__.py": "", **files})
 
 
 def main():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from grade.grader import NotRun
-from grade.on_ranks import Run, play
+from grade.on_ranks import OPTIMIZERS, Run, play
 from harness.tables import code_lines
 
 
@@ -33,8 +33,7 @@ class BlockSGD(torch.optim.Optimizer):
                         part -= group["lr"] * grad / grad.abs().max().clamp(min=1e-6)
 
 
-OPTIMIZERS = {"AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": False}),
-              "Muon": (torch.optim.Muon, {"lr": 0.02}), "BlockSGD": (BlockSGD, {"lr": 0.1})}
+OPTIMIZERS = {**OPTIMIZERS, "Muon": (torch.optim.Muon, {"lr": 0.02}), "BlockSGD": (BlockSGD, {"lr": 0.1})}
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,9 @@ class Case(Run):
         module = importlib.import_module(self.ours or candidate.package)
         (optimizer_cls, kwargs), params = OPTIMIZERS[self.optimizer], list(model)
         if self.max_norms:
-            stages = [importlib.import_module(name).DistributedOptimizer for name in ("stage2_allgather",
-                                                                                     "stage4_overlap")]
-            return module.Chained(*(stage(some, optimizer_cls, **kwargs) for stage, some in
-                                    zip(stages, (params[:2], params[2:]))))
+            halves = {"stage2_allgather": params[:2], "stage4_overlap": params[2:]}
+            return module.Chained(*(importlib.import_module(stage).DistributedOptimizer(half, optimizer_cls, **kwargs)
+                                    for stage, half in halves.items()))
         if self.bucket_cap_mb:
             kwargs = {**kwargs, "bucket_cap_mb": self.bucket_cap_mb}
         if self.n_ranks == 4:

@@ -17,8 +17,6 @@ from harness.gpt import GPT, MODELS
 from harness.memory import Memory
 from harness.results import CapRow, GatheredRow, StateRow
 
-# ---------------------------------------------- One process plays rank 0 of d: torch's fake process group sends nothing
-
 
 @contextlib.contextmanager
 def rank_0_of(d, rank=0):
@@ -32,9 +30,6 @@ def rank_0_of(d, rank=0):
         sys.excepthook = hook  # which init_process_group wraps, each time once more
 
 
-# ------------------------------------------------------------------- What stages hold and gather on any number of ranks
-
-
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
 STATE_ROWS = [  # stage, dtypes of parameters and gradients, formula; that as a function of d and of b, see the notes
     (3, stage3_gradbuffer, "bfloat16", "bfloat16", "4 + 16/d", lambda d, b: 4 + 16 / d),
@@ -46,11 +41,8 @@ STATE_ROWS = [  # stage, dtypes of parameters and gradients, formula; that as a 
 
 
 def model_state(settings):
-    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows.
-
-    Counted in this process, as rank 0 of d, which runs the real code. The batch is one byte long, since only what
-    outlives a step counts. b: stage 4's two bucket buffers.
-    """
+    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows. b: stage
+    4's two bucket buffers."""
     rows = []
     for stage, package, dtype, grad_dtype, formula, theory in STATE_ROWS:
         counts = {d: state_bytes(settings, d, package, dtype, grad_dtype) for d in STATE_RANKS}
@@ -61,7 +53,7 @@ def model_state(settings):
 
 
 def state_bytes(settings, d, package, dtype, grad_dtype):
-    """-> bytes a parameter, and how many of them are bucket buffers."""
+    """-> bytes a parameter, and how many of them are bucket buffers. Of what outlives a step: the batch is one byte."""
     # Stage 4 keeps sums in fp32 whatever the parameters are; reduce_dtype: exchanges as it does on gloo.
     choice = "reduce_dtype" if package is stage4_overlap else "grad_dtype"
     with rank_0_of(d), Memory("cpu") as memory:
@@ -96,9 +88,6 @@ def gathered(settings):
                 optimizer = package.DistributedOptimizer(params)
                 row.over_numel[d] = n_gathered(optimizer) / sum(param.numel() for param in params)
     return rows
-
-
-# ----------------------------------------------------------------------------------- Stage 4's default bucket, by model
 
 
 def caps(d=2):

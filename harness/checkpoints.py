@@ -1,7 +1,5 @@
 """A run saves itself every few steps, and goes on from the newest complete checkpoint."""
 
-import math
-import numbers
 import os
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from checkpoint.folder import hold
 from checkpoint.ranks import at_own_pace, errors_on_all
 from harness import command_line, options
 from harness.meeting import is_rank_0, leave, on_all_ranks
-
-# --------------------------------------------------------- What a checkpoint says of the run beside model and optimizer
 
 
 def extra_of(step, scheduler, rank, settings):
@@ -48,25 +44,20 @@ def difference(wanted, found, name):
     if isinstance(wanted, dict):
         if not isinstance(found, dict) or not wanted.keys() <= found.keys():
             return f"{name} has not {', '.join(map(str, wanted))}"
-        return next(filter(None, (difference(value, found[key], f"{name}[{key!r}]") for key, value in wanted.items())),
-                    None)
+        parts = [(key, value, found[key]) for key, value in wanted.items()]
+        return next(filter(None, (difference(*both, f"{name}[{key!r}]") for key, *both in parts)), None)
     if isinstance(wanted, (list, tuple)):
         if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
             return f"{name} has not {len(wanted)} values"
-        pairs = enumerate(zip(wanted, found))
-        return next(filter(None, (difference(*both, f"{name}[{i}]") for i, both in pairs)), None)
+        return difference(dict(enumerate(wanted)), dict(enumerate(found)), name)
     if isinstance(wanted, torch.Tensor):
         is_same = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    elif isinstance(wanted, numbers.Real) and not isinstance(wanted, bool):
-        is_same = is_finite(found) and (isinstance(found, int) or not isinstance(wanted, int))
+    elif isinstance(wanted, (int, float)) and not isinstance(wanted, bool):
+        is_number = isinstance(found, int if isinstance(wanted, int) else (int, float)) and not isinstance(found, bool)
+        is_same = is_number and abs(found) < 2**63
     else:
         is_same = wanted is None or isinstance(found, type(wanted))
     return None if is_same else f"{name} is {found!r:.60}"
-
-
-def is_finite(value):
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and abs(value) < 2**63 and math.isfinite(value)
 
 
 def set_random_state(extra, rank):
@@ -80,7 +71,7 @@ def set_random_state(extra, rank):
         raise checkpoint.ForeignCheckpoint(f"its random state is none: {line}") from None
 
 
-# ---------------------------------- A run saves itself every few steps, and goes on from the newest complete checkpoint
+MISTAKES = ValueError, checkpoint.CheckpointError
 
 
 class Checkpoints:
@@ -97,7 +88,7 @@ class Checkpoints:
         self.first_step = self.steps_done = 0
         if args.checkpoint:
             on_all_ranks(self._check_folder)
-            on_all_ranks(self._resume_or_say_why_not)
+            on_all_ranks(self._resume, MISTAKES)
             self.stop_signal = options.StopSignal(optimizer, args.timeout)
 
     def step_done(self):
@@ -108,7 +99,7 @@ class Checkpoints:
         is_last = self.steps_done == self.args.steps
         signal_name = self.stop_signal.agreed()
         if signal_name or is_last or self.steps_done % self.args.save_every == 0:
-            on_all_ranks(self._save)
+            on_all_ranks(self._save, MISTAKES)
         if signal_name and not is_last:
             if is_rank_0():
                 print(f"stopped by {signal_name} after step {self.steps_done}, which is saved: the same command goes "
@@ -117,11 +108,7 @@ class Checkpoints:
 
     def _save(self):
         extra = extra_of(self.steps_done, self.scheduler, self.rank, self._settings())
-        path = options.path_of(self.args.checkpoint, self.steps_done)
-        try:
-            checkpoint.save(path, self.model, self.optimizer, extra)
-        except checkpoint.CheckpointError as error:
-            raise ValueError(str(error)) from None
+        checkpoint.save(options.path_of(self.args.checkpoint, self.steps_done), self.model, self.optimizer, extra)
         with at_own_pace(f"old checkpoints in {self.args.checkpoint}", None):  # the others wait for their removal
             if is_rank_0():
                 options.remove_old(self.args.checkpoint, self.args.keep)
@@ -134,12 +121,6 @@ class Checkpoints:
         def fail(message):
             raise ValueError(message)
         command_line.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
-
-    def _resume_or_say_why_not(self):
-        try:
-            self._resume()
-        except checkpoint.CheckpointError as error:
-            raise ValueError(str(error)) from None
 
     def _resume(self):
         step, extra, damage = self._load()
@@ -192,15 +173,13 @@ class Checkpoints:
                 extra = checkpoint.load(path, self.model, self.optimizer)
                 with errors_on_all(f"checkpoint {path} can't be loaded", None):
                     extra = checked(extra, step, self.scheduler, self.rank, self._settings())
-            except checkpoint.DamagedCheckpoint as error:
-                first_error = first_error or error
-                continue
+                return step, extra, f": {first_error}" if first_error else ""
             except checkpoint.CheckpointError as error:
                 first_error = first_error or error
-                break
-            return step, extra, f": {first_error}" if first_error else ""
+                if not isinstance(error, checkpoint.DamagedCheckpoint):
+                    break
         if first_error:
-            raise ValueError(str(first_error))
+            raise first_error
         return None, None, ""
 
     def _changes(self, before):

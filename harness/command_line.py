@@ -5,8 +5,7 @@ import contextlib
 import io
 import os
 import sys
-
-# ------------------------------------------------------------------- A program begins: an import alone changes nothing
+from pathlib import Path
 
 
 def begin():
@@ -27,19 +26,19 @@ class Parser(argparse.ArgumentParser):
     """The options of a program, whose docstring is what --help says."""
 
     def __init__(self, program, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.program = program
+        super().__init__(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        fail(self.program, message)
+        fail(self.prog, message)
+
+
+def add_json(parser, path):
+    parser.add_argument("--json", type=Path, default=Path(path), help="where the result is written")
 
 
 def add_sizes(add, batch_size):
     add("--batch-size", type=int, default=batch_size, help=f"sequences per rank (default {batch_size})")
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
-
-
-# ----------------------------- What a user wrote, refused in one line: options, models, and paths that can't be written
 
 
 def fail(program, message):
@@ -55,17 +54,13 @@ def check_at_least_1(args, names, fail):
             fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
 
 
-def check_between(option, value, lowest, highest, fail):
-    """Also where `value` is no number, as nan is."""
-    if not lowest <= value <= highest:
-        fail(f"{option} {value:g}: it must be from {lowest:g} to {highest:g}")
-
-
 def check_bounds(args, bounds, fail):
-    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None."""
+    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None; nan is wrong.
+    """
     for name, (least, most) in bounds.items():
-        if getattr(args, name) is not None:
-            check_between(f"--{name.replace('_', '-')}", getattr(args, name), least, most, fail)
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            fail(f"--{name.replace('_', '-')} {value:g}: it must be from {least:g} to {most:g}")
 
 
 def check_workload(args, at_least_1, models, fail):
@@ -100,9 +95,6 @@ def check_beside(option, path, suffix, fail):
     check_writable(option, path.with_suffix(suffix), fail)
 
 
-# -------------------------------- A file gets its new text when all of it is written: on a full disk the old text stays
-
-
 def write(option, path, text, fail):
     """Puts `text` in the place of what `path` holds when all of it is written: on a full disk the old text stays."""
     is_file = path.is_file() or not path.exists()  # or else /dev/stdout
@@ -117,3 +109,17 @@ def write(option, path, text, fail):
         if is_aside:
             beside.unlink(missing_ok=True)
         fail(f"{option} {path}: not written: {error.strerror}")
+
+
+def write_and_show(path, text, fail, show):
+    """Writes a result to --json, if there is a path, and then calls `show`, where the disk is full, too.
+
+    Not the other way round: whom it is shown to may have gone (| head), or take ASCII only.
+    """
+    try:
+        if path:
+            write("--json", path, text, fail)
+    finally:
+        show()
+    if path:
+        print(f"written to {path}")  # not by rich, for which [a] in a path is markup

@@ -37,13 +37,13 @@ def load_bytes(path=None):
         advice = "give a text file, or a folder with text files"
         try:
             root = Path(path).expanduser()
-            is_there = bool(path) and root.exists()
+            why_not = None if path and root.exists() else "there is no such file or folder"
         except (OSError, RuntimeError) as error:  # its name is too long, or of a user that there isn't
-            raise ValueError(f"--data {path}: {error}; {advice}") from None
-        if not is_there:
-            raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
-        if not (root.is_dir() or root.is_file() or root.is_char_device()):  # a FIFO would wait for somebody who writes
-            raise ValueError(f"--data {path}: it is no file and no folder; {advice}")
+            why_not = error
+        if not (why_not or root.is_dir() or root.is_file() or root.is_char_device()):  # nobody may write into a FIFO
+            why_not = "it is no file and no folder"
+        if why_not:
+            raise ValueError(f"--data {path}: {why_not}; {advice}")
         files, limit = _files(root, skipped=()) if root.is_dir() else [root], DATA_BYTES
     data = _read(files, limit, skip_binary=root.is_dir())
     if not data:
@@ -70,7 +70,7 @@ def _read(files, limit, skip_binary):
     text = bytearray()
     for file in files:
         try:
-            with open(file, "rb", opener=_without_waiting) as opened:
+            with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
                 content = opened.read(limit - len(text)) or b""
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
@@ -79,10 +79,6 @@ def _read(files, limit, skip_binary):
         if len(text) == limit:
             break
     return bytes(text)
-
-
-def _without_waiting(path, flags):
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def split(data):

@@ -5,9 +5,7 @@
 Reads pages with markdown-it, which rich brings, and runs nothing but `make --dry-run`.
 """
 
-import argparse
 import ast
-import functools
 import importlib.util
 import itertools
 import os
@@ -17,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
@@ -42,59 +39,41 @@ def is_placeholder(text):
     return "…" in text or "..." in text or "my_" in text or re.search(r"\b[A-Z]{2,}\b", text) is not None
 
 
-# ------------------------------------------------------------------------------------------------ a page, and the files
-
-
-class Block(NamedTuple):
-    """Code of a page. `line`: where it begins; `language`: as its fence says, or ""."""
-    line: int
-    language: str
-    lines: list
-
-
-class Command(NamedTuple):
-    """A line that a reader types."""
-    line: int
-    text: str
-
-
 class Page:
-    """A markdown file. `blocks`: its code; `spans`: (line, `code`) in prose; `links`: (line, target); `rows`: (line,
-    cells) of tables; `anchors`: what #… may name; `n_words`: outside of code, tables, and what is generated."""
+    """A markdown file. `blocks`: (first line, language, lines) of code; `spans`: (line, `code`) in prose; `links`:
+    (line, target); `rows`: (line, cells) of tables; `anchors`: what #… may name; `n_words`: outside of code, tables,
+    and what is generated."""
 
     def __init__(self, path, root):
         self.path, self.root, self.name = path, root, path.relative_to(root).as_posix()
         self.text = path.read_text(encoding="utf-8")
         self.blocks, self.spans, self.links, self.rows, self.anchors, self.n_words = [], [], [], [], set(), 0
-        tokens = MarkdownIt("commonmark").enable("table").parse(self.text)
-        row, is_table, is_generated, is_heading = None, False, False, False
-        for token in tokens:
-            line = token.map[0] + 1 if token.map else row[0] if row else 1
+        line, inside, is_generated = 1, "", False
+        for token in MarkdownIt("commonmark").enable("table").parse(self.text):
+            line = token.map[0] + 1 if token.map else line
+            inside = token.type if token.nesting == 1 else inside
             if token.type in ("fence", "code_block"):
                 at = line + (token.type == "fence")
-                self.blocks.append(Block(at, token.info.split(" ")[0], token.content.splitlines()))
+                self.blocks.append((at, token.info.split(" ")[0], token.content.splitlines()))
             elif token.type == "tr_open":
-                row = line, []
-                self.rows.append(row)
+                self.rows.append((line, []))
             elif token.type == "html_block":
                 is_generated = "<!-- report:" in token.content or is_generated and "<!-- end" not in token.content
                 self._read_html(token.content, line)
             elif token.type == "inline":
-                self._read_inline(token, line)
-                if is_heading:  # its anchor as GitHub makes it
+                self._read_inline(token.children, line)
+                if inside == "heading_open":  # its anchor as GitHub makes it
                     text = "".join(child.content for child in token.children).lower()
                     slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
                     names = (slug, *(f"{slug}-{i}" for i in range(1, 100)))
                     self.anchors.add(next(name for name in names if name not in self.anchors))
-                if is_table:
-                    row[1].append(token.content)
+                if inside in ("th_open", "td_open"):
+                    self.rows[-1][1].append(token.content)
                 elif not is_generated:
                     self.n_words += len(token.content.split())
-            is_table = token.type == "table_open" or is_table and token.type != "table_close"
-            is_heading = token.type == "heading_open"
 
-    def _read_inline(self, token, line):
-        for child in token.children:
+    def _read_inline(self, children, line):
+        for child in children:
             if child.type == "code_inline":
                 self.spans.append((line, " ".join(child.content.split())))
                 line += child.content.count("\n")
@@ -110,35 +89,32 @@ class Page:
             self.links += [(number, target) for target in re.findall(r"(?:src|href|srcset)=\"([^\"]+)\"", part)]
 
     def commands(self):
-        """-> Commands, of blocks and of spans."""
-        for block in self.blocks:
-            if block.language in ("", "text", *SHELLS):
-                yield from commands_of(block)
-        yield from (Command(line, span) for line, span in self.spans if is_command(span, ""))
+        """-> (line, what a reader types), of blocks and of spans. A line that ends in a backslash goes on in the next.
+        """
+        for first, language, lines in self.blocks:
+            shows_output, begun = any(line.startswith("$ ") for line in lines), None
+            for at, line in enumerate(lines if language in ("", "text", *SHELLS) else (), first):
+                if begun:
+                    at, line = begun[0], f"{begun[1]} {line.strip()}"
+                elif not (line.startswith("$ ") if shows_output else is_command(line, language)):
+                    continue
+                found = at, line.removeprefix("$ ").removesuffix("\\").strip()
+                begun = found if line.endswith("\\") else None
+                if not begun:
+                    yield found
+        yield from ((line, span) for line, span in self.spans if is_command(span, ""))
 
 
-def program_of(text):
-    """The first word of a command, behind variables that are set for it."""
-    return next((word for word in text.split() if word != "sudo" and not re.match(r"[A-Z_]+=", word)), "")
-
-
-def commands_of(block):
-    shows_output, unfinished = any(line.startswith("$ ") for line in block.lines), None
-    for at, line in enumerate(block.lines, block.line):
-        if unfinished:
-            at, line = unfinished.line, f"{unfinished.text} {line.strip()}"
-        elif not (line.startswith("$ ") if shows_output else is_command(line, block.language)):
-            continue
-        found = Command(at, line.removeprefix("$ ").removesuffix("\\").strip())
-        unfinished = found if line.endswith("\\") else None
-        if not unfinished:
-            yield found
+def without_settings(words):
+    """The words of a command from the program on: `sudo` and variables may stand before it."""
+    return list(itertools.dropwhile(lambda word: word == "sudo" or re.match(r"[A-Z_]+=", word), words))
 
 
 def is_command(line, language):
     if language in SHELLS:
         return bool(line.strip()) and not line.lstrip().startswith("#")
-    return not line.startswith(" ") and program_of(line) in PROGRAMS and len(line.split()) > 1
+    words = without_settings(line.split())
+    return not line.startswith(" ") and bool(words) and words[0] in PROGRAMS and len(line.split()) > 1
 
 
 class Project:
@@ -166,13 +142,12 @@ class Project:
         self.sources = "\n".join(source for name, source in sources.items() if name not in tests)
         makefile, self.settings = ((root / name).read_text(encoding="utf-8") if name in self.files else ""
                                    for name in ("Makefile", "pyproject.toml"))
-        self.variables = {name for names in re.findall(r"\$\(([A-Z_]+)\)|^([A-Z_]+) *\?=", makefile, re.MULTILINE)
-                          for name in names if name}
+        self.variables = set(re.findall(r"\$\(([A-Z_]+)\)", makefile)) | set(
+            re.findall(r"^([A-Z_]+) *\?=", makefile, re.MULTILINE))
 
-    def has(self, name, beside):
+    def has(self, name, beside="."):
         """Whether a file or folder is called `name`, from the root on or from the folder `beside` on, or ends so."""
-        name = name.rstrip("/")
-        known = self.files | self.folders | self.of_readers
+        name, known = name.rstrip("/"), self.files | self.folders | self.of_readers
         return (name in known or os.path.normpath(os.path.join(beside, name)).replace(os.sep, "/") in known
                 or any(one.endswith(f"/{name}") for one in known) or re.match(r"\.(?!\.)|measured", name) is not None)
 
@@ -183,9 +158,10 @@ class Project:
         if f"{path}.py" in self.of_readers:
             return True
         if top not in self.folders and f"{top}.py" not in self.files:
+            is_there = importlib.util.find_spec(top) is not None
             if module == top or name:  # a machine may lack a library of an extra
-                return importlib.util.find_spec(top) is not None or is_placeholder(module) or f'"{top}' in self.settings
-            return importlib.util.find_spec(top) is not None and importlib.util.find_spec(module) is not None
+                return is_there or is_placeholder(module) or f'"{top}' in self.settings
+            return is_there and importlib.util.find_spec(module) is not None
         file = next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in self.files), None)
         if file is None:
             return path in self.folders and not name
@@ -232,21 +208,20 @@ def unknown_names(page, project):
     if page.name == "docs/names.md":
         there = set(re.findall(r"\w+", project.sources)) | {Path(file).stem for file in project.files}
         for line, (ours, *_) in page.rows:
-            for word in re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", ours))):
-                if word not in there:
-                    yield line, f"`{word}`: there is no {word} in the code"
+            words = re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", ours)))
+            yield from ((line, f"`{word}`: there is no {word} in the code") for word in words if word not in there)
 
 
 def wrong_samples(page, project):
     """Blocks of Python: whether they are Python, and what they import of the project, and call of its optimizers."""
-    for block in [block for block in page.blocks if block.language == "python"]:
+    for first, lines in [(first, lines) for first, language, lines in page.blocks if language == "python"]:
         try:
-            tree = ast.parse(textwrap.dedent("\n".join(block.lines).replace("…", "...")))
+            tree = ast.parse(textwrap.dedent("\n".join(lines).replace("…", "...")))
         except SyntaxError as error:
-            yield block.line + (error.lineno or 1) - 1, f"this sample is no Python: {error.msg}"
+            yield first + (error.lineno or 1) - 1, f"this sample is no Python: {error.msg}"
             continue
         for node in ast.walk(tree):
-            at = block.line + getattr(node, "lineno", 1) - 1
+            at = first + getattr(node, "lineno", 1) - 1
             modules = [(alias.name, "") for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 modules = [(node.module, alias.name) for alias in node.names]
@@ -258,57 +233,23 @@ def wrong_samples(page, project):
                 yield at, f"optimizer.{node.attr}: no stage has that"
 
 
-def wrong_quotes(page, project):
-    """In a chapter a sample of which more than half stands in the stage's files is a quotation: then all of it does."""
-    def bare(line):  # without blanks at both ends, and without a comment
-        return re.sub(r"(^|  )#.*", "", line).strip()
-
-    folder = page.path.parent
-    sources = folder.rglob("*.py") if folder.name.startswith("stage") else ()
-    there = {bare(line) for path in sources for line in path.read_text(encoding="utf-8").splitlines()}
-    for block in [block for block in page.blocks if block.language == "python" and there]:
-        lines = [(at, bare(line)) for at, line in enumerate(block.lines, block.line) if "…" not in line and bare(line)]
-        missing = [(at, line) for at, line in lines if line not in there]
-        if len(missing) < len(lines) / 2:
-            yield from ((at, f"`{line}` is not in {folder.name}/, where the rest of this sample is from")
-                        for at, line in missing)
-
-
-def rows_twice(pages):
-    """-> (page, line, mistake): rows of tables, and generated tables, that stand in more than one place."""
-    seen = {}
-    for page in pages:
-        blocks = re.finditer(r"<!-- report: (\w+) -->", page.text)
-        rows = [(page.text.count("\n", 0, match.start()) + 1, match[0]) for match in blocks]
-        rows += [(line, " | ".join(filter(None, cells))) for line, cells in page.rows]
-        for line, row in rows:
-            first, at = seen.setdefault(row, (page, line))
-            if row and (first is not page or row.startswith("<!--") and at != line):
-                yield page, line, f"{row!r} stands in {first.name}:{at} already"
-
-
 def wrong_commands(page, project):
-    for command in page.commands():
-        for text in mistakes(command.text, project):
-            yield command.line, f"{command.text}: {text}"
-
-
-def split_command(text):
-    """A command -> its words, without variables before it, `sudo`, and the brackets of what may be left out."""
-    found = shlex.split(text.replace("[", " ").replace("]", " "), comments=True)
-    return list(itertools.dropwhile(lambda word: word == "sudo" or re.match(r"[A-Z_]+=", word), found))
+    for line, command in page.commands():
+        yield from ((line, f"{command}: {mistake}") for mistake in mistakes(command, project))
 
 
 def mistakes(text, project):
+    """Of one command. What stands in brackets may be left out."""
     try:
-        program, *rest = split_command(text) or [""]
+        words = shlex.split(text.replace("[", " ").replace("]", " "), comments=True)
     except ValueError as error:
         return [f"no shell reads that: {error}"]
+    program, *rest = without_settings(words) or [""]
     if program == "make":
         return make_mistakes(rest, project)
     if program == "cp":
         sources = [word for word in rest[:-1] if not word.startswith("-") and not is_placeholder(word)]
-        return [f"there is no {word}" for word in sources if not project.has(word, ".")]
+        return [f"there is no {word}" for word in sources if not project.has(word)]
     if program == "torchrun" or program.endswith(("python", "python3")):
         return python_mistakes(rest, project)
     return [] if program in PROGRAMS else [f"the check of pages doesn't know {program!r}: see harness/docs_check.py"]
@@ -326,54 +267,62 @@ def make_mistakes(rest, project):
     return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
 
 
-def option_mistakes(rest, project):
-    """Of what is given to a program: options that none has, and -k of pytest where no test is called so."""
-    found = []
-    for word, after in zip(rest, [*rest[1:], ""]):
-        name = word.split("=")[0]
-        if name.startswith("--") and name not in project.options:
-            found.append(f"no program has the option {name}")
-        if word == "-k":
-            wanted, known = set(re.findall(r"\w+", after)) - {"and", "or", "not"}, {*project.tests, *project.folders}
-            found += [f"no test is called {name}" for name in wanted if not any(name in one for one in known)]
-    return found
-
-
 def python_mistakes(rest, project):
     """Of the words behind python or torchrun."""
     rest = rest[2:] if rest[:2] == ["-m", "torch.distributed.run"] else rest
     scripts = [word for word in rest if word.endswith(".py")]
-    module = rest[rest.index("-m") + 1] if "-m" in rest[:-1] else None
+    module = rest[rest.index("-m") + 1] if "-m" in rest[:-1] else ""
     if any(map(is_placeholder, scripts)):
         return []
     if module and not project.has_module(module):
         return [f"there is no module {module}"]
-    is_ours = scripts or module and module.split(".")[0] in project.folders
-    return ([f"there is no {name}" for name in scripts if not project.has(name, ".")]
-            + option_mistakes(rest, project) * bool(is_ours))
+    is_ours = scripts or module.split(".")[0] in project.folders
+    return ([f"there is no {name}" for name in scripts if not project.has(name)]
+            + (option_mistakes(rest, project) if is_ours else []))
 
 
-CHECKS = (long_pages, broken_links, unknown_names, wrong_samples, wrong_quotes, wrong_commands)
+def option_mistakes(rest, project):
+    """Of what is given to a program: options that none has, and -k of pytest where no test is called so."""
+    names = [word.split("=")[0] for word in rest if word.startswith("--")]
+    wanted = {name for word, after in zip(rest, rest[1:]) if word == "-k" for name in re.findall(r"\w+", after)}
+    known = project.tests | project.folders
+    return [f"no program has the option {name}" for name in names if name not in project.options] + [
+        f"no test is called {name}" for name in wanted - {"and", "or", "not"} if not any(name in one for one in known)]
 
 
-def problems(root=ROOT, of=None):
-    """-> lines "PAGE:LINE: what is wrong"; of all pages, or of those whose names are in `of`."""
+CHECKS = (long_pages, broken_links, unknown_names, wrong_samples, wrong_commands)
+
+
+def rows_twice(pages):
+    """-> (page, line, mistake): rows of tables, and generated tables, that stand in more than one place."""
+    seen = {}
+    for page in pages:
+        blocks = re.finditer(r"<!-- report: (\w+) -->", page.text)
+        rows = [(page.text.count("\n", 0, match.start()) + 1, match[0]) for match in blocks]
+        rows += [(line, " | ".join(filter(None, cells))) for line, cells in page.rows]
+        for line, row in rows:
+            first, at = seen.setdefault(row, (page, line))
+            if row and (first is not page or row.startswith("<!--") and at != line):
+                yield page, line, f"{row!r} stands in {first.name}:{at} already"
+
+
+def problems(root=ROOT, text=""):
+    """-> lines "PAGE:LINE: what is wrong", of pages whose name holds `text`."""
     project = Project(root)
-    found = [(page, *mistake) for page in project.pages for check in CHECKS if of is None or page.name in of
+    found = [(page, *mistake) for page in project.pages for check in CHECKS if text in page.name
              for mistake in check(page, project)]
-    found += [(page, *rest) for page, *rest in rows_twice(project.pages) if of is None or page.name in of]
+    found += [(page, *rest) for page, *rest in rows_twice(project.pages) if text in page.name]
     return [f"{page.name}:{line}: {text}" for page, line, text in found]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = functools.partial(command_line.fail, "docs")
+    parser = command_line.Parser("docs", __doc__)
     parser.add_argument("--pages", default="", metavar="TEXT", help="only pages whose name holds TEXT")
-    args = parser.parse_args()
-    chosen = [page for page in Project().pages if args.pages in page.name]
+    text = parser.parse_args().pages
+    chosen = [page for page in Project().pages if text in page.name]
     if not chosen:
-        parser.error(f"--pages {args.pages!r}: no page has that in its name")
-    found = problems(of=[page.name for page in chosen])
+        parser.error(f"--pages {text!r}: no page has that in its name")
+    found = problems(text=text)
     print(*found, *(f"{page.name}: {page.n_words} words" for page in chosen), sep="\n")
     sys.exit(bool(found))
 

@@ -165,9 +165,9 @@ def fake(d, cap_mb=None, gloo=False):
         buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
 
-    def core(package, _=None):
+    def core(package, *name):
         module = {"stage": f"{package}.optimizer", "varia": package}.get(package[:5])
-        return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package)
+        return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package, *name)
     with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core),
           mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
           mock.patch.object(stage_4, "transport_for",

@@ -6,31 +6,17 @@ import importlib
 import statistics
 
 import torch
-import torch.distributed as dist
 
+from harness import examine
 from harness import rows as catalogue
-from harness.examine import (
-    WARMUP_STEPS,
-    adamw,
-    describe,
-    examine,
-    make_batches,
-    make_model,
-    memory_of_step,
-    reference_params,
-    steady,
-    time_steps,
-    tolerance,
-)
+from harness.examine import adamw, make_batches, reference_params, time_steps, tolerance
 from harness.gpt import share_layers
 from harness.ledger import Ledger
-from harness.memory import KINDS, Memory
+from harness.memory import Memory
 from harness.reference import as_tensor
 from harness.results import Result, Row, SharedRow
 from harness.training import Training
 from harness.workers import WorkerError, on_rank_0
-
-# -------------------------------------------------------------------------------------------------------- Measures rows
 
 
 def measure_rows(workers, settings, choices, progress=lambda text: None):
@@ -39,7 +25,7 @@ def measure_rows(workers, settings, choices, progress=lambda text: None):
     `progress(text)` is called before each of `n_runs(settings, choices)` runs. A row that fails, that differs from ddp
     by more than the tolerance, or whose weights never moved, has an `error` that says so, and no times.
     """
-    conditions = on_rank_0(workers, describe, settings)
+    conditions = on_rank_0(workers, examine.describe, settings)
     conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*choice).dtype for choice in choices))
     rows = [_examine(workers, settings, choice, progress) for choice in choices]
     for turn in range(settings.rounds):
@@ -72,11 +58,12 @@ def _examine(workers, settings, choice, progress):
     row = Row(*choice, configuration.kind, configuration.dtype)
     progress(f"check: {row.name}")
     try:
-        found = workers.run(examine, settings, *choice)
+        found = workers.run(examine.examine, settings, *choice)
     except WorkerError as error:
         row.fail(str(error))
         return row
-    row, (_, movement), allowed = over_ranks([of_rank for of_rank, _ in found]), found[0], tolerance(workers.world_size)
+    row, movement = over_ranks([of_rank for of_rank, _ in found]), found[0][1]
+    allowed = tolerance(workers.world_size)
     if row.kind == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
         row.max_abs_diff = None
     elif row.max_abs_diff > allowed:
@@ -115,15 +102,12 @@ def over_ranks(rows):
         bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))
 
 
-# ------------------------------------------------------------------------------------------------- Tensor-parallel rows
-
-
 PACKAGES = {"rung 0": "harness.reference", "stage 4": catalogue.STAGE_4}
 
 
 def build(rank, settings, tp, package):
     """-> a Training, its batches, and the process group of its data-parallel ranks."""
-    model = make_model(settings, rank, "float32")
+    model = examine.make_model(settings, rank, "float32")
     group = share_layers(model, tp, rank)
     optimizer_cls = importlib.import_module(package).DistributedOptimizer
     optimizer = optimizer_cls(model.parameters(), torch.optim.AdamW, process_group=group, **adamw(settings))
@@ -140,32 +124,23 @@ def examine_shared(rank, settings, tp, name):
     gc.collect()
     with Memory(rank.device) as memory:
         training, batches, group = build(rank, settings, tp, PACKAGES[name])
-        memory_of_step(memory, training, batches[0])
-        training.zero_grad()
-        peaks, _, activations = memory_of_step(memory, training, batches[1])
-        held = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
-        training.zero_grad()
+        _, _, peaks, activations, held = examine.memory_of_steps(memory, training, batches)
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
     sent = {True: 0, False: 0}
     for entry in ledger.entries:
         sent[entry.group_name == group.group_name] += entry.wire_bytes
-    differences = [(as_tensor(param.detach()) - expected).abs().max()
-                   for param, expected in zip(training.full_params(), reference, strict=True)]
-    largest = torch.stack(differences).max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return SharedRow(name, tp, max_abs_diff=largest.item(), dp_bytes=round(sent[True]), tp_bytes=round(sent[False]),
-                     peak_bytes=max(peaks.values()), held_bytes=held, activation_bytes=activations)
+    params = [as_tensor(param.detach()) for param in training.full_params()]
+    return SharedRow(name, tp, max_abs_diff=examine.largest_difference(params, reference),
+                     dp_bytes=round(sent[True]), tp_bytes=round(sent[False]), peak_bytes=max(peaks.values()),
+                     held_bytes=held, activation_bytes=activations)
 
 
 def time_shared(rank, settings, tp, name):
     """-> milliseconds of a steady step, and of the drain."""
-    gc.collect()
     training, batches, _ = build(rank, settings, tp, PACKAGES[name])
-    for batch in batches[:WARMUP_STEPS]:
-        training.step(batch)
-    return steady(rank, training.step, batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps], training.finish)
+    return examine.time_training(rank, settings, training, batches)
 
 
 def measure_shared(workers, settings, tp, progress=lambda text: None):

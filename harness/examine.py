@@ -23,9 +23,6 @@ from harness.results import AccumulatedRow, Conditions, Made, Row
 from harness.rows import Choice
 from harness.workers import on_rank_0
 
-# ------------------------------- What is trained while it is measured: settings, model, batches, the same for every row
-
-
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
 CHECKED_STEPS = 3  # the second is the first that reads parameters which were exchanged, and moments which are not zero
 
@@ -59,9 +56,6 @@ def make_batches(settings, rank):
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
                                settings.seed, rank.device)
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
-
-
-# ------------------------------------------------------- Under which conditions a figure holds: machine, code, settings
 
 
 def describe(rank, settings):
@@ -127,7 +121,7 @@ def tolerance(world_size):
     return 0.0 if world_size <= 2 else 1e-5
 
 
-@functools.lru_cache(maxsize=2)  # one a dtype
+@functools.lru_cache(maxsize=2)
 def reference_params(settings, rank, build, dtype):
     """The parameters before and after CHECKED_STEPS plain steps of the reference; rank 0's, on every rank."""
     model = make_model(settings, rank, dtype)
@@ -161,12 +155,8 @@ def examine(rank, settings, base, bucket_mb=None):
         training = configuration.build(model, adamw(settings))
         phases["optimizer"] = memory.settled()
         build_peak = memory.peak
-        first_peaks, after, _ = memory_of_step(memory, training, batches[0])
+        first_peaks, after, peaks, activations, kinds = memory_of_steps(memory, training, batches)
         phases.update({phase: after[phase] for phase in ("backward", "step")})
-        training.zero_grad()
-        peaks, _, activations = memory_of_step(memory, training, batches[1])
-        kinds = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
-        training.zero_grad()
         phases["peak"] = max(build_peak, *first_peaks.values(), *peaks.values())
         peaks = {"build": build_peak, **{phase: peaks[phase] for phase in ("forward", "backward", "step")}}
         if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
@@ -180,17 +170,26 @@ def examine(rank, settings, base, bucket_mb=None):
     line_bytes = None if before_step is None else bytes_on_the_line() - before_step
     params = training.full_params()
     torch.use_deterministic_algorithms(False)
-    largest = torch.stack([_largest_difference(params, reference), _largest_difference(params, before)])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    difference, movement = largest.tolist()
     numel = sum(param.numel() for param in model.parameters())
     return Row(
-        base, bucket_mb, configuration.kind, configuration.dtype, max_abs_diff=difference,
+        base, bucket_mb, configuration.kind, configuration.dtype, max_abs_diff=largest_difference(params, reference),
         collectives=ledger.collectives, message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes,
         line_bytes=line_bytes, wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),
         memory_bytes=phases, peak_bytes=peaks, activation_bytes=activations, held_bytes=kinds,
         bytes_per_param=sum(kinds.values()) / numel,
-        bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer)), movement
+        bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer)
+    ), largest_difference(params, before)
+
+
+def memory_of_steps(memory, training, batches):
+    """Two steps, the first of which makes the state -> peaks within its phases, and bytes after each; of the second
+    peaks, activations, and what lives on after it, by kind."""
+    first_peaks, after, _ = memory_of_step(memory, training, batches[0])
+    training.zero_grad()
+    peaks, _, activations = memory_of_step(memory, training, batches[1])
+    held = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
+    training.zero_grad()
+    return first_peaks, after, peaks, activations, held
 
 
 def memory_of_step(memory, training, batch):
@@ -230,21 +229,27 @@ def bytes_on_the_line():
     return int(counter.read_text()) if interface and counter.exists() else None
 
 
-def _largest_difference(ones, others):
-    """As a tensor (); what is not a number counts as the largest float."""
+def largest_difference(ones, others):
+    """Of all ranks; what is not a number counts as the largest float. Collective."""
     differences = torch.stack([(one - other).abs().max().float() for one, other in zip(ones, others, strict=True)])
-    return differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
-
-
-# ------------------------------------------- How long a step of a row takes, in the middle of a run. Runs on every rank
+    largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
 
 
 @rows.in_its_context
 def time_steps(rank, settings, base, bucket_mb=None):
     """-> milliseconds of a steady step, and of the drain after the last, each on the slowest rank: see `steady`."""
-    configuration, batches = rows.find(base, bucket_mb), make_batches(settings, rank)
+    training = make_training(rank, settings, rows.find(base, bucket_mb))
+    return time_training(rank, settings, training, make_batches(settings, rank))
+
+
+def make_training(rank, settings, configuration):
     gc.collect()
-    training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
+    return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
+
+
+def time_training(rank, settings, training, batches):
     for batch in batches[:WARMUP_STEPS]:
         training.step(batch)
     return steady(rank, training.step, batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps], training.finish)
@@ -285,17 +290,13 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
-# -------------------------------------------------------------------- How long a micro-batch takes, of steps of several
-
-
 MICRO_BATCHES = (1, 2, 4)  # a step
 
 
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
     configuration, batches = rows.find(*choice), make_batches(settings, rank)
-    gc.collect()
-    training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
+    training = make_training(rank, settings, configuration)
 
     def step(_):
         for micro in range(micro_batches):

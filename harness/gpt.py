@@ -11,9 +11,6 @@ from torch import nn
 
 from harness import STAGES
 
-# ------------------------------------- The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256
-
-
 VOCABULARY = 256  # one symbol a byte
 
 
@@ -124,9 +121,6 @@ def build_model(args, rank):
     model = GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
     args.process_group = share_layers(model, args.tp, rank) if args.tp > 1 else None
     return model
-
-
-# -------------------------------------------------------------------- The layers of a GPT, each shared by several ranks
 
 
 OTHERS = *STAGES[:3], "train"  # folders of the other train.py

@@ -10,7 +10,6 @@ import importlib
 import statistics
 import time
 from datetime import date
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -19,7 +18,6 @@ from torch._C._distributed_c10d import FakeWork
 
 from harness import STAGES, command_line, gpu_overlap, host_time, memory, results
 from harness.alone import rank_0_of
-from harness.command_line import write
 from harness.examine import commit
 from harness.gpt import GPT, MODELS
 from harness.results import GpuConditions, GpuResult, GpuRow
@@ -105,21 +103,17 @@ def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, 
 
 def main():
     parser = command_line.Parser("cuda", __doc__)
-    fail = parser.error
-    parser.add_argument("--json", type=Path, default=Path("measured/cuda.json"), help="where the result is written")
+    command_line.add_json(parser, "measured/cuda.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
-    command_line.check_writable("--json", args.json, fail)
+    command_line.check_writable("--json", args.json, parser.error)
     device = torch.device("cuda", 0)
     result = measure_steps(device)
     result.steps = gpu_overlap.measure(device)
-    try:
-        write("--json", args.json, results.to_json(result), fail)
-    finally:  # see bench.py
-        for one in [gpu_sheet(result), gpu_overlap.sheet(result.steps), *map(host_sheet, result.host)]:
-            print(sheet_text(one))
-    print(f"written to {args.json}")
+    sheets = [gpu_sheet(result), gpu_overlap.sheet(result.steps), *map(host_sheet, result.host)]
+    command_line.write_and_show(args.json, results.to_json(result), parser.error,
+                                lambda: print("\n".join(map(sheet_text, sheets))))
 
 
 if __name__ == "__main__":

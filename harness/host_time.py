@@ -44,9 +44,9 @@ BUILD = {
     "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
     "stage 1 naive broadcast": catalogue.stage(catalogue.STAGE_1),
     "stage 2 all-gather": catalogue.stage(catalogue.STAGE_2),
-    "stage 3 core": catalogue.stage(catalogue.STAGE_3, core=True),
+    "stage 3 core": catalogue.stage(catalogue.STAGE_3, "ShardedOptimizer"),
     "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
-    "stage 4 core": catalogue.stage_with_prefetch(catalogue.STAGE_4, core=True, bucket_cap_mb=0.02),
+    "stage 4 core": catalogue.stage_with_prefetch(catalogue.STAGE_4, "ShardedOptimizer", bucket_cap_mb=0.02),
     "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4, bucket_cap_mb=0.02),
 }
 
@@ -68,15 +68,11 @@ class Chain(torch.nn.Module):
 
 def timed_step(training, x):
     """-> seconds of each of PHASES."""
-    marks = [time.perf_counter()]
-    loss = training.forward(x, None)
-    marks.append(time.perf_counter())
-    loss.backward()
-    marks.append(time.perf_counter())
-    training.update()
-    marks.append(time.perf_counter())
-    training.zero_grad()
-    marks.append(time.perf_counter())
+    loss, marks = [], [time.perf_counter()]
+    for phase in (lambda: loss.append(training.forward(x, None)), lambda: loss.pop().backward(), training.update,
+                  training.zero_grad):
+        phase()
+        marks.append(time.perf_counter())
     return [end - start for start, end in zip(marks, marks[1:])]
 
 
@@ -116,14 +112,13 @@ def numbers(text):
 
 def main():
     parser = command_line.Parser("host", __doc__)
-    fail = parser.error
     parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
     parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
     parser.add_argument("--steps", type=int, default=60, help="of each row (default 60)")
     args = parser.parse_args()
-    command_line.check_at_least_1(args, ("steps",), fail)
+    command_line.check_at_least_1(args, ("steps",), parser.error)
     if min(args.tensors + args.ranks) < 1:
-        fail("--tensors and --ranks: numbers from 1 on, separated by commas")
+        parser.error("--tensors and --ranks: numbers from 1 on, separated by commas")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for n_tensors in args.tensors:
         for rows in measure_ranks(device, n_tensors, args.ranks, args.steps):

@@ -1,73 +1,37 @@
 """The ledger: which collectives ran, of how many bytes, counted from outside. No stage knows that it is counted."""
 
-import queue
 import re
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# --------------------- When messages arrive that tell nobody: a thread waits for them, in place of whoever started them
-
-
-class Watcher:
-    """A thread that waits for one Work after the other, in the order in which messages arrive."""
-
-    def __init__(self):
-        self.works = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def watch(self, work, entry):
-        """-> a Work to wait for in place of `work`."""
-        watched = WatchedWork(work, entry)
-        self.works.put(watched)
-        return watched
-
-    def end(self, limit_s):
-        self.works.put(None)
-        self.thread.join(limit_s)
-        if self.thread.is_alive():
-            raise TimeoutError(f"a message is not complete after {limit_s} s")
-
-    def _run(self):
-        while (watched := self.works.get()) is not None:
-            watched.finish()
-
 
 class WatchedWork(dist.Work):
-    """A Work that somebody else waits for: gloo's own may be waited for only once."""
+    """A Work that `thread`, an executor, waits for: gloo's own tells nobody, and may be waited for only once."""
 
-    def __init__(self, work, entry):
+    def __init__(self, work, entry, thread):
         super().__init__()
-        self.work, self.entry = work, entry
-        self.ended, self.error = threading.Event(), None
+        self.done = thread.submit(self.finish, work, entry)  # which lets go of `work`, and so of what has arrived
 
-    def finish(self):
+    @staticmethod
+    def finish(work, entry):
         try:
-            self.work.wait()
-        except Exception as error:  # whoever waits raises it
-            self.error = error
-        self.work = None  # which holds what has arrived
-        self.entry.completed_at = time.perf_counter()
-        self.ended.set()
+            work.wait()
+        finally:
+            entry.completed_at = time.perf_counter()
 
     def wait(self, timeout=None):
-        if not self.ended.wait((timeout or dist.default_pg_timeout).total_seconds()):
-            raise TimeoutError(f"{self.entry.kind} of {self.entry.size} bytes is not complete")
-        if self.error is not None:
-            raise self.error
+        self.done.result((timeout or dist.default_pg_timeout).total_seconds())
         return True
 
     def is_completed(self):
-        return self.ended.is_set()
-
-
-# ----------------------------------------------------------------------------------------------------------- The ledger
+        return self.done.done()
 
 
 @dataclass
@@ -154,8 +118,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.entries = []
-        self.watchers = {}  # kind -> Watcher
-        self.under_way = []  # entries whose future notes the time
+        self.threads = {}  # kind -> an executor of one thread: messages of a kind arrive in order
+        self.under_way = []  # entries whose end somebody else notes
+        self.works = []  # to C++ a work that Python has let go of is none of ours any more
 
     def __exit__(self, *exception):
         """Waits until all that was launched is complete, unless an exception ends it."""
@@ -165,9 +130,9 @@ class Ledger(TorchDispatchMode):
                 if time.perf_counter() > until:
                     raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
                 threading.Event().wait(0.001)
-        for watcher in self.watchers.values():
-            watcher.end(self.limit_s)
-        self.watchers = {}
+        for thread in self.threads.values():
+            thread.shutdown(wait=False)
+        self.threads = {}
         return super().__exit__(*exception)
 
     @property
@@ -214,20 +179,21 @@ class Ledger(TorchDispatchMode):
     def _watch(self, entry, result):
         """Note when `entry` is complete -> what the caller gets in place of `result`."""
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor
-            return result
-        if entry.backend == "fake":
+        if entry.backend == "fake" or not isinstance(boxed, torch.ScriptObject):  # a functional one returns a tensor
             return result
         work = dist.Work.unbox(boxed)
         if work is None:  # NCCL: it is in the queue of the current stream, as any other kernel
             entry.completed_at = time.perf_counter()
             return result
+        self.under_way.append(entry)
         try:
             future = work.get_future()
         except RuntimeError:
-            boxed = self.watchers.setdefault(entry.kind, Watcher()).watch(work, entry).boxed()
+            if entry.kind not in self.threads:
+                self.threads[entry.kind] = ThreadPoolExecutor(1)
+            self.works.append(WatchedWork(work, entry, self.threads[entry.kind]))
+            boxed = self.works[-1].boxed()
             return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
-        self.under_way.append(entry)
         future.add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
         return result
 

@@ -6,18 +6,14 @@ A small GPT on the source of Python's standard library; after the last step the 
 `make report PUBLISH=1` puts the result into results/, and its table into variants/README.md.
 """
 
-import argparse
 import dataclasses
-import functools
 import statistics
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import command_line, corpus, results
-from harness.command_line import write
 from harness.examine import Settings, describe
 from harness.gpt import GPT, MODELS
 from harness.results import LossConditions, LossResult, LossRow
@@ -78,21 +74,19 @@ def measure(workers, n_steps, n_seeds):
 
 
 def main():
-    fail = functools.partial(command_line.fail, "losses")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("losses", __doc__)
     for option, default, what in (("--steps", 300, "of each run"), ("--seeds", 3, "of model and text"),
                                   ("--ranks", 2, "processes on this machine")):
         parser.add_argument(option, type=int, default=default, help=f"{what} (default {default})")
-    parser.add_argument("--json", type=Path, default=Path("measured/losses.json"), help="where the result is written")
+    command_line.add_json(parser, "measured/losses.json")
     args = parser.parse_args()
     if min(args.steps, args.seeds, args.ranks) < 1:
-        fail("--steps, --seeds and --ranks must be at least 1")
-    command_line.check_writable("--json", args.json, fail)
+        parser.error("--steps, --seeds and --ranks must be at least 1")
+    command_line.check_writable("--json", args.json, parser.error)
     with Workers(args.ranks, timeout_s=600) as workers:
         result = measure(workers, args.steps, args.seeds)
-    write("--json", args.json, results.to_json(result), fail)
-    print(sheet_text(loss_sheet(result)))
+    command_line.write_and_show(args.json, results.to_json(result), parser.error,
+                                lambda: print(sheet_text(loss_sheet(result))))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How ranks find each other, on which device and backend, how they leave together, and what a lost rank means."""
 
 import atexit
+import contextlib
 import functools
 import os
 import platform
@@ -19,8 +20,6 @@ import torch.distributed.nn.functional  # before there is a group: as a default 
 from guard.refuse import silence_torch
 from harness import command_line, processes
 from harness.processes import keep_freed_memory, let_computing_go_first, own_threads
-
-# ------------------------------------------------------------------------------- Where a rank computes and how it talks
 
 
 def choices(local_rank, local_world_size):
@@ -99,26 +98,18 @@ def _missing_ranks():
     missing = []
 
     def ask():
-        store, rank, world_size = met[-1]
-        store.set(f"lost another: {rank}", "")
-        others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
-        while len(others) > 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            others = [other for other in others if not store.check([f"lost another: {other}"])]
-        missing.extend(others)
-
-    def try_to_ask():
-        try:
-            ask()
-        except (LookupError, RuntimeError):  # it was never reached, or has gone
-            return
-    thread = threading.Thread(target=try_to_ask, daemon=True)  # a store whose process is stopped never answers
+        with contextlib.suppress(LookupError, RuntimeError):  # the store was never reached, or has gone
+            store, rank, world_size = met[-1]
+            store.set(f"lost another: {rank}", "")
+            others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
+            while len(others) > 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+                others = [other for other in others if not store.check([f"lost another: {other}"])]
+            missing.extend(others)
+    thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
     thread.start()
     thread.join(MISSING_S + 2)
     return missing
-
-
-# ------------------------------------------------------------------------ How ranks find each other, and leave together
 
 
 class Rank(NamedTuple):
@@ -215,22 +206,19 @@ def disconnect():
     dist.destroy_process_group()
 
 
-# ------------------------------ What one rank finds wrong all ranks hear of: one line from rank 0, and every rank exits
-
-
-def on_all_ranks(function):
-    """function(), or, if it raises ValueError on any rank: one line from rank 0, and every rank exits with code 2.
+def on_all_ranks(function, mistakes=ValueError):
+    """function(), or, if it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
 
     The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
     """
     result, error = None, None
     try:
         result = function()
-    except ValueError as mistake:
+    except mistakes as mistake:
         error = str(mistake)
     errors = [error]
     if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
+        errors *= dist.get_world_size()
         dist.all_gather_object(errors, error)
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if not failed:

@@ -25,7 +25,6 @@ REST = "buffers"  # what nobody has marked: after a step that is what neither th
 KINDS = "parameters", "gradients", "state", REST
 
 
-
 def Memory(device):
     """A counter for `device` (torch.device or str), to be entered with `with`."""
     return CudaMemory(device) if torch.device(device).type == "cuda" else StorageMemory()

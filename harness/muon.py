@@ -5,6 +5,7 @@ is computing, Newton–Schulz of each matrix: replicated it takes all of it on e
 """
 
 import collections
+import functools
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import stage2_allgather
 import stage4_overlap
 import variants.muon
 from guard.chained import Chained
+from harness import reference
 from harness.training import Training
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
@@ -46,26 +48,12 @@ class PairTraining(Training):
         super().finish()
 
 
-class Both:
-    """Two of torch's optimizers, as one."""
-
-    def __init__(self, *optimizers):
-        self.optimizers, self.param_groups, self.state = optimizers, (), {}
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
 def ddp_and_muon(model, adamw):
     """Every rank orthogonalises every matrix."""
-    matrices, rest = split(model)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return PairTraining(model, wrapped, Both(torch.optim.AdamW(rest, **adamw), torch.optim.Muon(matrices, **MUON)))
+    own = functools.partial(reference.DistributedOptimizer, average_gradients=False)
+    training = sharded(own, own)(model, adamw)
+    training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return training
 
 
 class StackedByShape:
@@ -75,7 +63,7 @@ class StackedByShape:
     this rank's matrices, an all-gather of each stack of parameters, a copy out of it. Written from its description.
     """
 
-    param_groups, state = (), {}
+    param_groups, state, process_group = (), {}, None
 
     def __init__(self, matrices):
         self.d, self.rank, self.stacks = dist.get_world_size(), dist.get_rank(), []
@@ -88,6 +76,9 @@ class StackedByShape:
             own = [torch.nn.Parameter(param.detach().clone()) for param in params[self.rank * n :][:n]]
             self.stacks.append((params, own, (n, *shape)))
         self.optimizer = torch.optim.Muon([param for _, own, _ in self.stacks for param in own], **MUON)
+
+    def finish_grad_sync(self):
+        """`step` does it."""
 
     @torch.no_grad()
     def step(self):
@@ -104,7 +95,7 @@ class StackedByShape:
             dist.all_gather_into_tensor(gathered, mine)
             torch._foreach_copy_(params, list(gathered[: len(params)]))
 
-    def zero_grad(self):
+    def zero_grad(self, set_to_none):
         self.optimizer.zero_grad()
         for params, _, _ in self.stacks:
             for param in params:
@@ -114,7 +105,7 @@ class StackedByShape:
 def stacked(model, adamw):
     matrices, rest = split(model)
     of_rest = stage2_allgather.DistributedOptimizer(rest, **adamw)
-    return PairTraining(model, model, Both(of_rest, StackedByShape(matrices)))
+    return PairTraining(model, model, Chained(of_rest, StackedByShape(matrices)))
 
 
 in_stage_2 = sharded(stage2_allgather.DistributedOptimizer, stage2_allgather.DistributedOptimizer)

@@ -1,6 +1,7 @@
 """The options of every train.py, which of them a run may change when it goes on, its folder, and how it stops."""
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -16,9 +17,6 @@ from harness import command_line, gpt, meeting
 from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
-
-# -------------------------------------------------------------- The checkpoints that the folder of a run keeps, by step
-
 
 MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
 
@@ -63,9 +61,6 @@ def set_aside(folder, steps):
         path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
 
 
-# --------------------------------------- The settings of a run that must not change when it goes on, and those that may
-
-
 def settings_of(args, world_size):
     """What a checkpoint says of its run: option -> value. With other values of DATA_ORDER a step sees other text."""
     return {"--seed": args.seed, "--data": args.text, "ranks x --batch-size": world_size * args.batch_size,
@@ -78,7 +73,7 @@ DATA_ORDER = ("--seed", "--data", "ranks x --batch-size", "--accumulate", "--seq
 
 
 def changes(before, now):
-    """-> {option: (value before, value now)}, as text. A text is the same one wherever it is."""
+    """-> {option: (value before, value now)}, as text. Data are (place, bytes, checksum), and the same in any place."""
     def text_of(value):
         return "{} ({} bytes, checksum {:08x})".format(*value) if isinstance(value, (tuple, list)) else f"{value}"
 
@@ -97,9 +92,6 @@ def take_hyperparameters(args, optimizer, scheduler):
         group["lr"] = args.lr * factor(scheduler.last_epoch)
 
 
-# ------------------------------------------------------------------------------------- The learning rate over the steps
-
-
 def warmup_then_cosine(steps):
     """For LambdaLR: the learning rate's factor, up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
     warmup = max(1, min(steps // 5, 100))
@@ -110,9 +102,6 @@ def warmup_then_cosine(steps):
         done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
         return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
     return factor
-
-
-# ---------------------------------------- A run that is told to stop: all ranks act upon the signal after the same step
 
 
 PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
@@ -128,30 +117,23 @@ class StopSignal:
     """
 
     def __init__(self, optimizer, timeout_s):
-        self.timeout_s, self.work = timeout_s, None
-        self.received = received = [0]
+        self.work, self.received = None, [0]
         for number in SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # under nohup, which wants the run to go on when the terminal goes
-            signal.signal(number, lambda number, _: received.__setitem__(0, number))
-        if dist.get_world_size() > 1:
-            meeting.beside(timeout_s)  # made now, by all ranks
-            optimizer.register_step_pre_hook(lambda *_: self._ask())
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: the run goes on without its terminal
+                signal.signal(number, lambda number, _: self.received.__setitem__(0, number))
+        self.group = meeting.beside(timeout_s)  # made now, by all ranks
+        optimizer.register_step_pre_hook(lambda *_: self._ask())
 
     def _ask(self):
         self.answer = torch.tensor(self.received)  # (1,) int64
-        if dist.get_world_size() > 1:
-            group = meeting.beside(self.timeout_s)
-            self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=group, async_op=True)
+        self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def agreed(self):
         """-> the name of the signal that some rank has had, the same one on every rank, or None. Collective."""
         if self.work is None:
             self._ask()
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        number = self.answer.item()
+        self.work.wait()
+        self.work, number = None, self.answer.item()
         return signal.Signals(number).name if number else None
 
 
@@ -227,8 +209,8 @@ def parse_args(description, arguments=None):
         if args.sequence_length > block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
                          f"most {block_size}")
-        if reason := gpt.misfit(args.tp, dist.get_world_size() if dist.is_initialized() else 1,
-                                            MODELS[args.model].n_heads, args.sequence_length):
+        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if reason := gpt.misfit(args.tp, n_ranks, MODELS[args.model].n_heads, args.sequence_length):
             parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
@@ -247,22 +229,17 @@ def parse_args(description, arguments=None):
     return on_all_ranks(parse)
 
 
-def _positive(kind):
-    return _number(kind, lambda value: value > 0, "positive")
-
-
-def _not_negative(kind):
-    return _number(kind, lambda value: value >= 0, "non-negative")
-
-
-def _number(kind, is_allowed, description):
+def _not_negative(kind, description="non-negative", lowest=0.0):
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (is_allowed(value) and value < math.inf):
+        if not lowest <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
                                              f"not {text!r}")
         return value
     return parse
+
+
+_positive = functools.partial(_not_negative, description="positive", lowest=math.ulp(0.0))

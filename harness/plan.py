@@ -1,6 +1,5 @@
 """Plan before you rent: what a rank of 1024 holds, how long a step takes, and how far that model is from runs."""
 
-import argparse
 import functools
 import gc
 import math
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 from harness import command_line, dry_run, models, pictures
 from harness import results as saved
 from harness import rows as catalogue
-from harness.command_line import write
 from harness.examine import made_here
 from harness.replay import Hardware, calibrated, replay
 from harness.results import Check, ModelledRun, PlanConditions, PlanResult, PlanRow, PlanSize, PublishedRun
@@ -31,9 +29,6 @@ MICRO_BATCHES = 8  # of the step that accumulates
 EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
 # As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
 DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312e12, 2.0e12, 300e9, 100e9)}
-
-# ------------------------------------------------------------------------------------------------------------- the plan
-
 
 class Planner:
     """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor.
@@ -88,7 +83,7 @@ def plan(planner):
     planner.run([choice for base in bases for choice in planner.sizes(base)], [args.world])  # all at once
     choices = [planner.tuned(base) for base in bases]
     planner.run(choices, ranks)
-    asked = {key: value for key, value in vars(args).items() if key not in ("json", "svg", "check", "spec")}
+    asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "spec")}
     numel = planner.recorded[choices[-1], args.world].numel
     conditions = PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
                                 efficiency=EFFICIENCY, **planner.hardware._asdict(), made=made_here())
@@ -196,9 +191,6 @@ def published():
              *rows("none hidden", A_USERS[2:], users, False)])
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
-
 fail = functools.partial(command_line.fail, "plan")
 BOUNDS = {"world": (1, 4096), "layers": (0, 1000), "width": (0, 2**17), "device_memory": (0.001, 10**6),
           "bucket_cap_mb": (0.001, 10**6)}
@@ -209,8 +201,7 @@ def gigabytes(text):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
     add("--model", default="7b", choices=models.NAMED, help="(default 7b)")
     add("--layers", type=int, default=0, metavar="N", help="in place of --model: a LLaMA of so many layers")
@@ -226,7 +217,6 @@ def parse():
     add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: the best of a few sizes)")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
-    add("--svg", type=Path, metavar="PATH", help="write the picture there")
     args = parser.parse_args()
     command_line.check_at_least_1(args, ("batch_size", "sequence_length", "accumulate", "tensor_parallel"), fail)
     if args.layers < 0 or args.width < 0 or args.width % 128 or (args.layers > 0) != (args.width > 0):
@@ -237,9 +227,8 @@ def parse():
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
-    for option, path in (("--json", args.json), ("--svg", args.svg)):
-        if path:
-            command_line.check_writable(option, path, fail)
+    if args.json:
+        command_line.check_writable("--json", args.json, fail)
     args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
     return args
 
@@ -251,14 +240,9 @@ def main():
         if args.check:
             here, elsewhere = workers.submit(two_hosts), workers.submit(published)
             result.check = Check(here.result(), *elsewhere.result())
-    for sheet in plan_sheets(result):
-        print(sheet_text(sheet), end="\n\n")
-    print(pictures.text(pictures.planned_steps(result)[0]))
-    for option, path, text in (("--json", args.json, lambda: saved.to_json(result)),
-                               ("--svg", args.svg, lambda: pictures.svg(*pictures.planned_steps(result)))):
-        if path:
-            write(option, path, text(), fail)
-            print(f"\nwritten to {path}")
+    texts = [*(f"{sheet_text(sheet)}\n" for sheet in plan_sheets(result)),
+             pictures.text(pictures.planned_steps(result)[0])]
+    command_line.write_and_show(args.json, saved.to_json(result), fail, lambda: print("\n".join(texts)))
 
 
 if __name__ == "__main__":

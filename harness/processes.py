@@ -6,8 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-# -------------------------------------------------------- SIGTERM, and the end of a parent: each ends a program quietly
-
 
 def end_with_parent():
     """In a child: ask Linux for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
@@ -21,9 +19,6 @@ def exit_on_signals():
     """SIGTERM and SIGHUP end this process as Ctrl-C does: what it has started and made is put away."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-
-
-# --------------------------- Two settings of Linux and glibc without which ranks on one machine get in each other's way
 
 
 def keep_freed_memory():

@@ -78,19 +78,17 @@ class Report:
         seconds = (now - self.seen_at) / steps
         self.loss_sum.zero_()
         self.steps_seen, self.seen_at = self.steps_done, now
-        speed = f"loss {loss:.4f}  {self._tokens_per_step() / seconds:,.0f} tokens/s  {seconds * 1000:,.1f} ms/step"
+        args = self.args
+        n_tokens = self.rank.world_size // args.tp * args.accumulate * args.batch_size * args.sequence_length
+        speed = f"loss {loss:.4f}  {n_tokens / seconds:,.0f} tokens/s  {seconds * 1000:,.1f} ms/step"
         self.bar.update(self.task, speed=speed)
-        is_first, is_last = self.steps_done == self.first_step + 1, self.steps_done == self.args.steps
+        is_first, is_last = self.steps_done == self.first_step + 1, self.steps_done == args.steps
         if is_last:
             self.bar.stop()
         if is_last or self.bar.disable and (is_first or self.steps_done % self.line_every == 0):
-            self._print(f"step {self.steps_done:>{len(str(self.args.steps))}}/{self.args.steps}  {speed}")
+            self._print(f"step {self.steps_done:>{len(str(args.steps))}}/{args.steps}  {speed}")
         if is_last:
-            self._print(f"{self.args.steps - self.first_step} steps in {now - self.started_at:.1f} s")
-
-    def _tokens_per_step(self):
-        n_batches = self.rank.world_size // self.args.tp * self.args.accumulate
-        return n_batches * self.args.batch_size * self.args.sequence_length
+            self._print(f"{args.steps - self.first_step} steps in {now - self.started_at:.1f} s")
 
     def _print_conditions(self, model):
         args, (_, world_size, device, backend) = self.args, self.rank

@@ -1,6 +1,7 @@
 """What rows must agree with: nothing is sharded, every rank steps every parameter; in 32 bits, in 16, and rounded."""
 
 import contextlib
+import functools
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,6 @@ def mean_over_ranks(loss, process_group):
     loss = as_tensor(loss).detach().clone()
     dist.all_reduce(loss, group=process_group)
     return loss / dist.get_world_size(process_group)
-
-
-# ------------------- Rung 0: nothing is sharded. Every rank steps every parameter, with the methods that stages have
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -147,9 +145,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.share()
 
 
-# ------------------ What rows of variants that round something must agree with: everything on every rank, rounded alike
-
-
 def bf16_sum(_, bucket):
     """What torch's bf16_compress_hook does, which refuses gloo."""
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
@@ -157,18 +152,13 @@ def bf16_sum(_, bucket):
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def rounded(**how):
-    """What rows of variants must agree with, of 32 bits: everything on every rank, and what they round, rounded."""
-    how = {"divided_in": torch.float32, **how}
-    return lambda model, adamw: MainParamsTraining(model, adamw, dist.get_world_size(), **how)
-
-
-# --------------------------------------------------------------- Training with 16-bit parameters, in full on every rank
-
-
 def in_16_bits(alone=False, **how):
     """AdamW on fp32 copies, on every rank. `alone`: gradients stay there. `how`: see MainParamsTraining."""
     return lambda model, adamw: MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **how)
+
+
+# What rows of variants must agree with, of 32 bits: the same, with what they round, rounded.
+rounded = functools.partial(in_16_bits, divided_in=torch.float32)
 
 
 def ddp_16bit(bucket_cap_mb=None):

@@ -17,12 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stage4_overlap
 from harness import STAGES, muon
 from harness.exchange import in_place_of_gloos, start
-from harness.owner_reduce import OwnerReduce
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, rounded
 from harness.training import ShardedTraining, Training
-
-# ------------------------------------------------------------------------------------------------------------ Which row
-
 
 # What the variants are compared with: --rows variants measures these, too.
 BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
@@ -144,20 +140,18 @@ def fsdp2(reshard_after_forward):
     return build
 
 
-def stage(package, core=False, **settings):
-    """`core`: without its guard."""
+def stage(package, name="DistributedOptimizer", prefetch=False, **settings):
+    """`name`: of the class; "ShardedOptimizer" is a stage without its guard."""
     def build(model, adamw):
-        make = optimizer_class(package, "ShardedOptimizer" if core else "DistributedOptimizer")
-        return Training(model, model, make(model.parameters(), torch.optim.AdamW, **settings, **adamw))
+        optimizer = optimizer_class(package, name)(model.parameters(), torch.optim.AdamW, **settings, **adamw)
+        if prefetch:
+            optimizer.prefetch_params(model)
+        return Training(model, model, optimizer)
     return build
 
 
-def stage_with_prefetch(package, **settings):
-    def build(model, adamw):
-        training = stage(package, **settings)(model, adamw)
-        training.optimizer.prefetch_params(model)
-        return training
-    return build
+stage_with_prefetch = functools.partial(stage, prefetch=True)
+owner_reduce = functools.partial(stage, "harness.owner_reduce", "OwnerReduce")
 
 
 RANKS = 64  # of a group of make plan: eight nodes of eight hold 1/64 of the state each, nearly all that sharding saves
@@ -182,20 +176,11 @@ def hybrid(ranks_of_group, bucket_cap_mb=None):
     return build
 
 
-def owner_reduce(bucket_cap_mb=None):
-    def build(model, adamw):
-        return Training(model, model, OwnerReduce(model.parameters(), bucket_cap_mb=bucket_cap_mb, **adamw))
-    return build
-
-
 def optimizer_class(package, name="DistributedOptimizer"):
     return getattr(importlib.import_module(package), name)
 
 
 STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
-
-
-# -------------------------------------------------------------------------------------------------------- What a row is
 
 
 class Configuration(NamedTuple):
@@ -255,18 +240,8 @@ class LeavesLate(stage4_overlap.DistributedOptimizer):
         self.pass_has_ended = False
 
 
-def leaves_late(prefetch, bucket_cap_mb=None):
-    def build(model, adamw):
-        optimizer = LeavesLate(model.parameters(), torch.optim.AdamW, bucket_cap_mb=bucket_cap_mb, **adamw)
-        if prefetch:
-            optimizer.prefetch_params(model)
-        return Training(model, model, optimizer)
-    return build
-
-
-def whole_messages():
-    """A context in which stage 4's transport cuts nothing into pieces."""
-    return mock.patch.object(stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
+# A context in which stage 4's transport cuts nothing into pieces.
+whole_messages = functools.partial(mock.patch.object, stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
 
 
 # ------------------------------ Rows that are asked for: 16 bits by --dtype, variants by --rows, and those of make plan
@@ -310,45 +285,38 @@ VARIANTS = [
 ]
 
 
-def planned(name, make, whole, shared, sharing=lambda d: d):
-    return Configuration(name, "stage", make(), 4, whole, shared, sharing, dtype="bfloat16",
-                         sized=lambda cap_mb: make(bucket_cap_mb=cap_mb))
+def in_buckets(name, make, *costs, kind="stage", **more):
+    """A row of which --sweep and make plan try several sizes of bucket: `make(bucket_cap_mb=…)` -> build."""
+    return Configuration(name, kind, make(), *costs, sized=lambda mb: make(bucket_cap_mb=mb), **more)
 
 
+planned = functools.partial(in_buckets, dtype="bfloat16")
 # Rows of make plan: with 16-bit parameters, for GPUs.
 PLANNED = [
-    planned("ddp bf16", ddp_16bit, 20, 0),
-    planned("owner reduce bf16", owner_reduce, 2, 6),
-    planned("stage 1 bf16", functools.partial(stage, STAGE_1), 4, 4),
-    planned("stage 2 bf16", functools.partial(stage, STAGE_2), 4, 4),
+    planned("ddp bf16", ddp_16bit, 4, 20),
+    planned("owner reduce bf16", owner_reduce, 4, 2, 6),
+    planned("stage 1 bf16", functools.partial(stage, STAGE_1), 4, 4, 4),
+    planned("stage 2 bf16", functools.partial(stage, STAGE_2), 4, 4, 4),
     *rows_of_16_bits("bfloat16", "bf16")[1:3],
-    planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 2, 16),
-    planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), 2, 16, in_groups),
+    planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 4, 2, 16),
+    planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), 4, 2, 16, in_groups),
 ]
-
-
-# -------------------------------- The rows: each configuration by its name, with what it must agree with, send and hold
-
-
-def row_of_stage_4(name, make):
-    """`make(bucket_cap_mb=None)` -> build."""
-    return Configuration(name, "stage", make(), 8, 4, 12, sized=lambda mb: make(bucket_cap_mb=mb))
 
 
 # The shortest names that say what a row is: the table has to fit a terminal.
 ROWS = [
     Configuration("compute only", "floor", compute_only, 0, 16, starts_apart=False),
     Configuration("compute + bytes", "floor", ComputeAndBytes, 8, 16, starts_apart=False),
-    Configuration("ddp", "reference", ddp, 8, 16, sized=functools.partial(beneath_ddp, "harness.reference")),
-    Configuration("ddp + stage 1", "stage", beneath_ddp(STAGE_1), 12, 8, 8, sized=lambda mb: beneath_ddp(STAGE_1, mb)),
-    Configuration("ddp + stage 2", "stage", beneath_ddp(STAGE_2), 12, 8, 8, sized=lambda mb: beneath_ddp(STAGE_2, mb)),
+    in_buckets("ddp", functools.partial(beneath_ddp, "harness.reference"), 8, 16, kind="reference"),
+    in_buckets("ddp + stage 1", functools.partial(beneath_ddp, STAGE_1), 12, 8, 8),
+    in_buckets("ddp + stage 2", functools.partial(beneath_ddp, STAGE_2), 12, 8, 8),
     Configuration("rung 0 replicated", "stage", stage("harness.reference"), 8, 16),
     Configuration("stage 1 naive broadcast", "stage", stage(STAGE_1), 12, 8, 8),
     Configuration("stage 2 all-gather", "stage", stage(STAGE_2), 12, 8, 8),
     Configuration("stage 3 grad buffer", "stage", stage(STAGE_3), 8, 8, 8),
-    row_of_stage_4("stage 4 overlap", functools.partial(stage_with_prefetch, STAGE_4)),
-    Configuration("ddp + torch ZeRO", "peer", ddp_and_zero(), 12, 8, 8, sized=ddp_and_zero),
-    Configuration("owner reduce", "peer", owner_reduce(), 8, 4, 12, sized=owner_reduce),
+    in_buckets("stage 4 overlap", functools.partial(stage_with_prefetch, STAGE_4), 8, 4, 12),
+    in_buckets("ddp + torch ZeRO", ddp_and_zero, 12, 8, 8, kind="peer"),
+    in_buckets("owner reduce", owner_reduce, 8, 4, 12, kind="peer"),
     Configuration("fsdp2", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False),
     Configuration("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), 12, 0, 16, starts_apart=False),
     Configuration("stage 2, gloo's own", "stage", stage(STAGE_2), 12, 8, 8, inside=contextlib.nullcontext),
@@ -364,9 +332,10 @@ REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
 LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"]
 # What each half of stage 4's overlap buys: measured on two hosts.
 APART = [
-    row_of_stage_4("stage 4 neither", functools.partial(leaves_late, False)),
-    row_of_stage_4("stage 4 only gradients", functools.partial(stage, STAGE_4)),
-    row_of_stage_4("stage 4 only parameters", functools.partial(leaves_late, True)),
+    in_buckets(f"stage 4 {which}", make, 8, 4, 12) for which, make in (
+        ("neither", functools.partial(stage, __name__, "LeavesLate")),
+        ("only gradients", functools.partial(stage, STAGE_4)),
+        ("only parameters", functools.partial(stage_with_prefetch, __name__, "LeavesLate")))
 ]
 # What of stage 4 is tuning, and no idea, left out. Measured on two hosts, too.
 UNTUNED = [
@@ -379,10 +348,8 @@ def find(base, bucket_mb=None):
     found = next((row for row in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
     if found is None or bucket_mb is not None and found.sized is None:
         raise LookupError(f"there is no row {Choice(base, bucket_mb).name!r}")
-    if bucket_mb is None:
-        return found
     kind = "peer" if found.kind == "reference" else found.kind
-    return found._replace(kind=kind, build=found.sized(bucket_mb))
+    return found if bucket_mb is None else found._replace(kind=kind, build=found.sized(bucket_mb))
 
 
 def in_its_context(measure):

@@ -6,8 +6,6 @@ Two ranks train with stage 4. What each of them owns has so many gigabytes: para
 in each round, one after the other, and all ranks at the same time. Also: how long an asynchronous save holds up a step.
 """
 
-import argparse
-import functools
 import os
 import shutil
 import statistics
@@ -22,14 +20,12 @@ import torch.distributed as dist
 import checkpoint
 import stage4_overlap
 from harness import command_line, results
-from harness.command_line import write
 from harness.examine import _cpu_name as cpu_name
 from harness.examine import commit
 from harness.results import SavingConditions, SavingResult, SavingRow
 from harness.tables import saving_sheet, sheet_text
 from harness.workers import Workers
 
-fail = functools.partial(command_line.fail, "saving")
 RANKS, WIDTH, N_STEPS = 2, 1024, 5
 CHUNK = 2**20  # bytes that the rows of the disk alone write or read at once
 BYTES_A_PARAMETER = 12  # of a checkpoint: fp32 parameters and two moments
@@ -158,16 +154,15 @@ def measure(rank, n_bytes, folder, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = command_line.Parser("saving", __doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of each rank (default 1)")
     parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: for temporary files)")
-    parser.add_argument("--json", type=Path, default=Path("measured/saving.json"), help="where the result is written")
+    command_line.add_json(parser, "measured/saving.json")
     args = parser.parse_args()
-    command_line.check_between("--gigabytes", args.gigabytes, 0.01, 100, fail)
-    command_line.check_at_least_1(args, ("rounds",), fail)
-    command_line.check_writable("--json", args.json, fail)
+    command_line.check_bounds(args, {"gigabytes": (0.01, 100)}, parser.error)
+    command_line.check_at_least_1(args, ("rounds",), parser.error)
+    command_line.check_writable("--json", args.json, parser.error)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, Workers(RANKS, timeout_s=3600) as workers:
         answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)
     rounds, steps = zip(*answers[0][1])
@@ -176,8 +171,8 @@ def main():
                                   args.rounds, statistics.median(alone), date.today().isoformat(), commit())
     rows = [SavingRow(name, beside, [one[name] for one in rounds]) for name, beside in BESIDE.items()]
     result = SavingResult(conditions, rows, held_up, behind, n_behind)
-    write("--json", args.json, results.to_json(result), fail)
-    print(sheet_text(saving_sheet(result)), f"written to {args.json}", sep="\n\n")
+    command_line.write_and_show(args.json, results.to_json(result), parser.error,
+                                lambda: print(sheet_text(saving_sheet(result)), end="\n\n"))
 
 
 if __name__ == "__main__":

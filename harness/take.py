@@ -39,13 +39,18 @@ def take(number, to, with_checkpoint=False):
     stages = {path.name.removeprefix("stage")[0]: path for path in ROOT.glob("stage*_*")}
     if number not in stages:
         raise ValueError(f"STAGE={number}: there are stages {', '.join(sorted(stages))}")
+    write_package(to, files_of(stages[number], with_checkpoint))
+
+
+def write_package(to, files):
+    """`files`: path in the package -> text. Raises ValueError where `to` is no place for a package."""
     if not to.name.isidentifier():
         raise ValueError(f"TO={to}: its last part must be a name that Python can import")
     if to.exists():
         raise ValueError(f"TO={to} is there already: remove it first, or take another name")
-    for name, text in files_of(stages[number], with_checkpoint).items():
+    for name, text in files.items():
         (to / name).parent.mkdir(parents=True, exist_ok=True)
-        (to / name).write_text(text)
+        (to / name).write_text(text, encoding="utf-8")
 
 
 def main():

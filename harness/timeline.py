@@ -1,7 +1,6 @@
 """One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
 
 import functools
-import gc
 import json
 import sys
 import time
@@ -15,16 +14,13 @@ from harness import command_line
 from harness import rows as catalogue
 from harness.command_line import write
 from harness.every_row import attempt
-from harness.examine import WARMUP_STEPS, Settings, adamw, make_batches, make_model
+from harness.examine import WARMUP_STEPS, Settings, make_batches, make_training
 from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
 from harness.pictures import can_draw, svg, text, trace
 from harness.results import Message, RecordedStep, length, most_alive, overlap, union
 from harness.workers import WorkerError, Workers
-
-# ------------------- One step of a row, recorded from outside: what computes when, what travels when, how much is alive
-
 
 GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
 RECORDED_STEPS = 6  # the first is there for what it leaves under way
@@ -73,10 +69,9 @@ def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
-    configuration, batches = catalogue.find(base, bucket_mb), make_batches(settings, rank)[:WARMUP_STEPS]
-    gc.collect()
+    batches = make_batches(settings, rank)[:WARMUP_STEPS]
     with Memory(rank.device) as memory:
-        training = configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
+        training = make_training(rank, settings, catalogue.find(base, bucket_mb))
         for batch in batches:
             training.step(batch)
         training.finish()
@@ -114,12 +109,10 @@ def span_of(recorder, number):
 
 def record_rows(workers, settings, rows, progress=lambda text: None):
     """Records every Row that has no error: its `timeline`, see `one_step`, by rank."""
-    def record_row(row):
-        row.timeline = workers.run(record, settings, *row.choice)
     for row in rows:
         if not row.error:
             progress(f"timeline: {row.name}")
-            attempt(row, functools.partial(record_row, row))
+            attempt(row, lambda: setattr(row, "timeline", workers.run(record, settings, *row.choice)))
 
 
 def one_step(recorder, number):
@@ -142,9 +135,6 @@ def one_step(recorder, number):
         communication=[Message(entry.kind, entry.size, *since(entry.launched_at, entry.completed_at))
                        for entry in inside],
         memory=most_alive(recorder.live, start, end))
-
-
-# ----------------------------------------- One step of a row, as rank x time: what computes when, and what travels when
 
 
 fail = functools.partial(command_line.fail, "timeline")
@@ -185,7 +175,7 @@ def main():
         write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
         if can_draw():
             write("--out", args.out, svg(rows, title), fail)
-    finally:  # see bench.py
+    finally:  # the disk may be full
         print(text(rows))
     print(f"written to {args.out} and " * can_draw() + f"{args.out.with_suffix('.json')}"
           + "; for the picture: pip install matplotlib" * (not can_draw()))

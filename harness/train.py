@@ -9,6 +9,3 @@ from harness.options import parse_args as parse_args
 from harness.options import warmup_then_cosine as warmup_then_cosine
 from harness.progress import Report as Report
 from harness.progress import evaluate as evaluate
-
-
-

@@ -5,6 +5,7 @@ whose rows are in the file already is left out: what was interrupted goes on. `m
 file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad input.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,9 +31,6 @@ from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep
 from harness.rows import Choice, is_asked
 from harness.workers import WorkerError
-
-# ------------------------------------------------------------- The command line: read outside, and on each of the hosts
-
 
 fail = functools.partial(command_line.fail, "network")
 
@@ -190,8 +189,7 @@ def run(*command):
 
 def missing():
     """What this machine lacks -> a line, or None."""
-    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if tools:
+    if tools := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
         return "network namespaces need root: sudo make bench WHAT=network, or run it in a container as root"
@@ -273,9 +271,6 @@ def time_accumulation(together, settings, result, bases, tuned, progress):
     every_row.attempt(rows[-1], time_rows)
 
 
-# ----------------------------------------------------------- Two hosts on one machine, joined by a line of limited rate
-
-
 PORT = 29500
 
 
@@ -293,17 +288,9 @@ def measure_on_two_hosts(args):
                      if name not in ("json", "accumulation", "sweep", "tuned", "curve"))]
         processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.two_hosts",
                                  *options, f"--json={path}") for host in (0, 1)]
-        while None in (codes := [wait_a_moment(process) for process in processes]) and not any(codes):
-            continue  # and no longer than until the first that fails: Hosts ends the other
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.2)  # and no longer than until the first that fails: Hosts ends the other
         return saved.from_json(Result, path.read_text()) if codes == [0, 0] else None
-
-
-def wait_a_moment(process):
-    """-> its exit code, or None when it still runs."""
-    try:
-        return process.wait(timeout=0.2)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def earlier(args):
@@ -333,41 +320,34 @@ def add_to_file(args, result):
 
 
 def measure_curve(args):
-    """At each rate a run of this program, in turn; then the table of all of them."""
+    """Each rate in turn; then the table of all of them."""
     def measured():
         return {result.conditions.rate: result for result in earlier(args)
                 if all(result.timed(*choice) for choice in CURVE)}
-    args.json = args.json or Path("measured/network.json")
-    signals.exit_on_signals()
     for rate in args.curve.split(","):
         if rate in measured():
             c = measured()[rate].conditions
             print(f"{rate}: in {args.json} already, of {c.machine}, commit {c.commit}")
-            continue
-        command = [sys.executable, "-m", "harness.two_hosts", "--rate", rate, "--rows", "curve", "--sweep",
-                   "--model", args.model, "--sequence-length", str(args.sequence_length),
-                   "--rounds", str(args.rounds), "--steps", str(CURVE_STEPS.get(rate, 4)), "--json", str(args.json)]
-        process = subprocess.Popen(command)
-        try:
-            code = process.wait()
-        finally:  # Ctrl-C, SIGTERM: the hosts are put away
-            process.terminate()
-            process.wait()
-        if code:
-            sys.exit(code)
+        elif measure(argparse.Namespace(**{**vars(args), "rate": rate, "rows": "curve", "sweep": True,
+                                           "steps": CURVE_STEPS.get(rate, 4)})):
+            sys.exit(1)
     tables.print_sheets([tables.curve_sheet(list(measured().values()))])
 
 
 def main():
     args = parse(__doc__)
-    if args.curve:
-        return measure_curve(args)
     if INSIDE in os.environ:
         measure_here(args)
         os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
+    args.json = args.json or (Path("measured/network.json") if args.curve else None)
     command_line.check_workload(args, ("rounds", "steps", "timeout", "ranks_per_host"), MODELS, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
+    sys.exit(measure_curve(args) if args.curve else measure(args))
+
+
+def measure(args):
+    """-> whether a row is wrong. Ends this program where a host fails."""
     before = earlier(args)  # fails now if the file holds something else
     if args.tuned is None:
         sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
@@ -377,8 +357,7 @@ def main():
             catalogue.find(*choice)
         except LookupError as error:
             fail(f"--tuned: {error.args[0]}")
-    reason = missing()
-    if reason:
+    if reason := missing():
         sys.exit(f"network: {reason}")
     signals.exit_on_signals()
     try:
@@ -392,12 +371,12 @@ def main():
     try:
         if args.json:
             add_to_file(args, result)
-    finally:  # see bench.py
+    finally:  # the disk may be full
         tables.show(result)
     if args.json:
         picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
         print(f"{steps}written to {args.json}{picture}")
-    sys.exit(every_row.is_wrong(result))
+    return every_row.is_wrong(result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Ranks for a process that starts them itself, many times and quickly: tests, bench.py.
-
-`Workers` keeps a process a rank alive, and hands it functions.
-"""
+"""Ranks for a process that starts them itself, many times and quickly: tests, bench.py."""
 
 import collections
 import contextlib
@@ -42,12 +39,10 @@ class Workers:
     `function(rank: Rank, *args, **kwargs)` must be importable (defined at the top of a module), and its arguments and
     result must pickle. A run longer than `timeout_s` seconds fails. After a failure all processes have been ended,
     and the next `run` starts new ones. Use it from the main thread, from a script whose work stands below
-    `if __name__ == "__main__":`. Raises ValueError for fewer than one rank, WorkerError when a rank fails.
+    `if __name__ == "__main__":`. Raises WorkerError when a rank fails.
     """
 
     def __init__(self, world_size, timeout_s=120):
-        if world_size < 1:
-            raise ValueError(f"the number of ranks is {world_size}: it must be at least 1")
         self.world_size, self.timeout_s = world_size, timeout_s
         self.processes, self.pipes = [], []
         self._start()
@@ -70,8 +65,7 @@ class Workers:
         if not self.processes:
             self._start()
         try:
-            for pipe in self.pipes:
-                self._send(pipe, job)
+            self._send(job)
             return self._collect(on_event)
         except BaseException:  # a failed rank, a time-out, Ctrl-C: others may wait in a collective, for ever
             self.kill()
@@ -79,8 +73,7 @@ class Workers:
 
     def close(self):
         """Lets all ranks leave the process group together and end; kills those that have not ended after 10 seconds."""
-        for pipe in self.pipes:
-            self._send(pipe, b"")
+        self._send(b"")
         deadline = time.monotonic() + 10
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -99,11 +92,10 @@ class Workers:
             self.processes.append(process)
             self.pipes.append(ours)
 
-    def _send(self, pipe, message):
-        try:
-            pipe.send_bytes(message)
-        except OSError:
-            return  # this rank is dead: whoever waits for its answer finds that out, and says how it died
+    def _send(self, message):
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # a dead rank: whoever waits for its answer says how it died
+                pipe.send_bytes(message)
 
     def _collect(self, on_event):
         """Waits for all answers -> list of results. After the first failure, others get a moment to tell the cause."""
@@ -127,7 +119,11 @@ class Workers:
             if failures:  # a rank that only lost its neighbour often reports before the death of that neighbour is seen
                 deadline = min(deadline, time.monotonic() + 0.5)
         if failures:
-            self._raise(dict(sorted(failures.items())))
+            # The cause is a rank that died, if one did: the others then say no more than that they miss it. Of several
+            # alike it is the lowest, not the one that was first to say so.
+            told = [failures[rank] for rank in sorted(failures)]
+            line = next((line for line, details in told if not details), told[0][0])
+            raise WorkerError(line, "\n".join(details or line for line, details in told))
         if len(results) < self.world_size:
             names = ", ".join(str(rank) for rank in missing)
             raise WorkerError(f"no answer from rank {names} after {self.timeout_s} seconds")
@@ -143,14 +139,6 @@ class Workers:
         code = self.processes[rank].exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         return "failure", (f"rank {rank} {how}", "")
-
-    def _raise(self, failures):
-        """The cause is a rank that died, if one did: what the others say then is only that they miss it.
-
-        Of several alike it is the lowest, not the one that was first to say so.
-        """
-        lines = [line for line, details in failures.values() if not details] or [line for line, _ in failures.values()]
-        raise WorkerError(lines[0], "\n".join(details or line for line, details in failures.values()))
 
     def kill(self):
         """Ends all ranks at once. The next call starts new ones."""

@@ -5,7 +5,6 @@
 --page puts the tables into README.md, where there is a comment for each.
 """
 
-import argparse
 import functools
 import re
 from pathlib import Path
@@ -29,8 +28,7 @@ from harness.tables import NONE, code_lines, core_lines, loss_sheet, rate_words
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "variants" / "README.md"
+PAGE = Path(__file__).with_name("README.md")
 RANKS, MODEL = 8, "tiny"
 STAGE_3, STAGE_4 = "stage 3 grad buffer", "stage 4 overlap"
 ROWS = {  # a row of the bench -> the row that it is compared with, what it is called elsewhere, when to take it
@@ -73,13 +71,14 @@ def counted(name, d=RANKS):
 
 def measured(kind="variants"):
     """-> {where: what was measured there, a Result}"""
-    found, of_machine = {}, f"bench_{kind}.json"
-    if (saved.ROOT / "results" / of_machine).exists():
-        found["one machine"] = saved.load(of_machine)
-    if (saved.ROOT / "results" / f"network_{kind}.json").exists():
-        found.update({rate_words(result.conditions.rate): result
-                      for result in saved.load(f"network_{kind}.json").at_all_rates()})
-    return found
+    results = [result for where in ("bench", "network") if is_there(f"{where}_{kind}.json")
+               for result in saved.load(f"{where}_{kind}.json").at_all_rates()]
+    return {rate_words(result.conditions.rate) if result.conditions.rate else "one machine": result
+            for result in results}
+
+
+def is_there(file):
+    return (saved.ROOT / "results" / file).exists()
 
 
 def time_cell(name, base, result):
@@ -100,9 +99,9 @@ def table():
     of_own = {f"variants {kind}": measured(kind) for kind in ("muon", "hybrid")}  # beside other rows, on other ranks
     for name, (base, elsewhere, when) in ROWS.items():
         sent, messages, held, *_ = counted(name)
-        file = ROOT / "variants" / f"{name.removeprefix('variants ')}.py"
+        file = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
         folder = "stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap"
-        lines = len(code_lines(file)) if file.exists() else core_lines(ROOT / folder)
+        lines = len(code_lines(file)) if file.exists() else core_lines(saved.ROOT / folder)
         rows.append([name.removeprefix("variants "), lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
                      *(time_cell(name, base, of_own.get(name, times).get(where)) for where in times), when])
     return markdown(["idea:", "lines", "called elsewhere:", "sent", "messages", "held",
@@ -143,7 +142,7 @@ def muon_table():
 
 def loss_table():
     """None where nothing was measured."""
-    if not (saved.ROOT / "results" / "losses.json").exists():
+    if not is_there("losses.json"):
         return []
     sheet = loss_sheet(saved.load("losses.json"))
     titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
@@ -162,13 +161,11 @@ def with_tables(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail = functools.partial(command_line.fail, "variants")
+    parser = command_line.Parser("variants", __doc__)
     parser.add_argument("--page", action="store_true", help="put the tables into variants/README.md")
     if not parser.parse_args().page:
         return print("\n".join(line for one in TABLES.values() if (lines := one()) for line in [*lines, ""]))
-    after = with_tables(PAGE.read_text(encoding="utf-8"))
-    command_line.write("--page", PAGE, after, fail)
+    command_line.write("--page", PAGE, with_tables(PAGE.read_text(encoding="utf-8")), parser.error)
 
 
 if __name__ == "__main__":

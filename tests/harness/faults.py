@@ -116,11 +116,6 @@ def state_of(path, scratch):
                                  for key, value in state.items()}}
 
 
-def final_state(folder, scratch):
-    """Those of the last checkpoint of a run."""
-    return state_of(latest(folder), scratch)
-
-
 def differing(one, other):
     """-> names of what isn't equal to the bit in two states."""
     equal = {key for key in one.keys() & other.keys() if torch.equal(one[key], other[key])}
@@ -128,8 +123,8 @@ def differing(one, other):
 
 
 def same(folder, other, scratch):
-    """Whether two runs have ended in the same state."""
-    return not differing(final_state(folder, scratch / "one.pt"), final_state(other, scratch / "other.pt"))
+    """Whether two runs have ended in the same state: that of their last checkpoints."""
+    return not differing(*(state_of(latest(one), scratch / "one.pt") for one in (folder, other)))
 
 
 CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}

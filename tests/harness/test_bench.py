@@ -19,12 +19,10 @@ import torch.distributed as dist
 import bench
 import stage2_allgather
 from harness import alone, command_line, every_row, examine, host_time, results, tables
-from harness import rows as catalogue
 from harness.alone import rank_0_of
-from harness.examine import Settings, adamw, make_batches, make_model
+from harness.examine import Settings
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
-from harness.memory import Memory
 from harness.pictures import PARAMETERS
 from harness.results import Result, Row
 from harness.rows import Choice
@@ -68,33 +66,36 @@ def test_every_row_has_every_figure(result):
     assert (result.conditions.ranks, result.conditions.model, result.conditions.dtype) == (2, "nano", "float32")
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """-> function: bench.main() with such arguments, `measured` in place of measuring, `shown` of showing -> its exit
+    code."""
+    def quick(*arguments, measured=lambda *_: NOTHING, shown=lambda _: None, device="cpu"):
+        ranks = SimpleNamespace(run=lambda function, *_: [device] * 2)
+        monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(ranks))
+        monkeypatch.setattr(every_row, "measure_rows", measured)
+        monkeypatch.setattr(tables, "show", shown)
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            bench.main()
+        return end.value.code
+    return quick
+
+
 @pytest.mark.parametrize("device, given, model", [("cuda", None, "medium"), ("cpu", None, "tiny"),
                                                   ("cuda", "small", "small"), ("cpu", "nano", "nano")])
-def test_the_model_is_one_that_shows_something_on_the_device(device, given, model, monkeypatch):
+def test_the_model_is_one_that_shows_something_on_the_device(device, given, model, quick):
     """As the ranks find it: a machine with a GPU may run them on its processor still."""
-    class Ranks:
-        def run(self, function, *args):
-            assert function is examine.device_type
-            return [device] * 2
     asked = []
-    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(Ranks()))
-    monkeypatch.setattr(every_row, "measure_rows", lambda _, settings, *__: asked.append(settings) or NOTHING)
-    monkeypatch.setattr(tables, "show", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "64",
-                                      *(["--model", given] if given else [])])
-    with pytest.raises(SystemExit) as end:
-        bench.main()
-    assert not end.value.code and [settings.model for settings in asked] == [model]
+    assert not quick("--sequence-length", 64, *(["--model", given] if given else []), device=device,
+                     measured=lambda _, settings, *__: asked.append(settings.model) or NOTHING)
+    assert asked == [model]
 
 
-def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(monkeypatch, capsys):
+def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(quick, capsys):
     """512 are none too many for medium, and tiny takes 256."""
-    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(examine, "default_model", lambda _: "tiny")
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--sequence-length", "512"])
-    with pytest.raises(SystemExit) as end:
-        bench.main()
-    assert end.value.code == 2 and "--sequence-length 512: tiny takes at most 256" in capsys.readouterr().err
+    assert quick("--sequence-length", 512) == 2
+    assert "--sequence-length 512: tiny takes at most 256" in capsys.readouterr().err
 
 
 def test_a_result_says_of_which_code_it_is(result, tmp_path):
@@ -119,18 +120,13 @@ def test_a_result_says_of_which_code_it_is(result, tmp_path):
     assert f"commit {examine.commit()}" in conditions_line(result.conditions)
 
 
-def test_the_noise_is_ddp_beside_itself(result):
+def test_what_is_compared_with_ddp(result):
+    """A stage is equal to it, who sends nothing has nothing exposed, and the noise is DDP beside itself."""
+    assert [row.max_abs_diff for row in result.rows if row.kind == "stage"] == [0.0] * 9
+    assert [step.exposed_seconds for step in result.find("compute only").timeline] == [0, 0]
     rounds = {row.kind: row.rounds_ms for row in result.rows}
     noise = [one / other for one, other in zip(rounds["noise"], rounds["reference"])]
     assert result.conditions.noise == pytest.approx(noise, rel=1e-8)
-
-
-def test_whoever_sends_nothing_has_nothing_exposed(result):
-    assert [step.exposed_seconds for step in result.find("compute only").timeline] == [0, 0]
-
-
-def test_no_stage_differs_from_ddp(result):
-    assert [row.max_abs_diff for row in result.rows if row.kind == "stage"] == [0.0] * 9
 
 
 def test_what_is_counted_is_what_the_formula_says(result):
@@ -175,27 +171,6 @@ def test_a_peak_is_within_its_phase(result):
             assert peaks["step"] < peaks["forward"] and peaks["step"] < peaks["backward"]
 
 
-def examined_and_counted(rank, settings, name):
-    """-> what `examine` says of a row, and what a counter without kinds says of the same steps."""
-    (found, _), batches = examine.examine(rank, settings, name), make_batches(settings, rank)
-    with Memory(rank.device) as memory:
-        training = catalogue.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
-        for batch in batches[:2]:
-            training.zero_grad()
-            training.forward_backward(batch)
-            training.update()
-            training.finish()
-        held = memory.settled()
-    return sum(found.held_bytes.values()), held
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", ["ddp", "stage 4 overlap", "fsdp2"])
-def test_the_kinds_are_all_that_is_held(run, name):
-    for of_kinds, held in run(examined_and_counted, Settings("nano", 2, 16, 1, 1), name):
-        assert of_kinds == held
-
-
 def test_collectives(result):
     counted = {row.name: row.collectives for row in result.rows}
     assert counted["stage 1 naive broadcast"] == {"all_reduce": 1, "broadcast": 2}
@@ -224,22 +199,6 @@ def test_a_wrong_stage_gets_no_time(tmp_path):
     wrong = result.find("stage 2 all-gather")
     assert not wrong.rounds_ms and wrong.error
     assert result.find("ddp").median_ms > 0
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--ranks", "0"], "--ranks is 0"),
-        (["--model", "huge"], "huge"),
-        (["--data", "/nowhere"], "/nowhere"),
-        (["--rows", "stage 9"], "stage 9"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_one_line(args, message):
-    run = run_alone("bench.py", *args)
-    assert run.code == 2
-    assert run.stderr.count("\n") == 1 and message in run.stderr
 
 
 # ------------------------------------------------------------------------------ what the figures are, without any ranks
@@ -299,50 +258,20 @@ def test_what_is_wrong_is_not_timed(found, reason):
     assert ranks.timed == [] and all(row.error.startswith(reason) for row in result.rows)
 
 
-def slow_rank(rank, settings):
-    """-> what each rank says of a row in which rank 1 pauses in each step, and, at the end, for longer."""
-    def build(model, adamw):
-        training = catalogue.find("compute only").build(model, adamw)
-        step, finish, pause = training.step, training.finish, threading.Event().wait
-        training.step = lambda batch: (step(batch), pause(0.05 * rank.rank))
-        training.finish = lambda: (finish(), pause(0.2 * rank.rank))
-        return training
-    row = catalogue.find("compute only")._replace(name="slow", build=build)
-    catalogue.ROWS.append(row)
-    try:
-        return examine.time_steps(rank, settings, "slow")
-    finally:
-        catalogue.ROWS.remove(row)
+def slow_rank(rank, in_step, in_finish):
+    """Steps in which rank 1 pauses, all but the first, as where the next forward waits; and a pause at the end."""
+    def pause(seconds):
+        threading.Event().wait(seconds * rank.rank)
+    return examine.steady(rank, lambda number: pause(in_step * (number > 0)), range(5), lambda: pause(in_finish))
 
 
 @pytest.mark.parametrize("world_size", [2])
 def test_a_time_is_that_of_the_slowest_rank_and_the_drain_is_no_step_s(run, world_size):
-    """4 steps of 50 ms, and 200 ms at the end; a pause is never shorter. With the drain a step would have 50 more."""
-    one, other = run(slow_rank, Settings("nano", 1, 8, 1, 4))
-    step_ms, drain_ms = one
-    assert one == other and step_ms >= 50 and drain_ms >= 200
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_the_drain_is_in_the_steps_of_nobody(run, world_size):
-    """Steps that take nothing, and a pause of 200 ms at the end."""
-    step_ms, drain_ms = run(drained)[0]
+    """A pause is never shorter than it is meant to be."""
+    one, other = run(slow_rank, 0.05, 0.2)
+    assert one == other and one[0] >= 50 and one[1] >= 200
+    step_ms, drain_ms = run(slow_rank, 0, 0.2)[0]
     assert drain_ms >= 200 > 5 * step_ms
-
-
-def drained(rank):
-    return examine.steady(rank, lambda batch: None, range(5), lambda: threading.Event().wait(0.2))
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_a_step_s_time_has_the_waits_of_the_next_forward(run, world_size):
-    """What a step leaves under way is waited for in the next: each but the first of them waits 20 ms."""
-    step_ms, _ = run(waits_in_the_next)[0]
-    assert step_ms >= 20
-
-
-def waits_in_the_next(rank):
-    return examine.steady(rank, lambda number: threading.Event().wait(0.02 * (number > 0)), range(5), lambda: None)
 
 
 @pytest.mark.parametrize("world_size", [3])
@@ -375,18 +304,6 @@ def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
     assert min(run(without_broadcast, Settings("nano", 2, 16, 1, 1), name)) > 0.01
 
 
-def gradients_sent(rank, settings, in_no_sync):
-    with Ledger() as ledger:
-        examine.time_accumulation(rank, settings, Choice("stage 4 overlap"), 4, in_no_sync)
-    return ledger.collectives[{"gloo": "send", "nccl": "reduce_scatter"}[rank.backend]]
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_in_no_sync_four_micro_batches_are_one_exchange(run, world_size):
-    settings = Settings("nano", 2, 16, 1, 1)
-    assert run(gradients_sent, settings, False) == [4 * number for number in run(gradients_sent, settings, True)]
-
-
 def gathered_elements(rank, stage):
     model = GPT(MODELS["nano"]).to(rank.device)
     optimizer = optimizer_of(stage)(model.parameters())
@@ -414,21 +331,15 @@ def test_the_model_state_is_that_of_the_formula(result):
         assert row.bytes_per_param[1] == pytest.approx(row.bytes_per_param_theory[1], rel=0.02), row.name
 
 
-def test_what_was_measured_is_written_before_it_is_shown(tmp_path, monkeypatch, capsys):
+def test_what_was_measured_is_written_before_it_is_shown(tmp_path, quick, capsys):
     """As in `make bench | head -1`: nobody may read what is printed any more. And [a] in a path is no markup."""
     def broken_pipe(_):
         raise BrokenPipeError
     path = tmp_path / "[a]" / "bench.json"
-    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(every_row, "measure_rows", lambda *_: NOTHING)
-    monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(tables, "show", broken_pipe)
     with pytest.raises(BrokenPipeError):
-        bench.main()
+        quick(*NANO, "--json", path, shown=broken_pipe)
     assert path.read_text() == results.to_json(NOTHING)
-    monkeypatch.setattr(tables, "show", lambda _: None)
-    with pytest.raises(SystemExit):
-        bench.main()
+    quick(*NANO, "--json", path)
     assert capsys.readouterr().out == f"written to {path}\n"
 
 
@@ -443,17 +354,13 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_path, monkeypatch, capsys):
+def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_path, quick, capsys):
     path, shown = tmp_path / "bench.json", []
     path.write_text("before")
-    monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(None, [Row("x" * 1000)]))
-    monkeypatch.setattr(sys, "argv", ["bench.py", *NANO, "--quick", "--json", str(path)])
-    monkeypatch.setattr(tables, "show", shown.append)
-    with pytest.raises(SystemExit) as end, full_disk():
-        bench.main()
+    with full_disk():
+        code = quick(*NANO, "--json", path, measured=lambda *_: Result(None, [Row("x" * 1000)]), shown=shown.append)
     error = capsys.readouterr().err.strip()  # the progress bar has left an empty line
-    assert end.value.code == 2 and len(shown) == 1 and error.count("\n") == 0
+    assert code == 2 and len(shown) == 1 and error.count("\n") == 0
     assert error.startswith(f"bench.py: error: --json {path}: not written: ")
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 

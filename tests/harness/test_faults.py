@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from harness.results import Stop
 from harness.workers import WorkerError, Workers
 from tests.common import STAGES
 from tests.harness.faults import STOPS, Run, converted, die_at, differing, same, seen, state_of
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.faults]
 
@@ -218,16 +217,6 @@ def test_signals_under_torchrun(tmp_path):
 # ----------------------------------------------------------------------------------------- a folder, another run in it
 
 
-def test_a_damaged_checkpoint_stops_a_run_with_one_line(undisturbed, tmp_path):
-    folder = tmp_path / "step-00000030"
-    folder.mkdir()
-    for file in (undisturbed(STAGES[3]) / folder.name).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes()[:-1])
-    run = run_alone(f"{STAGES[2]}/train.py", *NANO, "--checkpoint", tmp_path)
-    assert run.code == 2 and "Traceback" not in run.stderr
-    assert f"train.py: error: checkpoint {folder} can't be loaded: manifest.json is damaged" in run.stderr
-
-
 def at_once(*runs):
     """Stops each run when it is about to train, until all of them are; one that ends before is left alone."""
     held, waiting, deadline = [], list(runs), time.monotonic() + 300
@@ -322,21 +311,3 @@ def validation_loss(weights):
     batches = corpus.validation_batches(validation, 16, 32, rank=0, world_size=1)
     with torch.no_grad():
         return sum(model(*batch).item() * len(batch[0]) for batch in batches) / corpus.VALIDATION_SEQUENCES
-
-
-# ---------------------------------------------------------------------------------------------------- what it stands on
-
-
-def test_a_bit_or_an_entry_less_is_found():
-    state = {"weight": torch.zeros(2), "weight exp_avg": torch.ones(2)}
-    assert differing(state, {**state, "weight": torch.tensor([0, 1e-9])}) == ["weight"]
-    assert differing(state, {"weight": state["weight"]}) == ["weight exp_avg"] and not differing(state, dict(state))
-
-
-def test_what_was_started_ends_when_something_goes_wrong(tmp_path):
-    with pytest.raises(RuntimeError), Run(TRAIN_4, 2, 10**6, tmp_path) as run:
-        next(run.starts())
-        children = run.rank_processes()
-        raise RuntimeError
-    assert run.process.poll() is not None and len(children) == 2
-    assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -71,12 +71,6 @@ def test_a_rank_that_fails_ends_the_others_and_says_so_in_one_line(how, message,
         assert workers.run(add, 1, 1)[0][0] == 9.0  # the next run starts new ranks
 
 
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_no_ranks(world_size):
-    with pytest.raises(ValueError, match=f"ranks is {world_size}"):
-        Workers(world_size)
-
-
 def test_ctrl_c_ends_every_rank(tmp_path):
     """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
     program = f"""

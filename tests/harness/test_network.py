@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,7 @@ from harness import every_row, examine, meeting, processes, results, timeline, t
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Result, Row, Sweep
 from harness.rows import Choice
-from harness.two_hosts import Hosts, missing
+from harness.two_hosts import Hosts
 from tests.ranks import hears_ctrl_c
 
 pytestmark = pytest.mark.waits
@@ -28,15 +27,11 @@ NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--ro
 
 def can_make_hosts():
     """Whether this machine lets us: root alone doesn't, in most containers."""
-    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
+    try:
+        with Hosts("1gbit"):
+            return two_hosts.missing() is None
+    except OSError:
         return False
-    name = f"dopt-{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    shaped = ["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst", "1mb",
-              "latency", "50ms"]
-    shaped = made and subprocess.run(shaped, capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-    return shaped
 
 
 needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
@@ -112,34 +107,19 @@ def test_the_timeline_has_both_ranks_and_what_travelled(result):
 
 
 @needs_hosts
-def test_hosts_share_no_core(result, tmp_path):
+def test_hosts_are_as_the_conditions_say(result, tmp_path):
+    """As Linux says, and not by a clock: a line of that rate, cubic whatever this machine has set, and no core that
+    both have."""
     tells = "import os, sys; print(*os.sched_getaffinity(0), file=open(sys.argv[1], 'w'))"
-    paths = "a", "b"
-    with Hosts("1gbit") as made:
-        for host, path in enumerate(paths):
-            assert made.start(host, sys.executable, "-c", tells, tmp_path / path).wait(timeout=300) == 0
-    cores = [set((tmp_path / path).read_text().split()) for path in paths]
+    with Hosts("12mbit") as made:
+        for host, (name, link) in enumerate(zip(made.names, made.links)):
+            assert made.start(host, sys.executable, "-c", tells, tmp_path / name).wait(timeout=300) == 0
+            shown = two_hosts.run("tc", "-n", name, "qdisc", "show", "dev", link)
+            assert "qdisc tbf" in shown and "rate 12Mbit" in shown
+            assert "congctl cubic" in two_hosts.run("ip", "-n", name, "route", "get", two_hosts.ADDRESSES[1 - host])
+    cores = [set((tmp_path / name).read_text().split()) for name in made.names]
     assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
-    assert result.conditions.cores_per_host == len(cores[0])
-
-
-@needs_hosts
-def test_the_line_is_held_to_its_rate():
-    """As Linux says; not by a clock."""
-    with Hosts("12mbit") as made:
-        for name, link in zip(made.names, made.links):
-            shown = subprocess.run(["tc", "-n", name, "qdisc", "show", "dev", link], capture_output=True, text=True)
-            assert "qdisc tbf" in shown.stdout and "rate 12Mbit" in shown.stdout
-
-
-@needs_hosts
-def test_the_hosts_send_as_the_conditions_say(result):
-    """By cubic, and not by what this machine has set."""
-    assert result.conditions.tcp == "cubic"
-    with Hosts("12mbit") as made:
-        for name, address in zip(made.names, reversed(two_hosts.ADDRESSES)):
-            shown = subprocess.run(["ip", "-n", name, "route", "get", address], capture_output=True, text=True)
-            assert "congctl cubic" in shown.stdout
+    assert (result.conditions.cores_per_host, result.conditions.tcp) == (len(cores[0]), "cubic")
 
 
 @needs_hosts
@@ -168,43 +148,15 @@ def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
 
 
 def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
-    """No iproute2 on the PATH."""
+    """No iproute2 on the PATH; and iproute2, but no root."""
     monkeypatch.setattr(sys, "argv", ["network", "--json", str(tmp_path / "network.json")])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit) as end:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setenv("PATH", str(tmp_path))
         two_hosts.main()
     assert end.value.code == "network: ip and tc not found: install iproute2 (Linux only)"
-
-
-def test_without_root_it_says_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "need root" in missing()
-
-
-@pytest.mark.parametrize("wrong, named", [(["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
-                                          (["--curve", "1gbit,fast"], "--rate fast"),
-                                          (["--steps", "0"], "--steps"), (["--rows", "zero"], "--rows 'zero'"),
-                                          (["--model", "huge"], "'huge'"), (["--sequence-length", "9999"], "9999"),
-                                          (["--json", "results"], "results: it is a folder"),
-                                          (["--json", "net.svg"], "choose another ending"),
-                                          (["--json", "x" * 300], "File name too long"),
-                                          (["--timeout", "99999999999"], "at most a million"),
-                                          (["--rate", "9999999gbit"], "--rate 9999999gbit"),
-                                          (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
-                                          (["--tuned", "ddp=two"], "--tuned 'ddp=two': write the name of a row"),
-                                          (["--tuned", "fsdp2=2"], "--tuned: there is no row 'fsdp2, 2 MB"),
-                                          (["--json", "/dev/null"], "--json /dev/null: it is no file"),
-                                          (["--json", "results/bench.json"], "something else than results of make")])
-def test_bad_input_is_one_line(wrong, named, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["network", *wrong])
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("RANK", "0")  # of another launcher
-    with pytest.raises(SystemExit) as end:
-        two_hosts.main()
-    stderr = capsys.readouterr().err
-    assert end.value.code == 2
-    assert stderr.startswith("network: error: ") and named in stderr and stderr.count("\n") == 1
+    assert "need root" in two_hosts.missing()
 
 
 def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tmp_path, monkeypatch):
@@ -290,19 +242,16 @@ def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
 
 
 def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):
-    path, commands = tmp_path / "network.json", []
+    path, measured = tmp_path / "network.json", []
     first, *others = [result for result in committed() if result.conditions.rate != "2.5gbit"]
     path.write_text(results.to_json(dataclasses.replace(first, other_rates=others)))
-
-    def started(command):
-        commands.append(command)
-        return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
-    monkeypatch.setattr(subprocess, "Popen", started)
-    monkeypatch.setattr(processes, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(two_hosts, "measure", measured.append)
     monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7", "--json", str(path)])
-    two_hosts.main()
-    (command,) = map(" ".join, commands)
-    assert "--rate 2.5gbit --rows curve --sweep" in command and f"--rounds 7 --steps 4 --json {path}" in command
+    with pytest.raises(SystemExit) as end:
+        two_hosts.main()
+    assert not end.value.code
+    assert [(one.rate, one.rows, one.sweep, one.rounds, one.steps, one.json) for one in measured] == [
+        ("2.5gbit", "curve", True, 7, 4, path)]
     printed = capsys.readouterr().out
     assert f"1gbit: in {path} already" in printed and "DDP, tuned buckets" in printed
 

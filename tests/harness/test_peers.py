@@ -17,19 +17,13 @@ from stage4_overlap import optimizer
 from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
-SIZED = [Choice(base, size) for base, size in [
-    ("ddp", 0.01), ("ddp + torch ZeRO", 0.01), ("ddp + stage 1", ONE_PARAMETER), ("ddp + stage 2", 0.01),
-    ("stage 4 overlap", ONE_PARAMETER), ("owner reduce", 0.01)]]
-OTHERS = [*(Choice(row.name) for row in (*rows.APART, *rows.UNTUNED)), Choice("owner reduce"),
-          Choice("rung 0 replicated")]
-
-
-def name_of(choice):
-    return choice.name
+SIZED = [Choice("ddp", 0.01), Choice("ddp + torch ZeRO", 0.01), Choice("ddp + stage 1", ONE_PARAMETER),
+         Choice("ddp + stage 2", 0.01), Choice("stage 4 overlap", ONE_PARAMETER), Choice("owner reduce", 0.01)]
+OTHERS = [Choice(row.name) for row in (*rows.APART, *rows.UNTUNED, rows.find("rung 0 replicated"))]
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("choice", [*SIZED, *OTHERS], ids=name_of)
+@pytest.mark.parametrize("choice", [*SIZED, *OTHERS, Choice("owner reduce")], ids=lambda choice: choice.name)
 def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, choice):
     for found, movement in run(examine.examine, SETTINGS, *choice):
         assert found.choice == choice and found.max_abs_diff == 0 and movement > 0
@@ -40,7 +34,7 @@ def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(run, choice):
 
 
 @pytest.mark.parametrize("world_size", [3])
-@pytest.mark.parametrize("choice", [Choice("owner reduce"), SIZED[-1]], ids=name_of)
+@pytest.mark.parametrize("choice", [Choice("owner reduce"), SIZED[-1]], ids=lambda choice: choice.name)
 def test_an_owner_is_right_on_three_ranks(run, choice):
     for found, _ in run(examine.examine, SETTINGS, *choice):
         assert found.max_abs_diff <= examine.tolerance(3)
@@ -97,16 +91,18 @@ def test_a_bucket_has_one_owner_and_leaves_when_it_is_full():
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name, late", [("stage 4 neither", True), ("stage 4 only gradients", False),
-                                        ("stage 4 only parameters", True), ("stage 4 overlap", False)])
-def test_gradients_leave_late_where_the_row_says_so(run, name, late):
+@pytest.mark.parametrize("name, leaves_late, prefetches", [
+    ("stage 4 neither", True, False), ("stage 4 only gradients", False, False),
+    ("stage 4 only parameters", True, True), ("stage 4 overlap", False, True)])
+def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(run, name, leaves_late, prefetches):
     """By the order in which it happens: the first bucket leaves behind the last gradient, or before it."""
-    for order in run(order_of, name, 0.01):
+    for order, is_under_way in run(order_of, name, 0.01):
         first_leaves, last_gradient = order.index("leaves"), len(order) - 1 - order[::-1].index("gradient")
-        assert (first_leaves > last_gradient) == late
+        assert (first_leaves > last_gradient, is_under_way) == (leaves_late, prefetches)
 
 
 def order_of(rank, name, bucket_mb):
+    """-> what happens in a step, and whether parameters are under way after it."""
     training = rows.find(name, bucket_mb).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
     optimizer, order = training.optimizer, []
     send_grads = optimizer.send_grads
@@ -114,23 +110,9 @@ def order_of(rank, name, bucket_mb):
         param.register_hook(lambda grad: order.append("gradient"))
     optimizer.send_grads = lambda bucket: (order.append("leaves"), send_grads(bucket))
     training.step(make_batches(SETTINGS, rank)[0])
+    is_under_way = any(bucket.param_sync is not None for bucket in optimizer.buckets)
     training.finish()
-    return order
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name, prefetches", [("stage 4 neither", False), ("stage 4 only gradients", False),
-                                              ("stage 4 only parameters", True), ("stage 4 overlap", True)])
-def test_parameters_come_late_where_the_row_says_so(run, name, prefetches):
-    assert run(under_way_after_step, name) == [prefetches] * 2
-
-
-def under_way_after_step(rank, name):
-    training = rows.find(name).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
-    training.step(make_batches(SETTINGS, rank)[0])
-    found = any(bucket.param_sync is not None for bucket in training.optimizer.buckets)
-    training.finish()
-    return found
+    return order, is_under_way
 
 
 # ---------------------------------------------------------------------------------------------------------- rung 0

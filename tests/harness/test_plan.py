@@ -1,7 +1,6 @@
 """make plan: what is counted is what training holds, and modelled seconds are those that a reader adds up by hand."""
 
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -60,9 +59,13 @@ def test_ranks_that_share_layers_hold_parts_of_them():
     assert half / whole == pytest.approx(0.5, rel=1e-3)
 
 
+def launched(events):
+    return [event for event in events if event.what == "launch"]
+
+
 def test_a_step_of_stage_4_sends_gradients_during_backward_and_waits_for_parameters_in_forward():
     events = dry_run.record(Choice("stage 4 overlap", 2), TINY, 4, COST).events
-    sent = [event for event in events if event.what == "launch"]
+    sent = launched(events)
     assert {event.phase for event in sent if event.kind == "reduce_scatter"} == {"backward"}
     assert {event.phase for event in sent if event.kind == "all_gather"} == {"step"}
     assert [event.lag for event in events if event.what == "wait" and event.phase == "forward"][0] == 1
@@ -71,7 +74,7 @@ def test_a_step_of_stage_4_sends_gradients_during_backward_and_waits_for_paramet
 
 def test_ddp_reduces_in_buckets_during_backward_and_waits_before_it_steps():
     events = dry_run.record(Choice("ddp"), TINY, 4, COST).events
-    sent = [event for event in events if event.what == "launch"]
+    sent = launched(events)
     assert {event.kind for event in sent} == {"all_reduce"} and len(sent) > 1
     assert sum(event.n_bytes for event in sent) == 4 * 10_844_160
     assert {event.phase for event in events if event.what == "wait"} == {"backward"}
@@ -138,7 +141,7 @@ def test_ranks_that_lie_apart_share_the_lines_of_their_nodes():
 
 def test_the_hybrid_row_sends_within_neighbours_and_across():
     name = next(row.name for row in rows.PLANNED if row.name.startswith("hybrid"))
-    sent = [event for event in dry_run.record(Choice(name, 2), TINY, 128, COST).events if event.what == "launch"]
+    sent = launched(dry_run.record(Choice(name, 2), TINY, 128, COST).events)
     assert {(event.kind, event.group_size, event.stride) for event in sent} == {
         ("reduce_scatter", 64, 1), ("all_reduce", 2, 64), ("all_gather", 64, 1)}
 
@@ -155,29 +158,6 @@ def test_a_bucket_as_large_as_the_model_is_none():
 
 
 # --------------------------------------------------------------------------------------------------------- the program
-
-
-@pytest.mark.parametrize("options, says", [
-    (["--model", "8b"], "argument --model: invalid choice: '8b'"),
-    (["--world", "0"], "--world 0: it must be from 1 to 4096"),
-    (["--world", "5000"], "--world 5000: it must be from 1 to 4096"),
-    (["--device-memory", "much"], "argument --device-memory: invalid gigabytes value: 'much'"),
-    (["--model", "gpt2", "--tensor-parallel", "2"], "--tensor-parallel 2: the heads of gpt2 can't be shared out so"),
-    (["--model", "tiny", "--sequence-length", "300"], "--sequence-length 300: tiny takes at most 256"),
-    *((["--bucket-cap-mb", text], f"--bucket-cap-mb {float(text):g}: it must be from 0.001 to 1e+06")
-      for text in ("0", "inf", "nan", "1e-9", "-1")),
-    *((["--device-memory", text], f"--device-memory {float(text):g}: it must be from 0.001 to 1e+06")
-      for text in ("nan", "-5", "0", "inf")),
-    (["--layers", "1000000000", "--width", "128"], "--layers 1e+09: it must be from 0 to 1000"),
-    (["--layers", "2", "--width", "12800000000"], "--width 1.28e+10: it must be from 0 to 131072"),
-    (["--layers", "2"], "--layers and --width: give both, and a width that is a multiple of 128"),
-], ids=lambda value: value if isinstance(value, str) else " ".join(value))
-def test_bad_options_are_one_line(options, says, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan", *options])
-    with pytest.raises(SystemExit) as ended:
-        command.parse()
-    lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"plan: error: {says}")
 
 
 @pytest.mark.waits

@@ -180,18 +180,6 @@ def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
     assert saved.to_draw(results) is None and pictures.two_hosts_picture(results) == ""
 
 
-@pytest.mark.parametrize("args, message", [(["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"),
-                                           (["--ranks", "0"], "--ranks is 0"), (["--rows", "zero"], "--rows 'zero'"),
-                                           (["--out", "results"], "--out results: it is a folder"),
-                                           (["--out", "a.png"], "--out a.png: the picture is an SVG")])
-def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["timeline.py", *args])
-    with pytest.raises(SystemExit) as ended:
-        timeline.main()
-    out = capsys.readouterr().err
-    assert ended.value.code == 2 and out.startswith("timeline: error: ") and message in out and out.count("\n") == 1
-
-
 def test_what_is_exchanged_after_the_optimizers_step_is_parameters():
     """Messages of a reduce-scatter, sums between them, the step, an all-gather, and a copy out of it at the end."""
     def message(start, kind="send"):

@@ -1,5 +1,6 @@
 """train.py: all stages print the losses of DDP, and bad input is one line. Stage 4 is run by torchrun."""
 
+import functools
 import os
 import re
 import subprocess
@@ -19,38 +20,26 @@ pytestmark = pytest.mark.waits
 NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
 
 
-def torchrun(script, *args):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / script]
-    return subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 def printed_by(script, *args):
     """-> what 2 ranks print."""
     if STAGES[3] in script:  # in the others torchrun would do the same once more
-        run = torchrun(script, *args)
-        assert run.returncode == 0, run.stderr
-        return run.stdout
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+        return subprocess.run([*command, *args], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
+                              timeout=300).stdout
     ended = run_ranks(2, script, *args)
     assert [rank.code for rank in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     return ended[0].stdout + ended[1].stdout
 
 
-@pytest.fixture(scope="module")
-def losses():
-    """-> function(script): what it prints about losses, after 12 steps of 2 micro-batches, clipped."""
-    cache = {}
-
-    def losses(script):
-        if script not in cache:
-            printed = printed_by(script, *NANO, "--steps", "12", "--accumulate", "2", "--clip", "0.5")
-            cache[script] = re.findall(r"loss(?: before:| after:)? +(\d+\.\d{4,})", printed)
-        return cache[script]
-
-    return losses
+@functools.cache
+def losses(script):
+    """-> what it prints about losses, after 12 steps of 2 micro-batches, clipped."""
+    printed = printed_by(script, *NANO, "--steps", "12", "--accumulate", "2", "--clip", "0.5")
+    return re.findall(r"loss(?: before:| after:)? +(\d+\.\d{4,})", printed)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_prints_the_losses_of_ddp(stage, losses):
+def test_every_stage_prints_the_losses_of_ddp(stage):
     reference = losses("harness/train_ddp.py")
     assert len(reference) >= 4 and float(reference[-1]) < float(reference[0])
     assert losses(f"{stage}/train.py") == reference
@@ -74,6 +63,12 @@ def test_every_stage_prints_the_losses_of_ddp(stage, losses):
         (["--save-every", "5"], "--checkpoint"),
         (["--checkpoint", ""], "--checkpoint"),
         ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory"),
+        (["--timeout", "0"], "--timeout: must be a positive number, not '0'"),
+        (["--timeout", "1e9"], "--timeout: 1e+09 is too long, it must be at most 1000000"),
+        (["--timeout"], "--timeout: expected one argument"),
+        (["--keep", "-1"], "--keep: must be a non-negative whole number"),
+        (["--keep", "2"], "--keep: there is no --checkpoint DIR to save in"),
+        (["--resume-from", "2"], "--resume-from: there is no --checkpoint DIR to save in"),
     ],
     ids=str,
 )
