@@ -84,9 +84,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         refuse_other_layouts(here)
         return here
 
-    @torch.no_grad()
-    def shard(self, groups):
-        self._shard(super().shard, groups)
+    def _watch_shards(self, groups):
         together = weakref.WeakSet(self.buckets)
         for bucket in self.buckets:
             bucket.together = together
