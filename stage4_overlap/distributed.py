@@ -65,7 +65,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
-        self._hooks: dict = {}  # id of a parameter -> the handle of our hook
+        self._hooks: dict = {}  # id of a parameter -> the handle of our hook, and the dict of all its hooks
         self.bucket_class = guarded_bucket(self.bucket_class)
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
@@ -91,7 +91,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.idle[0].transport.tag = next_tag(self.process_group)  # of both buffers
 
     def watch(self, param):
-        self._hooks[id(param)] = hook_gradient(param, self.on_grad_ready, takes=True)
+        handle = hook_gradient(param, self.on_grad_ready, takes=True)
+        self._hooks[id(param)] = handle, param._post_accumulate_grad_hooks
 
     # ------------------------------------------------------------------------------------------- in the backward pass
 
@@ -115,8 +116,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if now.is_accumulating or not now.is_open:  # every bucket has left, and it is used again, by a checkpoint say
             now.waiting.add(id(param))
             return
-        bucket = self.bucket_of[param]
-        if next(reversed(param._post_accumulate_grad_hooks)) != self._hooks[id(param)].id:
+        bucket, (handle, all_hooks) = self.bucket_of[param], self._hooks[id(param)]
+        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
             # hooks of the user's come later: they see this gradient now, and it leaves with the next one
             bucket.ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
             self.send_full_buckets()
@@ -271,7 +272,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def move_to(self, process_group):
         """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
-        for handle in self._hooks.values():
+        for handle, _ in self._hooks.values():
             handle.remove()
         for owned in (self._hooks, self.bucket_of, self.buckets, self.queue, self.idle):
             owned.clear()
