@@ -70,7 +70,8 @@ def check(make_optimizer, groups, unit, refusal):
                 raise ValueError(f"{name} doesn't step tensors with requires_grad=False, as shards are; use stage 2")
             for mine, theirs in zip(whole, parts):
                 if not torch.allclose(mine, theirs, tolerance, tolerance * mine.abs().max().item(), equal_nan=True):
-                    raise ValueError(refusal.format(name, "parameters differ"))
+                    what = "parameters differ"
+                    raise ValueError(refusal.format(name, what))
         PASSED.add(known)
 
 
