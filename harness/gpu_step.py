@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
-from harness import STAGES, command_line, host_time, memory, results
+from harness import STAGES, command_line, gpu_overlap, host_time, memory, results
 from harness.alone import rank_0_of
 from harness.command_line import write
 from harness.examine import commit
@@ -111,11 +111,13 @@ def main():
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
     command_line.check_writable("--json", args.json, fail)
-    result = measure_steps(torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    result = measure_steps(device)
+    result.steps = gpu_overlap.measure(device)
     try:
         write("--json", args.json, results.to_json(result), fail)
     finally:  # see bench.py
-        for one in [gpu_sheet(result), *map(host_sheet, result.host)]:
+        for one in [gpu_sheet(result), gpu_overlap.sheet(result.steps), *map(host_sheet, result.host)]:
             print(sheet_text(one))
     print(f"written to {args.json}")
 

@@ -351,10 +351,24 @@ class GpuRow:
 
 
 @kept
+class GpuStep:
+    """Whole steps of rank 0 of `d`, beside a link that is played: see gpu_overlap.py. `step`: by torch.profiler."""
+    name: str
+    model: str
+    d: int
+    link_bytes_per_s: float
+    batch_size: int
+    sequence_length: int
+    rounds_ms: list[float] = field(default_factory=list)
+    step: RecordedStep | None = None
+
+
+@kept
 class GpuResult:
     conditions: GpuConditions
     rows: list[GpuRow]
     host: list[list[HostRow]] = field(default_factory=list)
+    steps: list[GpuStep] = field(default_factory=list)
 
 
 @kept

@@ -1,4 +1,4 @@
-"""Stage 2, padded all-gather: every parameter has one owner, which steps it; one collective brings all to every rank.
+"""Stage 2, padded all-gather: every parameter has one owner, which updates it; one collective brings all to every rank.
 
 Unlike stage 1: one all-gather of equal, padded shards instead of d broadcasts, one after the other.
 Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
@@ -15,26 +15,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: dense tensors of one dtype on one device, or parameter groups. Rank 0's values are broadcast.
-        optimizer_cls: a torch optimizer class that steps each tensor by itself, as AdamW does.
+        optimizer_cls: a torch optimizer class that updates each tensor by itself, as AdamW does.
         process_group: the d ranks; None is all of them.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
 
-    Without: parameters that a rank doesn't use, sparse gradients, clipping, loss scaling, groups added later, saving,
-    errors that say what is wrong: see guard/.
+    Left to guard/: parameters that a rank doesn't use, sparse gradients, clipping, loss scaling, groups added later,
+    saving, and errors that say what is wrong.
     """
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
         self.process_group = process_group
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
-        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # steps what this rank owns
+        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # updates what this rank owns
         self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
         super().__init__(params, self.optimizer.defaults)
         self.shard(self.param_groups)
 
     @torch.no_grad()
     def shard(self, groups):
-        """Share out: the largest parameter first, to the rank that owns least. Every rank computes the same."""
+        """Give each parameter an owner, the largest first: the rank that owns least. Every rank computes the same."""
         numels = [sum(param.numel() for param in shard) for shard in self.shards]
         for group in groups:
             for param in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
@@ -53,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.average([param.grad for param in params if param.grad is not None])
 
     def step_own(self):
-        """Step the owned parameters, with the hyperparameters of this moment: schedulers write into our groups."""
+        """Update the owned parameters with the current hyperparameters: schedulers write into our groups."""
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own.update(hyperparameters(group))
         self.optimizer.step()

@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class GradBuffer:
-    """A flat buffer for the gradients of `params`, and then for the parameters that the step makes of them.
+    """A flat buffer for the gradients of `params`, and then for the updated parameters.
 
     With d = 2, on rank 0, three parameters of which the second lies in both shards (`_`: padding):
 
@@ -44,7 +44,7 @@ class GradBuffer:
         take_main_params        | p p p _ q q q q | . . . . . . . . |  PARAM_SHARD  stepped, and garbage
         all_gather_params       | p p p _ q q q q | q _ _ _ r r _ _ |  PARAMS
 
-    The inner optimizer steps tensors of 32 bits. Three cases, one code:
+    The inner optimizer updates tensors of 32 bits. Three cases, one code:
 
         parameters  gradients   main gradients          main parameters
         fp32        fp32        the shard itself        this rank's ranges of the model's own parameters
@@ -62,7 +62,7 @@ class GradBuffer:
         grad_shard, param_shard: (padded numel / d,): this rank's part of either.
         grads, new_params: for each parameter its views, of its shape. The first is `param.grad`, or `param.main_grad`.
         ranges: which parts of which parameters lie in this rank's shard.
-        main_params, main_grads: for each range what the inner optimizer steps, (range numel,), and with which gradient.
+        main_params, main_grads: for each range what the inner optimizer updates, (range numel,), and its gradient.
     """
 
     def __init__(self, params, grad_dtype, process_group):
@@ -89,7 +89,7 @@ class GradBuffer:
             self.attach(param, grad)
 
     def make_main_tensors(self):
-        """What the inner optimizer steps. `to` copies only where the dtype is another one."""
+        """What the inner optimizer updates. `to` copies only where the dtype differs."""
         self.main_grad_shard = self.grad_shard.to(at_least_fp32(self.grad_shard.dtype))
         self.main_grads = cut_ranges(self.main_grad_shard, self.ranges)
         self.main_params = [own.to(at_least_fp32(own.dtype)) for own in self.model_ranges()]
@@ -126,7 +126,7 @@ class GradBuffer:
         self.holds = Holds.GRAD_SHARD
 
     def take_main_params(self):
-        """GRAD_SHARD -> PARAM_SHARD: the stepped main parameters, rounded to the model's dtype."""
+        """GRAD_SHARD -> PARAM_SHARD: the updated main parameters, rounded to the model's dtype."""
         copy_all(cut_ranges(self.param_shard, self.ranges), self.main_params)
         self.holds = Holds.PARAM_SHARD
 

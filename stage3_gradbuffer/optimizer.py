@@ -1,6 +1,6 @@
 """Stage 3, grad buffer: gradients and parameters take turns in one flat buffer, of which every rank owns 1/d.
 
-Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it steps, and no step but
+Unlike stage 2: shards ignore parameter boundaries, a rank receives only the gradients that it needs, and no step but
 the first allocates a buffer.
 Source of the idea: the distributed optimizer of Megatron-LM.
 """
@@ -16,14 +16,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: dense, contiguous tensors on one device, or parameter groups. Rank 0's values are broadcast.
-        optimizer_cls: an element-wise torch optimizer class: a piece of a tensor is stepped as in the whole.
+        optimizer_cls: an element-wise torch optimizer class: it updates a piece of a tensor as within the whole.
         process_group: the d ranks; None is all of them.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
             them in the dtype of their parameter, in `param.grad`. Either is a view of the buffer.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
 
-    Without: frozen parameters, gradients and parameters that others write (model.zero_grad(), load_state_dict()),
-    clipping, loss scaling, groups added later, saving, errors that say what is wrong: see guard/.
+    Left to guard/: frozen parameters, gradients and parameters that others write (model.zero_grad(),
+    load_state_dict()), clipping, loss scaling, groups added later, saving, and errors that say what is wrong.
     """
 
     buffer_class = GradBuffer
@@ -33,14 +33,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
-        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # steps what this rank owns
+        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # updates what this rank owns
         self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
         super().__init__(params, self.optimizer.defaults)
         self.shard(self.param_groups)
 
     @torch.no_grad()
     def shard(self, groups):
-        """Put the parameters of `groups` into buffers; the inner optimizer steps what this rank owns of those."""
+        """Put the parameters of `groups` into buffers; the inner optimizer updates what this rank owns of them."""
         params = [param for group in groups for param in group["params"]]
         main_param = {}  # parameter -> the range of it that this rank owns, if there is one
         for dtype in dict.fromkeys(param.dtype for param in params):
@@ -61,13 +61,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             buffer.reduce_scatter_grads()
 
     def step_own(self):
-        """Step the owned ranges, with the hyperparameters of this moment: schedulers write into our groups."""
+        """Update the owned ranges with the current hyperparameters: schedulers write into our groups."""
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own.update(hyperparameters(group))
         self.optimizer.step()
 
     def sync_params(self):
-        """This rank's shard of the stepped parameters -> all parameters, in the model."""
+        """This rank's shard of the updated parameters -> all parameters, in the model."""
         for buffer in self.buffers:
             buffer.take_main_params()
             buffer.all_gather_params()

@@ -50,13 +50,13 @@ class Bucket:
         flat_params: (numel,): this bucket's part of the ParameterBuffer.
         shards: (d, numel / d): the same, row r is rank r's.
         parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
-        main_params: parameter -> what of it this rank steps, (range numel,), if anything.
+        main_params: parameter -> what of it this rank updates, (range numel,), if anything.
     """
 
     def __init__(self, params, transport):
         self.params, self.transport, self.ready = params, transport, set()
         self.tensors = [self.tensor_of(param) for param in params]
-        self.param_sync = None  # the works of the all-gather that is under way
+        self.param_sync = None  # the works of the all-gather in flight
         self.place(ALIGNMENT // params[0].dtype.itemsize)
 
     def tensor_of(self, param):
@@ -100,7 +100,7 @@ class Bucket:
         return [param.grad for param in self.params]
 
     def start_param_sync(self):
-        """Send the stepped parameters to all ranks, in place."""
+        """Send the updated parameters to all ranks, in place."""
         self.parameter.copy_main_to_model()
         self.param_sync = self.transport.all_gather(self.shards)
 
@@ -126,7 +126,7 @@ class ParameterBuffer:
 
 
 class PartitionedParameter:
-    """This rank's 1/d of a bucket's parameters, in fp32 at least: what the inner optimizer steps.
+    """This rank's 1/d of a bucket's parameters, in fp32 at least: what the inner optimizer updates.
 
     Attributes:
         shard: (numel / d,): where it lies in the ParameterBuffer.

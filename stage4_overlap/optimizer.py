@@ -1,7 +1,7 @@
 """Stage 4, overlap: buckets of gradients leave during the backward pass, parameters come back during the next forward.
 
-Unlike stage 3: there is a shard of every bucket, no gradient stays on a rank that doesn't step it, and what travels
-does so behind computation.
+Unlike stage 3: there is a shard of every bucket, a rank keeps no gradient that it doesn't need, and communication
+is hidden behind computation.
 Source of the idea: Megatron-LLaMA's OverlappedDistributedOptimizer and veScale's overlapped parameter gather.
 """
 
@@ -18,7 +18,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: dense, contiguous tensors on one device, or parameter groups. Rank 0's values are broadcast.
-        optimizer_cls: an element-wise torch optimizer class: a piece of a tensor is stepped as in the whole.
+        optimizer_cls: an element-wise torch optimizer class: it updates a piece of a tensor as within the whole.
         process_group: the d ranks; None is all of them.
         bucket_cap_mb: size at which a bucket is closed, in MiB; None is a twentieth of the parameters, from 1 to 25.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order, on NCCL too; on gloo that is so
@@ -27,11 +27,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         buckets: in the order in which their gradients leave; parameters come back in the reverse order.
-        queue: those that have not left in this backward pass.
-        idle, travelling: bucket buffers that are free; those in which gradients are under way, the oldest first.
+        queue: buckets that this backward pass has not sent yet.
+        idle, travelling: bucket buffers that are free; those with gradients in flight, the oldest first.
 
-    Without: parameters that a backward pass doesn't use, accumulation without communication, who reads a parameter
-    past its module, clipping, loss scaling, groups added later, saving, errors that say what is wrong: see guard/.
+    Left to guard/: parameters that a backward pass doesn't use, accumulation without communication, code that reads a
+    parameter outside its module, clipping, loss scaling, groups added later, saving, errors that say what is wrong.
     """
 
     bucket_class, bucket_buffer_class, transport_for = Bucket, BucketBuffer, staticmethod(transport_for)
@@ -43,14 +43,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets, self.bucket_of, self.queue = [], {}, deque()
         self.idle, self.travelling = deque(), deque()
         self.prefetching = False
-        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # steps what this rank owns
+        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # updates what this rank owns
         self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
         super().__init__(params, self.optimizer.defaults)
         self.shard(self.param_groups)
 
     @torch.no_grad()
     def shard(self, groups):
-        """Put the parameters of `groups` into buckets; the inner optimizer steps what this rank owns of those."""
+        """Put the parameters of `groups` into buckets; the inner optimizer updates what this rank owns of them."""
         params = [param for group in groups for param in group["params"]]
         transport = self.transport_for(self.process_group, params[0].device, self.reduce_dtype)
         nbytes = [param.nbytes for param in params]
@@ -74,13 +74,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_grads(self):
-        """Most buckets have come during the backward pass; wait for those that are still under way."""
+        """Most buckets have arrived during the backward pass; wait for those still in flight."""
         while self.travelling:
             self.receive_oldest()
 
     def step_own(self):
-        """Step the owned ranges, with the hyperparameters of this moment: schedulers write into our groups."""
-        self.finish_param_sync()  # parameters that no forward pass has asked for: their memory is about to be stepped
+        """Update the owned ranges with the current hyperparameters: schedulers write into our groups."""
+        self.finish_param_sync()  # parameters that no forward pass has read: their memory is about to be updated
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own.update(hyperparameters(group))
         self.optimizer.step()
@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self):
         """Collective: every rank calls it. Gradients are gone afterwards.
 
-        With `prefetch_params` it returns while parameters are still under way.
+        With `prefetch_params` it returns while parameters are still in flight.
         """
         self.sync_grads()
         self.step_own()
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
-        """Forget the gradients, also those that have left. What has begun to travel must end, on every rank."""
+        """Drop the gradients, also those already sent. What is in flight must arrive first, on every rank."""
         self.sync_grads()
         for bucket in self.buckets:
             bucket.gradient.is_empty = True

@@ -3,16 +3,18 @@
 And what can be known without a GPU of the lines that are made for it.
 """
 
+import contextlib
 import functools
 import importlib
 import sys
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import gpu_step, host_time, ledger
+from harness import gpu_overlap, gpu_step, host_time, ledger, results
 from harness.gpt import GPT, MODELS
 from harness.tables import gpu_sheet, sheet_text
 from tests.common import STAGES, one_rank_of
@@ -98,3 +100,44 @@ def test_a_collective_that_returns_no_work_is_counted(monkeypatch):
     boxed = dist.Work().boxed()
     monkeypatch.setattr(dist.Work, "unbox", lambda boxed: None)
     assert counted._watch(entry, boxed) is boxed and entry.completed_at > 0
+
+
+def test_every_way_sends_what_ddp_sends(monkeypatch):
+    """On the CPU, in place of a GPU's streams: which collectives are played, and of how many bytes."""
+    stream = mock.Mock(device=CPU)
+    sent, n_bytes = {}, sum(param.nbytes for param in GPT(MODELS["nano"]).parameters())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    for name in ("_sleep", "synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.futures, "Future", lambda devices, Future=torch.futures.Future: Future())
+    monkeypatch.setattr(gpu_overlap, "SEQUENCE_LENGTH", 32)
+    monkeypatch.setattr(gpu_overlap, "cycles_per_s", lambda: 1e9)
+
+    def profiled(training, link, batch):
+        link.carried.clear()
+        training.step(batch)
+        training.finish()
+        sent[len(sent)] = sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried)
+        return results.RecordedStep(0.0, 1.0)
+    monkeypatch.setattr(gpu_overlap, "profiled", profiled)
+    rows = gpu_overlap.measure(CPU, "nano", n_rounds=2, n_steps=1)
+    assert [row.name for row in rows] == list(gpu_overlap.ways(None))
+    alone, ddp, *others = sent.values()
+    assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
+    assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding
+    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_overlap.sheet(rows))
+
+
+def test_exposed_is_what_travels_while_no_kernel_computes():
+    """Three steps of 100 µs and a mark: 30 forward, 60 backward of which 50 computes, 10 update; 20 travel, 10 of them
+    beside the backward pass."""
+    kernels = []
+    for start in range(0, 400_000, 100_000):
+        kernels += [(name, start + 1000 * begins, start + 1000 * ends) for name, begins, ends in [
+            ("spin", 0, 1), ("gemm", 1, 30), ("spin", 30, 31), ("gemm", 31, 80), ("spin", 70, 90), ("spin", 90, 91),
+            ("adamw", 91, 100)]]
+    step = gpu_overlap.one_step(kernels, [("all_reduce", 8)] * 4)
+    assert step.seconds == pytest.approx(100e-6) and step.exposed_seconds == pytest.approx(10e-6)
+    assert [name for name, *_ in step.phases] == ["forward", "backward", "step"]
+    assert [(one.kind, one.bytes) for one in step.communication] == [("all_reduce", 8)]

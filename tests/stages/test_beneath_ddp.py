@@ -44,7 +44,7 @@ def outcome(rank, package, is_beneath, options):
 
 def table():
     """-> {rung: {situation: cell}} of the page."""
-    section = (ROOT / "docs" / "reference.md").read_text().split(f"{HEADING}\n")[1].split("\n### ")[0]
+    section = (ROOT / "docs" / "reference.md").read_text().split(f"{HEADING}\n")[1].split("\n##")[0]
     (_, *names), _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()
                              if line.startswith("|")]
     return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}

@@ -1,0 +1,227 @@
+"""What overlap is worth on a GPU: whole steps of rank 0 of d, beside a link that is played.
+
+A collective moves nothing. It occupies a stream of its own, as NCCL's do, for as long as its bytes take on a link of
+the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows what d of them would do, but
+for what NCCL's kernels take from the others: some multiprocessors, and some of the memory's rate.
+"""
+
+import contextlib
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._autograd import DeviceType
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import rows as catalogue
+from harness.alone import rank_0_of
+from harness.gpt import GPT, MODELS
+from harness.ledger import wire_bytes
+from harness.results import GpuStep, Message, RecordedStep, length, overlap, union
+from harness.tables import median, ratio, sheet_of
+from harness.training import Training
+
+D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
+SEQUENCE_LENGTH = 512
+COMPUTES_OVER_BYTES = 1.25  # of plain training, over DDP's all-reduce: the batch is chosen so
+WARMUP_STEPS, PROFILED_STEPS = 3, 4
+MARK_NS = 5_000  # a kernel that marks where a phase begins is shorter, every message longer
+ADAMW = {"lr": 1e-4, "fused": True}
+
+
+class Arrival:
+    """In place of a Work: whoever waits makes its own stream wait, and not the host."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def wait(self, timeout=None):
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def is_completed(self):
+        return self.event.query()
+
+
+class Link:
+    """Plays the collectives of rank 0 of D: `bytes_per_s` bytes a second leave it, one collective after the other.
+
+    `carried`: [(kind, bytes of the full tensor), …] of all that it was given.
+    """
+
+    def __init__(self, bytes_per_s, device):
+        self.bytes_per_s, self.stream, self.carried = bytes_per_s, torch.cuda.Stream(device), []
+        self.cycles_per_s = cycles_per_s()
+
+    def carry(self, kind, n_bytes):
+        """-> Arrival, of what leaves when the current stream has come so far."""
+        self.carried.append((kind, n_bytes))
+        seconds = wire_bytes(kind, n_bytes, D, "nccl") / self.bytes_per_s
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(seconds * self.cycles_per_s))
+            return Arrival(self.stream.record_event())
+
+    def plays(self, kind):
+        """-> a function in place of torch's collective of that kind; the larger of its two tensors is the whole."""
+        def collective(*args, async_op=False, **kwargs):
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            arrival = self.carry(kind, max(tensor.nbytes for tensor in tensors))
+            return arrival if async_op else arrival.wait()
+        return collective
+
+    def all_reduce_of_ddp(self, _, bucket):
+        """A communication hook of DDP's, in place of its own."""
+        bucket.buffer().div_(D)
+        self.carry("all_reduce", bucket.buffer().nbytes)
+        with torch.cuda.stream(self.stream):
+            future = torch.futures.Future(devices=[self.stream.device])
+            future.set_result(bucket.buffer())  # there when this stream has come so far
+        return future
+
+    @contextlib.contextmanager
+    def played(self):
+        names = {"all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather",  # older and newer torch
+                 "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter"}
+        with mock.patch.multiple(dist, **{name: self.plays(kind) for name, kind in names.items()
+                                          if hasattr(dist, name)}):
+            yield
+
+
+def cycles_per_s(cycles=10**8):
+    """Of the clock that torch.cuda._sleep() counts."""
+    torch.cuda._sleep(cycles // 10)  # loads the kernel
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    return cycles / (time.perf_counter() - start)
+
+
+def ddp(link, bucket_cap_mb=None):
+    """On a gloo group of one: DDP refuses a group whose messages go nowhere."""
+    def build(model, adamw):
+        wrapped = DistributedDataParallel(model, process_group=dist.new_group([0], backend="gloo"),
+                                          gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        wrapped.register_comm_hook(None, link.all_reduce_of_ddp)
+        return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
+    return build
+
+
+def ways(link):
+    return {
+        "computing alone": catalogue.compute_only, "ddp": ddp(link), "ddp, 100 MB buckets": ddp(link, 100),
+        "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
+        "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
+        "stage 4 overlap, no prefetch": catalogue.stage(catalogue.STAGE_4),
+        "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4),
+    }
+
+
+def seconds_a_step(training, batch, n_steps):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(n_steps):
+        training.step(batch)
+    training.finish()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / n_steps
+
+
+def batch_of(size, device):
+    tokens = torch.randint(256, (size, SEQUENCE_LENGTH), device=device)
+    return tokens, tokens
+
+
+def fitting_batch(model_name, device):
+    """The batch with which plain training takes COMPUTES_OVER_BYTES times as long as DDP's bytes, from two trials."""
+    model = GPT(MODELS[model_name]).to(device)
+    training = catalogue.compute_only(model, ADAMW)
+    n_bytes = 2 * (D - 1) / D * sum(param.nbytes for param in model.parameters())
+    wanted = COMPUTES_OVER_BYTES * n_bytes / BYTES_PER_S
+    seconds = {}
+    for size in (1, 9):
+        seconds_a_step(training, batch_of(size, device), WARMUP_STEPS)
+        seconds[size] = seconds_a_step(training, batch_of(size, device), 3)
+    return max(1, round(1 + (wanted - seconds[1]) * 8 / (seconds[9] - seconds[1])))
+
+
+def profiled(training, link, batch):
+    """Kernels of a step between others, as torch.profiler saw them -> RecordedStep. Its memory isn't recorded."""
+    link.carried.clear()
+    torch.cuda.synchronize()
+
+    def mark():
+        torch.cuda._sleep(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            mark()
+            loss = training.forward(*batch)
+            mark()
+            loss.backward()
+            mark()
+            training.update()
+            training.zero_grad()
+        training.finish()
+    return one_step([(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+                     for event in profiler.profiler.kineto_results.events() if event.device_type() == DeviceType.CUDA],
+                    link.carried)
+
+
+def one_step(kernels, carried):
+    """[(name, start, end), …] in ns of PROFILED_STEPS steps, what the link carried -> the last step but one."""
+    kernels = sorted(kernels, key=lambda kernel: kernel[1])
+    marks = [start for name, start, end in kernels if "spin" in name and end - start < MARK_NS]
+    first, backward, update, last = marks[-6:-2]
+
+    def since(start, end):
+        return max(start - first, 0) / 1e9, (min(end, last) - first) / 1e9
+    sent = [kernel for kernel in kernels if "spin" in kernel[0] and kernel[2] - kernel[1] >= MARK_NS]
+    messages = [Message(kind, n_bytes, *since(start, end))
+                for (kind, n_bytes), (_, start, end) in zip(carried, sent, strict=True) if end > first and start < last]
+    busy = union(since(start, end) for name, start, end in kernels
+                 if "spin" not in name and end > first and start < last)
+    travels = union((one.start, one.end) for one in messages)
+    return RecordedStep(
+        exposed_seconds=length(travels) - length(overlap(travels, busy)), seconds=(last - first) / 1e9,
+        phases=[("forward", *since(first, backward)), ("backward", *since(backward, update)),
+                ("step", *since(update, last))], busy=[tuple(span) for span in busy], communication=messages)
+
+
+def measure(device, model_name="medium", n_rounds=5, n_steps=5):
+    """-> list of GpuSteps, of all ways in turn."""
+    size, link = fitting_batch(model_name, device), Link(BYTES_PER_S, device)
+    batch = batch_of(size, device)
+    with rank_0_of(D), link.played():
+        trainings, found = {}, []
+        for name, build in ways(link).items():
+            torch.manual_seed(0)
+            with device:
+                model = GPT(MODELS[model_name])
+            trainings[name] = build(model, ADAMW)
+            seconds_a_step(trainings[name], batch, WARMUP_STEPS)
+            found.append(GpuStep(name, model_name, D, BYTES_PER_S, size, SEQUENCE_LENGTH))
+        for _ in range(n_rounds):
+            for row in found:
+                row.rounds_ms.append(1000 * seconds_a_step(trainings[row.name], batch, n_steps))
+        for row in found:
+            row.step = profiled(trainings[row.name], link, batch)
+    return found
+
+
+def sheet(rows):
+    ddp_rounds, first = next(row.rounds_ms for row in rows if row.name == "ddp"), rows[0]
+
+    def travels(row):
+        return 1000 * length(union((one.start, one.end) for one in row.step.communication))
+    return sheet_of(
+        f"Whole steps of rank 0 of {first.d} on one GPU, beside a link that is played", rows,
+        [("", "", "name"), ("ms/step", "measured", lambda row: median(row.rounds_ms), ".1f"),
+         ("from–to", "measured", lambda row: f"{min(row.rounds_ms):.1f}–{max(row.rounds_ms):.1f}"),
+         ("x ddp", "measured", lambda row: ratio(row.rounds_ms, ddp_rounds), ".2f"),
+         ("travels\nms", "modelled", travels, ".1f"),
+         ("exposed\nms", "measured", lambda row: 1000 * row.step.exposed_seconds, ".1f")],
+        f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}: chosen so that plain "
+        f"training takes {COMPUTES_OVER_BYTES} times as long as DDP's bytes. A collective occupies a stream of its own "
+        f"for as long as its bytes take at {first.link_bytes_per_s / 1e9:.0f} GB/s, and moves nothing. Exposed: it is "
+        "on its way and no kernel computes, in one step, by torch.profiler. x ddp: median of ratios, round by round.")
