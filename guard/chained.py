@@ -12,15 +12,25 @@ import torch.distributed as dist
 from guard.scaling import gather_scalar
 
 
-def groups_of(optimizers):
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
+def of_each(name):
+    """-> a method that calls the method `name` of each optimizer."""
+    def method(self, *args, **kwargs):
+        for optimizer in self.optimizers:
+            getattr(optimizer, name)(*args, **kwargs)
+    return method
 
 
-def states_of(optimizers):
-    return {param: state for optimizer in optimizers for param, state in optimizer.state.items()}
+class Together:
+    """Several optimizers, with what they have as one."""
+
+    def __init__(self, optimizers):
+        self.optimizers = list(optimizers)
+
+    param_groups = property(lambda self: [group for one in self.optimizers for group in one.param_groups])
+    state = property(lambda self: {param: state for one in self.optimizers for param, state in one.state.items()})
 
 
-class Chained:
+class Chained(Together):
     """Several optimizers of this project, of any stage or variant, as one. A scheduler belongs to each of them.
 
     `checkpoint.save`, `load` and the full state take it as they take any optimizer, where all have one process group.
@@ -34,7 +44,7 @@ class Chained:
     """
 
     def __init__(self, *optimizers):
-        self.optimizers = optimizers
+        super().__init__(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
         ranks = dist.get_process_group_ranks(self.process_group)
@@ -53,19 +63,13 @@ class Chained:
             raise ValueError(f"the optimizers are for ranks {own}: no group has all others as its parts, so whose "
                              "parameters are alike can't be known")
 
-    param_groups = property(lambda self: groups_of(self.optimizers))
-    state = property(lambda self: states_of(self.optimizers))
+    finish_grad_sync, zero_grad = of_each("finish_grad_sync"), of_each("zero_grad")
 
     def step(self):
         """Gradients of all come first: what an optimizer asks the ranks waits behind parameters that another sends."""
-        for optimizer in self.optimizers:
-            optimizer.finish_grad_sync()
+        self.finish_grad_sync()
         for optimizer in self.optimizers:
             optimizer.step()
-
-    def zero_grad(self, set_to_none=True):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -77,8 +81,7 @@ class Chained:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the averaged gradients of all to a norm of at most `max_norm`, over them together. -> norm before"""
-        for optimizer in self.optimizers:
-            optimizer.finish_grad_sync()
+        self.finish_grad_sync()
         norms = [optimizer._total_norm(norm_type) for optimizer in self.optimizers]
         for number, n_ranks in enumerate(self.n_ranks):
             if n_ranks < self.process_group.size():  # n_ranks have the same norm, and together they count once
@@ -92,22 +95,15 @@ class Chained:
     # ------------------------------------------------------------------------------- what checkpoint/ asks for
 
     optimizer = property(lambda self: Inner(one.optimizer for one in self.optimizers))
-    has_grads = property(lambda self: any(getattr(one, "has_grads", False) for one in self.optimizers))
-
+    has_grads = property(lambda self: any(one.has_grads for one in self.optimizers))
     rank = property(lambda self: self.optimizers[0].rank)
+    pass_on_hyperparameters = of_each("pass_on_hyperparameters")
+    refuse_different_settings = of_each("refuse_different_settings")
 
     def pieces(self):
         if min(self.n_ranks) < self.process_group.size():
             raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
         return [piece for optimizer in self.optimizers for piece in optimizer.pieces()]
-
-    def pass_on_hyperparameters(self):
-        for optimizer in self.optimizers:
-            optimizer.pass_on_hyperparameters()
-
-    def refuse_different_settings(self):
-        for optimizer in self.optimizers:
-            optimizer.refuse_different_settings()
 
     def state_dict(self):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
@@ -117,14 +113,8 @@ class Chained:
             optimizer.load_state_dict(its)
 
 
-class Inner:
+class Inner(Together):
     """The inner optimizers, as one."""
-
-    def __init__(self, optimizers):
-        self.optimizers = list(optimizers)
-
-    param_groups = property(lambda self: groups_of(self.optimizers))
-    state = property(lambda self: states_of(self.optimizers))
 
     def state_dict(self):
         """Without states, and with the places that parameters have among all."""

@@ -1,10 +1,10 @@
 """What is asked everywhere of parameter groups, and of their parameters; and whether the ranks have the same in them.
 
-Ranks that step with other settings mix two trainings without a word, as with a scheduler that sets an lr by a rank's
-own loss (ReduceLROnPlateau). So the groups are compared wherever ranks talk anyway: in the constructor, in
-`add_param_group`, before a full state or a save, and in stage 4 before each step, where a checksum travels with a
-message. What the inner optimizer has written into its groups is compared in the step that follows. Shown by
-tests/stages/test_users.py, `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
+Situation: a scheduler that sets an lr by a rank's own loss (ReduceLROnPlateau). Ranks that step with other settings mix
+two trainings without a word, so the groups are compared wherever ranks talk anyway: in the constructor, in
+`add_param_group`, before a full state or a save, and in stage 4 before each step, as a checksum. What the inner
+optimizer has written into its groups is compared in the step that follows. Shown by tests/stages/test_users.py,
+`test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
 import math
@@ -21,19 +21,12 @@ def all_params(optimizer):
 
 def named_params(groups):
     """Every parameter with a name for messages: its own where the groups have names, else its place."""
-    return [
-        (group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
-        for g, group in enumerate(groups)
-        for i, param in enumerate(group["params"])
-    ]
+    return [(group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
+            for g, group in enumerate(groups) for i, param in enumerate(group["params"])]
 
 
 def name_of(param, groups):
     return next(name for name, named in named_params(groups) if named is param)
-
-
-def param_ids(groups):
-    return [[id(param) for param in group["params"]] for group in groups]
 
 
 def hyperparameters(group):
@@ -82,11 +75,9 @@ def difference_between_ranks(groups, process_group):
     for rank, theirs in enumerate(everyone):
         for setting in everyone[0] | theirs:
             one, other = everyone[0].get(setting), theirs.get(setting)
-            if one != other and not are_close(one, other):
+            are_floats = isinstance(one, float) and isinstance(other, float)
+            are_close = are_floats and (math.isclose(one, other, rel_tol=1e-6) or one != one and other != other)
+            if one != other and not are_close:
                 return (f"{setting[0]} is {one} on rank 0 and {other} on rank {rank}: set the same on every rank (feed "
                         "ReduceLROnPlateau with the average of all losses), or take an optimizer that writes the same")
-
-
-def are_close(one, other):
-    are_floats = isinstance(one, float) and isinstance(other, float)
-    return are_floats and (math.isclose(one, other, rel_tol=1e-6) or one != one and other != other)
+    return None

@@ -1,9 +1,10 @@
 """What every stage's DistributedOptimizer does around its core, in this order.
 
-The class of a stage, in its `distributed.py`, has what differs. What it writes anew replaces what is here: super() in
-either of the two is the core. It has:
+Situation: training, from the constructor to a save. The class of a stage, in its `distributed.py`, has what differs.
+What it writes anew replaces what is here: super() in either of the two is the core. It has:
 
     _refuse(named), _probe(make_optimizer, groups)   raise what the stage can't train
+    _watch_shards(groups)       what else is to do when parameters have been shared out
     _owned_ranges()             what `pieces` returns
     _take_model_changes()       main parameters follow what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
@@ -23,29 +24,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, param_ids
+from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters
 from .hooks import without_global_hooks
-from .refuse import agree, checked_groups, refuse_edited, silence_torch, warn_of_an_untried_torch
+from .refuse import agree, checked_groups, param_ids, refuse_edited, silence_torch, warn_of_an_untried_torch
 from .scaling import found_inf, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
 
 
 class Guarded(torch.optim.Optimizer):
-    optimizer: torch.optim.Optimizer  # of the core: steps what this rank owns
-    shard: Callable[..., Any]
-    step_own: Callable[..., Any]
-    sync_params: Callable[..., Any]
-    finish_grad_sync: Callable[[], None]
-    _refuse: Callable[..., Any]
-    _probe: Callable[..., Any]
-    _owned_ranges: Callable[..., Any]
-    _take_model_changes: Callable[[], None]
-
     if TYPE_CHECKING:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             """The core's."""
 
-    _itself: Any  # function () -> the optimizer, weakly
+    finish_grad_sync: Callable[[], None]
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _known_params: Any = None  # param_ids() of what has been sharded; None while torch's constructor runs
     _states: Any = None  # a ByParameter, from then on
@@ -57,13 +48,7 @@ class Guarded(torch.optim.Optimizer):
         watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
-        groups = self._checked(params, settings={"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs})
-        self._join(process_group)
-        return groups
-
-    def _join(self, process_group):
-        self.process_group = process_group
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)  # -1: in none
+        return self._checked(params, settings={"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs})
 
     def _checked(self, params, existing=(), settings=None):
         groups = checked_groups(params, self.process_group, existing, refuse=self._refuse, settings=settings)
@@ -79,11 +64,12 @@ class Guarded(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self.shard(self.param_groups[-1:])
 
-    def _shard(self, by_core, groups):
-        """By the core's `shard`; and note what is this rank's now."""
+    @torch.no_grad()
+    def shard(self, groups):
+        """As the core does; and note what is this rank's now."""
         n_before = len(self.optimizer.param_groups)
         if any(group["params"] for group in groups):
-            by_core(groups)
+            super().shard(groups)
         else:  # added empty, by a split into what decays and what doesn't say
             for group in groups:
                 self.optimizer.add_param_group({**hyperparameters(group), "params": []})
@@ -91,21 +77,27 @@ class Guarded(torch.optim.Optimizer):
             self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's, which torch < 2.13 lacks
         # autograd saw nothing of the broadcast: a graph that has read the old values is refused
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
+        self._watch_shards(groups)
         self._note_shards()
+
+    def _watch_shards(self, groups):
+        """Nothing."""
+
+    def _note_shards(self):
+        group = self.process_group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)  # -1: in none since reshard()
+        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
+        self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
         """When the shards are given up: take those of this rank's place in `process_group`, without state."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()
-        self._join(process_group)
-        if self.rank >= 0:
+        self.process_group = process_group
+        if dist.get_rank(process_group) >= 0:
             self.shard(self.param_groups)
         else:
             self._note_shards()
-
-    def _note_shards(self):
-        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
-        self._known_params = param_ids(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
@@ -169,10 +161,7 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """By parameter what this rank steps of it: in stages 3 and 4 flat pieces; nothing of one on other ranks.
-
-        A dict that is assigned is copied.
-        """
+        """By parameter what this rank steps of it: in stages 3 and 4 flat pieces. A dict that is assigned is copied."""
         return self._states
 
     @state.setter
@@ -184,9 +173,6 @@ class Guarded(torch.optim.Optimizer):
         """This rank's part of the state, without communication: to be loaded on the same rank of as many.
 
         Parameters have names that say which part of which one this is. `checkpoint.full_state_dict` has the whole.
-
-        Raises:
-            ValueError: somebody has put into `state` what is of no tensor that this rank steps.
         """
         self.pass_on_hyperparameters()
         return state_of_rank(self)
@@ -226,10 +212,9 @@ class Guarded(torch.optim.Optimizer):
     # wrapped, not the inner one. So what such a class has of ours is the optimizer's: tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        for kind in cls.__mro__:
-            for name, value in list(vars(kind).items()):
-                if isinstance(value, OfTheOptimizer):  # it is built like any optimizer: the other base is no wrapper
-                    delattr(kind, name)
+        for kind in cls.__mro__:  # it is built like any optimizer: another base of it is no wrapper
+            for name in [name for name, value in vars(kind).items() if isinstance(value, OfTheOptimizer)]:
+                delattr(kind, name)
         optimizer = super().__new__(cls)
         optimizer._itself = weakref.ref(optimizer)  # wrappers hand attributes on, or copy them
         return optimizer
@@ -241,7 +226,7 @@ class Guarded(torch.optim.Optimizer):
             if issubclass(ours, Guarded):
                 for name in dir(ours):
                     if not name.startswith("__") and getattr(cls, name) is getattr(ours, name):
-                        setattr(cls, name, OfTheOptimizer(ours, name))
+                        setattr(cls, name, OfTheOptimizer(name))
 
 
 def mean_loss(optimizer, closure):
@@ -256,14 +241,9 @@ def mean_loss(optimizer, closure):
     return loss / dist.get_world_size(optimizer.process_group)
 
 
-class OfTheOptimizer:
+class OfTheOptimizer(property):
     """An attribute of a wrapper: that of the optimizer itself."""
 
-    def __init__(self, ours, name):
-        self.ours, self.name = ours, name
-
-    def __get__(self, wrapper, _=None):
-        return getattr(self.ours if wrapper is None else wrapper._itself(), self.name)
-
-    def __set__(self, wrapper, value):
-        setattr(wrapper._itself(), self.name, value)
+    def __init__(self, name):
+        super().__init__(lambda wrapper: getattr(wrapper._itself(), name),
+                         lambda wrapper, value: setattr(wrapper._itself(), name, value))

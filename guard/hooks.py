@@ -43,8 +43,8 @@ def hook_gradient(param, method, takes=False):
 
     hook.takes_gradient, hook.owner = takes, weak_owner
     hooks = param._post_accumulate_grad_hooks or {}
-    for key in list(hooks):  # an earlier optimizer that nobody has takes its own off, at any moment
-        if getattr(hooks.get(key), "takes_gradient", False) is True:  # a Mock, as a hook, has whatever is asked for
+    for key, other in list(hooks.items()):  # an earlier optimizer that nobody has takes its own off, at any moment
+        if getattr(other, "takes_gradient", False) is True:  # a Mock, as a hook, has all that is asked for
             hooks.pop(key, None)
     vars(param).pop("main_grad", None)  # where an earlier stage 3 has put the gradient
     requires_grad = param.requires_grad

@@ -4,11 +4,11 @@ Or one that steps tensors together, as Prodigy does: those of a rank would step 
 tensors of its own, before anything is changed. Shown by tests/stages/test_probe.py.
 """
 
+import collections
 import copy
 import functools
 import itertools
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 OF_LARGE_TENSORS = [(2, False, 1.0)]
 # What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
-PASSED: set[tuple] = set()  # trials that went well in this process: whoever builds many optimizers alike waits for one
+PASSED: set[tuple] = set()  # trials that went well in this process: a program that builds many alike waits for one
 
 
 def check_elementwise(make_optimizer, groups, unit=1):
@@ -33,48 +33,46 @@ def check_elementwise(make_optimizer, groups, unit=1):
 
     `unit`: tensors are cut after so many elements, or a multiple, as variants/blocks.py does.
     """
-    check(make_optimizer, groups, cut_at(unit),
-          "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
+    check(make_optimizer, groups, unit, "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
 
 
 def check_one_by_one(make_optimizer, groups):
     """Refuse an optimizer that steps tensors together otherwise than one by one, for stages 1 and 2; see `check`."""
-    check(make_optimizer, groups, whole_shares_of,
-          "{} doesn't step tensors one by one: a rank's would step differently ({})")
+    check(make_optimizer, groups, None, "{} doesn't step tensors one by one: a rank's would step differently ({})")
 
 
-def check(make_optimizer, groups, share_out, refusal):
+def check(make_optimizer, groups, unit, refusal):
     """Try it, for each kind of group: do two and three ranks that step their shares make the same of them as one?
 
     Args:
         make_optimizer: function of parameter groups.
-        share_out: function of a flat tensor, shapes and a number of ranks -> for each rank what it steps.
+        unit: of shards, see `shards_of`; None: ranks step whole tensors.
 
     Raises:
-        ValueError: a step fails; or ranks would make something else of their shares, in values, or in numbers that are
-            kept in groups and attributes; or tensors with requires_grad=False, as shards are, aren't stepped.
+        ValueError: a step fails; or ranks would make something else of their shares; or tensors with
+            requires_grad=False, as shards are, aren't stepped.
         Exception: what torch raises where arguments are wrong.
     """
+    share_out = whole_shares_of if unit is None else functools.partial(shards_of, unit=unit)
     name = make_optimizer.func.__name__
     for trial in trials_of(make_optimizer, groups):
-        known = make_optimizer.func, share_out, repr(trial)
+        known = make_optimizer.func, unit, repr(trial)
         if known in PASSED:
             continue
-        whole, precision = trial.whole()
+        whole, (dtype, tolerance) = trial.whole()
         for n_ranks in (2, 3):
-            parts, reason = trial.in_parts(share_out, n_ranks, precision)
-            if parts and parts.stood_still() and not whole.stood_still():
+            try:
+                parts = trial.run(share_out, n_ranks, dtype)
+            except Exception as failure:  # Muon wants matrices
+                raise_if_of_the_machine(failure)
+                raise ValueError(refusal.format(name, described(failure))) from failure
+            if not any(map(torch.any, parts)) and any(map(torch.any, whole)):
                 raise ValueError(f"{name} doesn't step tensors with requires_grad=False, as shards are; use stage 2")
-            difference = whole.difference(parts, precision) if parts else described(reason)
-            if difference:
-                raise ValueError(refusal.format(name, difference)) from reason
+            for mine, theirs in zip(whole, parts):
+                if not torch.allclose(mine, theirs, tolerance, tolerance * mine.abs().max().item(), equal_nan=True):
+                    what = "parameters differ"
+                    raise ValueError(refusal.format(name, what))
         PASSED.add(known)
-
-
-@functools.cache
-def cut_at(unit):
-    """-> the function below, one for each unit: PASSED knows trials by it."""
-    return functools.partial(shards_of, unit=unit)
 
 
 def shards_of(flat, shapes, n_ranks, unit):
@@ -98,26 +96,24 @@ def whole_shares_of(flat, shapes, n_ranks):
 
 
 def trials_of(make_optimizer, groups):
-    """-> for each kind of group a Trial on small tensors, and one on large ones, of as many dimensions as its own.
+    """-> for each kind of group a Trial on small tensors, and two on large ones, of as many dimensions as its own.
 
     An lr makes no kind of its own: the largest is tried.
     """
-    kinds = {}
+    def lr_of(group):
+        return group.get("lr", make_optimizer.keywords.get("lr"))
+
+    kinds = collections.defaultdict(list)
     for group in groups:
-        options = hyperparameters(group)
-        lr = options.get("lr", make_optimizer.keywords.get("lr"))
-        kind = repr({**options, "lr": None, "initial_lr": None})
-        largest, others, n_dims = kinds.get(kind, (lr, options, set()))
-        if lr is not None and lr > largest:
-            largest, others = lr, options
-        kinds[kind] = largest, others, n_dims | {param.dim() for param in group["params"]}
-    for lr, options, n_dims in kinds.values():
-        if not n_dims:
-            continue  # all these groups are empty
-        if lr is not None and not lr:
-            options = {**options, "lr": 0.1}  # for a difference to be seen
-        device = next(param.device for group in groups for param in group["params"])
-        small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in sorted(n_dims)]
+        if group["params"]:
+            kinds[repr({**hyperparameters(group), "lr": None, "initial_lr": None})].append(group)
+    for alike in kinds.values():
+        fastest = max(alike, key=lambda group: lr_of(group) or 0)
+        options, device = hyperparameters(fastest), fastest["params"][0].device
+        if lr_of(fastest) is not None and not lr_of(fastest):
+            options["lr"] = 0.1  # for a difference to be seen
+        n_dims = sorted({param.dim() for group in alike for param in group["params"]})
+        small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in n_dims]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
         # 6144 elements: bitsandbytes keeps 8 bits from 4096 on, which halves and thirds of it haven't.
         for rows, numel in (512, 2**17), (48, 6144):
@@ -133,34 +129,26 @@ class Trial(NamedTuple):
     device: torch.device
 
     def whole(self):
-        """-> the Outcome of a rank that steps everything, as without sharding, and the precision that it takes."""
+        """-> what one rank makes of it that steps everything, as without sharding, and the precision that it takes."""
         self.optimizer_of([torch.zeros(shape, device=self.device) for shape in self.shapes])  # or torch's own error
         for precision in PRECISIONS:
             try:
-                return self.run(whole_shares_of, 1, precision), precision
+                return self.run(whole_shares_of, 1, precision[0]), precision
             except Exception as failure:
                 raise_if_of_the_machine(failure)
                 reason = failure
         name, shapes = self.make_optimizer.func.__name__, ", ".join(map(str, self.shapes))
         raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {described(reason)}") from reason
 
-    def in_parts(self, share_out, n_ranks, precision):
-        """-> the Outcome of `n_ranks` ranks that step their parts, or None; and why there is none."""
-        try:
-            return self.run(share_out, n_ranks, precision), None
-        except Exception as failure:  # Muon wants matrices
-            raise_if_of_the_machine(failure)
-            return None, failure
-
     @torch.no_grad()
-    def run(self, share_out, n_ranks, precision):
-        values = torch.linspace(-1, 1, sum(map(math.prod, self.shapes)), dtype=precision[0], device=self.device)
+    def run(self, share_out, n_ranks, dtype):
+        """`n_ranks` ranks step a share each. -> by how far the values have moved in each phase, (numel,) each."""
+        values = torch.linspace(-1, 1, sum(map(math.prod, self.shapes)), dtype=dtype, device=self.device)
         grads = torch.zeros_like(values)
         shares = [share_out(flat, self.shapes, n_ranks) for flat in (values, grads)]
         optimizers = [self.optimizer_of(params) for params in shares[0]]
         generator, moved = torch.Generator().manual_seed(0), []
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), without_global_hooks():
+        with torch.random.fork_rng([self.device] * (self.device.type == "cuda")), without_global_hooks():
             for n_steps, is_steady, magnitude in self.phases:
                 before = values.clone()
                 for step in range(n_steps):
@@ -172,43 +160,10 @@ class Trial(NamedTuple):
                             param.grad = grad.detach()
                         optimizer.step()
                 moved.append(values - before)
-        return Outcome(moved, [noted(optimizer) for optimizer, params in zip(optimizers, shares[0]) if params])
+        return moved
 
     def optimizer_of(self, params):
-        group = {**copy.deepcopy(self.options), "params": params}
-        return self.make_optimizer([group])
-
-
-class Outcome(NamedTuple):
-    moved: list  # by how far the values have moved in each phase, (numel,)
-    noted: list  # for each optimizer that has something to step: name -> number
-
-    def stood_still(self):
-        return not any(moved.any() for moved in self.moved)
-
-    def difference(self, other, precision):
-        """-> in words what is another in `other`, or nothing."""
-        _, tolerance = precision
-        for mine, theirs in zip(self.moved, other.moved):
-            atol = tolerance * mine.abs().max().item()
-            if not torch.allclose(mine, theirs, rtol=tolerance, atol=atol, equal_nan=True):
-                return "parameters differ"
-        (mine,) = self.noted
-        for theirs in other.noted:
-            for name in mine.keys() & theirs.keys():
-                if not math.isclose(mine[name], theirs[name], rel_tol=tolerance):
-                    return f"{name} differs: {mine[name]} of all tensors, {theirs[name]} of a rank's"
-
-
-def noted(optimizer):
-    """-> name -> number: what an optimizer keeps in its groups and attributes, for all tensors together."""
-    (group,) = optimizer.param_groups
-    kept = {**{f"attribute {name}": value for name, value in vars(optimizer).items()},
-            **{f"group value {name}": value for name, value in group.items()}}
-    kept = {name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            for name, value in kept.items()}
-    return {name: value for name, value in kept.items()
-            if isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value}
+        return self.make_optimizer([{**copy.deepcopy(self.options), "params": params}])
 
 
 def described(failure):

@@ -13,7 +13,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from .groups import named_params, param_ids, settings_of
+from .groups import named_params, settings_of
 
 NEWEST = "2.14.1"  # all tests passed on it
 PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
@@ -38,7 +38,10 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
-    refuse_no_group(process_group)
+    no_groups = None, dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and process_group not in no_groups:
+        kind = type(process_group).__name__
+        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, lines, error = [], [], None
@@ -66,17 +69,14 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
     return groups
 
 
-def refuse_no_group(process_group):
-    others = None, dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
-        kind = type(process_group).__name__
-        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
-
-
 def backends_of(process_group):
     """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
+
+
+def param_ids(groups):
+    return [[id(param) for param in group["params"]] for group in groups]
 
 
 def refuse_edited(groups, known):
@@ -95,20 +95,17 @@ def _as_groups(params):
     except TypeError:
         raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from None
     groups = items if items and isinstance(items[0], dict) else [{"params": items}]
-    return [_as_group(group, g) for g, group in enumerate(groups)]
-
-
-def _as_group(group, g):
-    if not isinstance(group, dict) or "params" not in group:
-        raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
-    _refuse_set(group["params"])
-    items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-    named = [isinstance(item, tuple) for item in items]
-    if not any(named):
-        return {**group, "params": items}
-    if not all(named):
-        raise ValueError(f"parameter group {g} names some of its parameters: name all of them or none")
-    return {**group, "params": [param for _, param in items], "param_names": [name for name, _ in items]}
+    for g, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
+        _refuse_set(group["params"])
+        items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        groups[g] = {**group, "params": items}
+        if any(isinstance(item, tuple) for item in items):
+            if not all(isinstance(item, tuple) for item in items):
+                raise ValueError(f"parameter group {g} names some of its parameters: name all of them or none")
+            groups[g].update(params=[param for _, param in items], param_names=[name for name, _ in items])
+    return groups
 
 
 def _refuse_set(params):
@@ -145,8 +142,8 @@ def _check_memory(named):
     for name, tensor in named:
         if tensor.stride() != torch.empty_like(tensor, device="meta").stride():
             raise not_contiguous(name, tensor)
-    spans = [(tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named]
-    spans = sorted(span for span in spans if span[0])  # without empty ones, and those of the meta device
+    # without empty ones, and those of the meta device
+    spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
     for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
         if other_start < start + nbytes:
             raise ValueError(f"parameters {name} and {other} share memory: tie them as one torch.nn.Parameter")
@@ -162,13 +159,6 @@ def refuse_other_layouts(named):
     for name, tensor in named:
         if not tensor.is_contiguous():
             raise not_contiguous(name, tensor)
-
-
-def refuse_mixed_dtypes(named):
-    first_name, first = named[0]
-    for name, param in named:
-        if param.dtype != first.dtype:
-            raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
 
 
 def data_replaced(name):

@@ -17,7 +17,7 @@ from .groups import all_params
 from .guarded import Guarded
 from .hooks import hook_gradient
 from .probe import check_one_by_one
-from .refuse import refuse_dtensors, refuse_mixed_dtypes
+from .refuse import refuse_dtensors
 
 
 class OfWholeParams(Guarded):
@@ -37,12 +37,13 @@ class OfWholeParams(Guarded):
     def _refuse(self, named):
         """One flat tensor holds all gradients. -> `named`"""
         refuse_dtensors(named)
-        refuse_mixed_dtypes(named)
+        first_name, first = named[0]
+        for name, param in named:
+            if param.dtype != first.dtype:
+                raise ValueError(f"parameter {name} is {param.dtype}, {first_name} is {first.dtype}: use one dtype")
         return named
 
-    @torch.no_grad()
-    def shard(self, groups):
-        self._shard(super().shard, groups)
+    def _watch_shards(self, groups):
         self._grads_synced = False  # what the new ones have in param.grad is local
         for group in groups:
             for param in group["params"]:

@@ -54,10 +54,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
         return named
 
-    @torch.no_grad()
-    def shard(self, groups):
-        self._shard(super().shard, groups)
-
     @property
     def has_grads(self):
         """Whether this rank is between backward() and step()."""

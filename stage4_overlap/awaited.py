@@ -31,7 +31,7 @@ READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, witho
 
 
 class Awaited:
-    """Mixed into the class of a parameter that is under way: whoever reads it waits until its bucket has arrived.
+    """Mixed into the class of a parameter that is under way: to read it is to wait until its bucket has arrived.
 
     The tensor stays the same and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
 
@@ -74,12 +74,6 @@ def wait_for(kinds):
     for kind in kinds:
         if issubclass(kind, Awaited) and kind.bucket is not None:
             kind.bucket.finish_param_sync()
-
-
-def read_too_early(name):
-    return RuntimeError(f"a gradient has come for parameter {name}, which is still under way: it was read before the "
-                        "last step, or past torch's functions, by a TorchScript model say: call "
-                        "optimizer.finish_param_sync() after step()")
 
 
 def hook_module(module):
@@ -151,16 +145,9 @@ class AwaitedBucket:
     def tensor_of(self, param):
         return local(param)
 
-    def move_in(self, flat_params):
-        """Parameters in shared memory, one is enough, take all of their dtype there, and stay views of one storage."""
-        if any(tensor.device.type == "cpu" and tensor.is_shared() for tensor in self.tensors):
-            flat_params.share_memory_()  # and so every view of it: `partition` is called when all have moved in
-        super().move_in(flat_params)
-
     def partition(self):
         flat = self.flat_params
-        has_memory = type(flat) is torch.Tensor and not flat.is_meta  # a FakeTensor has none
-        if has_memory and not (flat.device.type == "cpu" and flat.is_shared()):
+        if type(flat) is torch.Tensor and not flat.is_meta:  # a FakeTensor has no memory
             for tensor, view in zip(self.tensors, self.views):
                 tensor.data = torch.from_dlpack(view)  # of the same memory, which it keeps alive
         super().partition()
@@ -202,7 +189,7 @@ class AwaitedBucket:
                 if tensor.data_ptr() != view.data_ptr()]
 
     def start_param_sync(self):
-        """Before they leave: whoever reads one now waits for it."""
+        """Before they leave: to read one is to wait for it from now on."""
         self.note_new_params(self.unused)
         self.is_awaited = True
         for kind in self.kinds.values():
@@ -214,9 +201,9 @@ class AwaitedBucket:
     def finish_param_sync(self):
         if self.is_awaited:
             try:
-                with torch._C.DisableTorchFunctionSubclass():  # or whoever looks at a parameter would wait for itself
+                with torch._C.DisableTorchFunctionSubclass():  # or it would wait for itself
                     super().finish_param_sync()
-            except Exception:  # a time-out: who reads later, to load a checkpoint say, needn't be told again
+            except Exception:  # a time-out: later reads, to load a checkpoint say, are no error again
                 for bucket in list(self.together):
                     bucket.give_up()
                 raise
@@ -234,8 +221,3 @@ class AwaitedBucket:
         if self.is_awaited:
             self.last_param_sync, self.param_sync, self.is_incomplete = self.param_sync, None, True
             self.release()
-
-    def refuse_incomplete(self):
-        if self.is_incomplete:
-            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
-                               " into the model, and build the optimizer anew")

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, difference_between_ranks, name_of
+from guard.groups import all_params, difference_between_ranks
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
 from guard.refuse import refuse_other_layouts
 
-from .awaited import Awaited, guarded_bucket, hook_module, read_too_early
+from .awaited import guarded_bucket, hook_module
 from .drops import forget_arrived, keep_under_way, next_tag
 from .dtensor import local_parts
 from .optimizer import ShardedOptimizer
-from .rounds import MISSING, BackwardPass, Rounds, agree, error_of, what_is_wrong
+from .rounds import BackwardPass, Rounds, agree, error_of, what_is_wrong
 
 
 class DistributedOptimizer(Guarded, ShardedOptimizer):
@@ -84,9 +84,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         refuse_other_layouts(here)
         return here
 
-    @torch.no_grad()
-    def shard(self, groups):
-        self._shard(super().shard, groups)
+    def _watch_shards(self, groups):
         together = weakref.WeakSet(self.buckets)
         for bucket in self.buckets:
             bucket.together = together
@@ -113,8 +111,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def on_grad_ready(self, param):
         now = self._rounds
         now.is_synced = False
-        if isinstance(param, Awaited):
-            raise read_too_early(name_of(param, self.param_groups))
         if not now.is_accumulating and now.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
         if now.is_accumulating or not now.is_open:  # every bucket has left, and it is used again, by a checkpoint say
@@ -133,9 +129,11 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             super().on_grad_ready(param)
 
     def _begin_round(self):
-        if self._rounds.is_open:  # of a pass that has failed
+        now = self._rounds
+        if now.is_open:  # of a pass that has failed
             self._finish_round()
-        self._rounds.begin(BackwardPass(self._end_backward))
+        now.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch holds it
+        now.is_open = now.went_backward = True
         for bucket in self.buckets:  # nobody waits for those that are frozen
             bucket.ready.update([param for param in bucket.params if not param.requires_grad])
 
@@ -151,16 +149,20 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.send_full_buckets()
 
     def send_grads(self, bucket):
-        used = [id(param) for param in bucket.params if param.grad is not None]
+        now, used = self._rounds, [id(param) for param in bucket.params if param.grad is not None]
         super().send_grads(bucket)
-        self._rounds.has_left(used, is_last=not self.queue)
+        now.used.update(used)
+        now.waiting.difference_update(used)
+        if not self.queue:  # it was the last one
+            now.is_open = False
+            now.n += 1
 
     # ---------------------------------------------------------------------------------------------------- in the step
 
     @property
     def has_grads(self):
         """Whether this rank is between backward() and step()."""
-        return self._rounds.has_grads()
+        return bool(self._rounds.waiting or self._rounds.n or self._rounds.is_open)
 
     @property
     def _grads_elsewhere(self):
@@ -175,17 +177,16 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 or its `data` was replaced; on every rank, except after `clip_grad_norm_`, when the ranks have agreed
                 already: then on the rank where that is so. Or the parameter groups of the ranks differ, in lr say.
         """
-        for bucket in self.buckets:
-            bucket.refuse_incomplete()
-        wrong = self._agree()
-        difference = self._rounds.settings_differ and difference_between_ranks(self.param_groups, self.process_group)
-        if difference:
+        if any(bucket.is_incomplete for bucket in self.buckets):
+            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
+                               " into the model, and build the optimizer anew")
+        error = error_of(self._agree(), self.param_groups, self.find_unused_parameters)
+        if self._rounds.settings_differ:
+            difference = difference_between_ranks(self.param_groups, self.process_group)
+            error = RuntimeError(difference) if difference else error
+        if error:
             self.zero_grad()
-            raise RuntimeError(difference)
-        worst = max(wrong)
-        if worst and not (worst == MISSING and self.find_unused_parameters):
-            self.zero_grad()
-            raise error_of(worst, wrong, self.param_groups)
+            raise error
         self.sync_grads()
 
     def _agree(self):
@@ -249,10 +250,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def prefetch_params(self, model: torch.nn.Module) -> list:
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
-        Whoever else reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
+        All else that reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
         other streams read parameters, call `finish_param_sync()` right after `step`.
 
-        Returns the handles of the hooks that it has made, for whoever must take them off again.
+        Returns the handles of the hooks that it has made: remove() takes them off again.
         """
         self.prefetching = True
         return [handle for module in model.modules() for handle in hook_module(module)]

@@ -28,7 +28,7 @@ def forget_arrived():
 
 def keep_under_way(travelling, buckets):
     """Of an optimizer that is dropped. Parameters are waited for: they would keep the model until Python collects
-    garbage. But not for ever, in a __del__: then whoever reads one waits, and is told.
+    garbage. But not for ever, in a __del__: another rank may have failed. The next reader waits then, and is told.
     """
     if sys.is_finalizing():
         return

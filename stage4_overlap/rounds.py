@@ -23,7 +23,7 @@ HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process 
 
 
 class Rounds:
-    """Since the last step. One object, for whoever wraps the optimizer sees it, too.
+    """Since the last step. One object, which a wrapper that copies attributes has too.
 
     Attributes:
         n, is_open: how many rounds have ended, and whether a backward pass has begun one that hasn't.
@@ -48,21 +48,6 @@ class Rounds:
         self.used, self.waiting = set(), set()
         self.settings_differ = self.is_synced = False
         self.backward_pass = lambda: None
-
-    def has_grads(self):
-        return bool(self.waiting or self.n or self.is_open)
-
-    def begin(self, backward_pass):
-        self.backward_pass = weakref.ref(backward_pass)
-        self.is_open = self.went_backward = True
-
-    def has_left(self, used, is_last):
-        """A bucket has; `used`: ids of those of its parameters that had a gradient."""
-        self.used.update(used)
-        self.waiting.difference_update(used)
-        if is_last:
-            self.is_open = False
-            self.n += 1
 
 
 class BackwardPass:
@@ -130,7 +115,11 @@ def agree(now, params, wrong, groups, process_group):
     return of_params[: len(params)], of_params[len(params) :], n_rounds
 
 
-def error_of(worst, wrong, groups):
+def error_of(wrong, groups, find_unused_parameters):
+    """-> the worst of what is wrong, or None."""
+    worst = max(wrong)
+    if worst == 0 or worst == MISSING and find_unused_parameters:
+        return None
     names = [name for (name, _), what in zip(named_params(groups), wrong) if what == worst]
     if worst == MOVED:
         return data_replaced(names[0])

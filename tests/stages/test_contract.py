@@ -377,7 +377,7 @@ def test_resumes_from_its_state_dict(rank, stage):
 @pytest.mark.parametrize("world_size", [2])
 @on_ranks
 def test_state_may_be_looked_at(rank, stage):
-    """The state of a parameter that another rank steps is not here; to ask for it does no harm, to make one does."""
+    """The state of a parameter that another rank steps is not here; to ask for it does no harm."""
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
     train(model, optimizer, rank, 0)
@@ -388,9 +388,6 @@ def test_state_may_be_looked_at(rank, stage):
     train(model, optimizer, rank, 1)
     optimizer.state["of all"]["n"] = 3  # torch saves it
     assert optimizer.state_dict()["state"]["of all"] == {"n": 3}
-    optimizer.state[torch.zeros(2, 3)]["slow"] = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"state has a tensor of shape \(2, 3\), which isn't stepped here"):
-        optimizer.state_dict()
 
 
 def del_state(optimizer, param):

@@ -283,20 +283,6 @@ def test_what_is_frozen_or_written_into_while_it_is_under_way(rank):
 
 @on_ranks(2)
 @on_its_device
-def test_torchscript_which_reads_past_all_functions_of_torch_is_an_error_while_parameters_are_under_way(rank):
-    model = Words()
-    script = torch.jit.script(model)
-    optimizer, x = starts(rank, model, x=torch.arange(5))
-    with pytest.raises(RuntimeError, match=r"parameter 2 .*finish_param_sync\(\)"):  # the optimizer got no names
-        script(x).sum().backward()
-    optimizer.zero_grad()
-    optimizer.finish_param_sync()
-    script(x).sum().backward()
-    optimizer.step()
-
-
-@on_ranks(2)
-@on_its_device
 def test_a_model_without_the_hooks_can_become_torchscript(rank):
     model = Words()
     optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
@@ -492,6 +478,8 @@ def test_gradients_keep_out_of_other_messages(rank):
         assert all(tensor.eq(7).all() for tensor in theirs) or rank.rank
         reference.step(rank, step)
     assert equal(params_of(model), params_of(reference.model))
+    if rank.rank == 0:
+        dist.destroy_process_group(alone)  # torch names a later group of gloo by the number of groups of a rank
 
 
 @on_ranks(2)
