@@ -676,8 +676,8 @@ def ladder_block():
     """What can be counted, and one column of time, measured on two hosts with the slowest line."""
     result = results.by_rate()[0]
     ddp = catalogue.tuned(result, "ddp") or result.find("ddp")
-    lines = [f"stage | collectives | bytes a parameter, {' · '.join(map(str, RANKS))} ranks | peak, MB | Ψ sent "
-             "| code lines | time", "---|---|---|---|---|---|---"]
+    lines = [f"stage | collectives | bytes per parameter on {' · '.join(map(str, RANKS))} ranks | peak memory, MB "
+             "| values sent per parameter | code lines of the core | time ÷ DDP's", "---|---|---|---|---|---|---"]
     for rung in LADDER:
         row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
         lines.append(" | ".join([
@@ -698,9 +698,9 @@ def notes(result, ddp):
     c, tuned = result.conditions, catalogue.tuned(result, "ddp")
     words = "DDP with its default buckets" if tuned is None else (
         f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
-    return (f"Ψ: the number of parameters, here {c.parameters:,}. Bytes: counted between steps, AdamW in fp32 (1 to 3: "
-            "8 + 8/d; 4: 4 + 12/d + b; b: two bucket buffers). Peak: in a step, with activations. Ψ sent: of each, "
-            "(d-1)/d, per step. Code lines: of the core. Time: per step, with guard (2, 3: without gloo's own "
+    return (f"The model has {c.parameters:,} parameters in fp32. Bytes: counted between steps, with AdamW (1 to 3: "
+            "8 + 8/d; 4: 4 + 12/d + b; b: two bucket buffers). Peak: in a step, with activations. Values sent: times "
+            "(d-1)/d, per step. Time: per step, with guard (2, 3: without gloo's own "
             f"collectives), over that of {words}; two hosts, a link of {rate_words(c.rate)}, median of {c.rounds} "
             f"rounds ({c.machine}, {c.date}).")
 
