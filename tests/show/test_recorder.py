@@ -47,7 +47,7 @@ def parameters(recording, rank):
     for number in rows.get("ParameterBuffer.flat", rows.get("parameters"))[rank]:
         for value, label in memory.cells[number]:
             kind, element, _ = recording["labels"][label]
-            if kind == "parameter":
+            if kind in ("old", "new", "stale"):
                 values[element] = value
     return [values[element] for element in sorted(values)]
 
