@@ -678,8 +678,8 @@ def ladder_block():
     """What can be counted, and one column of time, measured on two hosts with the slowest line."""
     result = results.by_rate()[0]
     ddp = catalogue.tuned(result, "ddp") or result.find("ddp")
-    lines = [f"stage | collectives | bytes per parameter on {' · '.join(map(str, RANKS))} ranks | peak, MB | Ψ sent "
-             "| code lines | time", "---|---|---|---|---|---|---"]
+    lines = [f"stage | collectives | bytes per parameter on {' · '.join(map(str, RANKS))} ranks | peak memory, MB "
+             "| values sent per parameter | code lines of the core | time ÷ DDP's", "---|---|---|---|---|---|---"]
     for rung in LADDER:
         row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
         lines.append(" | ".join([
@@ -700,9 +700,9 @@ def notes(result, ddp):
     c, tuned = result.conditions, catalogue.tuned(result, "ddp")
     words = "DDP with its default buckets" if tuned is None else (
         f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
-    return (f"Ψ: the number of parameters, here {c.parameters:,}. Bytes: between steps, AdamW in fp32 (stages 1 to 3: "
-            "8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Ψ sent: per "
-            "step, times (d-1)/d. Code lines: of the core. Time: per step, with guard (stages 2, 3: without gloo's own "
+    return (f"The model has {c.parameters:,} parameters in fp32. Bytes: between steps, with AdamW (stages 1 to 3: 8 + 8/d; "
+            "stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Values sent: per "
+            "step, times (d-1)/d. Time: per step, with guard (stages 2, 3: without gloo's own "
             f"collectives), over that of {words}; two hosts, a link of {rate_words(c.rate)}, median of {c.rounds} "
             f"rounds ({c.machine}, {c.date}).")
 

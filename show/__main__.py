@@ -90,14 +90,14 @@ def main():
     if args.json:
         args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
     if args.html:
-        words = {"id": args.stage, "short": args.stage, "intro": "", "bug": False, "beats": []}
-        args.html.write_text(page.page([{**made, **words}], programs.stamp()), encoding="utf-8")
+        shown = {**made, "id": args.stage, "short": args.stage, "beats": []}
+        args.html.write_text(page.page([shown], programs.stamp()), encoding="utf-8")
     terminal.play(made, every=args.every)
 
 
 def write_pages():
     """docs/watch.html, the picture of README.md, and the figures of the chapters, by the page's own renderer."""
-    write(browser.PAGE, programs.whole_page())
+    write(browser.PAGE, page.page(programs.all_recordings(), programs.stamp()))
     write(RESULTS / "watch.svg", hero.picture())
     if browser.missing():
         print(f"results/show_*.svg stay as they are: {browser.missing()}")

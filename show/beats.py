@@ -41,6 +41,7 @@ FORMULAS = {
 
 START, BACKWARD = "for batch in batches:", "loss.backward()"
 FLAT = ("flat = flatten(",)
+LEAVES, LANDS = "return [dist.reduce_scatter_tensor", "torch._foreach_copy_(targets"
 BEATS = {
     "0": (
         Beat("Four ranks hold the same 64 parameters, in eight tensors. Each is about to train on a batch of its own.",
@@ -48,144 +49,155 @@ BEATS = {
         Beat("The backward pass leaves 64 gradients on every rank: each rank's own.", BACKWARD, -1, look="gradients"),
         Beat("Each rank copies its gradients into one flat tensor, and divides them by the number of ranks: the sum "
              "over the ranks will be the average.", "flat /= self.world_size", also=FLAT, look="sync_grads: flat"),
-        Beat("The all-reduce: all ranks' gradients are added up, and each rank gets all 64 sums. It sends 3/4 of their "
-             "bytes twice.", "dist.all_reduce(flat", look="sync_grads: flat"),
+        Beat("The all-reduce adds up the gradients of all ranks, and gives every rank all 64 sums. Each rank sends 3/4 "
+             "of 256 B twice: 384 B.", "dist.all_reduce(flat", look="sync_grads: flat"),
         Beat("The averages take the place of the gradients.", "torch._foreach_copy_(grads", look="gradients"),
         Beat("The flat tensor is released. Every rank holds the same 64 averages.", "self.sync_grads()", -1),
-        Beat("Every rank steps all 64 parameters, and remembers two moments of each: the same work, four times.",
+        Beat("Every rank updates all 64 parameters, and keeps two moments of each: the same work, four times.",
              "self.optimizer.step()", look="exp_avg"),
-        Beat("Nothing travels back: all ranks have computed the same. Of 16 bytes a parameter 8 are moments, and three "
-             "of their four copies are what the stages save.", "self.sync_params()", look="exp_avg_sq"),
+        Beat("Nothing is sent back, because all ranks have computed the same. 8 of 16 bytes per parameter are moments. "
+             "The stages save three of their four copies.", "self.sync_params()", look="exp_avg_sq"),
         Beat("The gradients are released, and the next forward pass reads the new parameters.", "return hidden", -1),
     ),
     "1": (
-        Beat("Each of the eight tensors has one owner now: its colour. The owner alone will step it. All ranks hold "
+        Beat("Each of the eight tensors has one owner now: its colour. Only the owner will update it. All ranks hold "
              "all parameters.", START, look="parameters"),
         Beat("The backward pass leaves all 64 gradients on every rank, as before.", BACKWARD, -1, look="gradients"),
         Beat("As in replicated training: copied into one flat tensor, and divided by the number of ranks.",
              "flat /= self.world_size", also=FLAT, look="average: flat"),
-        Beat("An all-reduce brings the average of every gradient to every rank.", "dist.all_reduce(flat",
+        Beat("An all-reduce gives every rank the average of every gradient.", "dist.all_reduce(flat",
              look="average: flat"),
-        Beat("Of its 64 averages a rank will read its own alone. All others are garbage (grey) at once: they needn't "
-             "have travelled.", "self.average(", -1, look="gradients"),
-        Beat("Each rank steps what it owns, and remembers moments of 15 to 17 elements in place of 64.",
+        Beat("A rank will read only the averages of what it owns. The others are garbage (grey) at once: they were "
+             "sent for nothing.", "self.average(", -1, look="gradients"),
+        Beat("Each rank updates what it owns, and keeps moments of 15 to 17 elements instead of 64.",
              "self.optimizer.step()", look="exp_avg"),
-        Beat("Rank 0's turn: it packs its 17 stepped elements, and broadcasts them.", "dist.broadcast(flat",
+        Beat("Rank 0's turn: it packs its 17 updated elements, and broadcasts them.", "dist.broadcast(flat",
              also=FLAT, look="sync_params: flat"),
-        Beat("All others copy them to their models. What is still outlined is old.", "torch._foreach_copy_(targets",
-             1, look="parameters"),
-        Beat("Rank 1's turn. While it sends, the links of ranks 2 and 3 lie idle.", "torch._foreach_copy_(targets", 2,
+        Beat("The other ranks copy these elements to their models. Pale parameters are still old.", LANDS, 1,
              look="parameters"),
+        Beat("Rank 1's turn. While it sends, the links of ranks 2 and 3 are idle.", LANDS, 2, look="parameters"),
         Beat("Ranks 2 and 3 have had their turns: every rank has all new parameters.", "self.sync_params()", -1,
              look="parameters"),
-        Beat("The gradients are released. A quarter of the moments a rank, and half as many bytes again as DDP.",
-             "return hidden", -1),
+        Beat("The gradients are released. Each rank keeps a quarter of the moments, but sends half again as many bytes "
+             "as DDP.", "return hidden", -1),
     ),
     "2": (
-        Beat("As in stage 1 each tensor has one owner, which alone will step it.", START, look="parameters"),
+        Beat("As in stage 1, each tensor has one owner, and only the owner will update it.", START, look="parameters"),
         Beat("The backward pass leaves all 64 gradients on every rank.", BACKWARD, -1, look="gradients"),
         Beat("Copied into one flat tensor, and divided by the number of ranks.", "flat /= self.world_size", also=FLAT,
              look="average: flat"),
         Beat("An all-reduce averages them.", "dist.all_reduce(flat", look="average: flat"),
-        Beat("Each rank will read the averages of what it owns, and no others.", "self.average(", -1,
-             look="gradients"),
-        Beat("Each rank steps what it owns.", "self.optimizer.step()", look="exp_avg"),
-        Beat("The ranks own 15 to 17 elements, and an all-gather takes equal parts: each pads its own to 17, and makes "
-             "room for all four.", "gathered = padded.new_empty", also=("padded = self.shards",),
+        Beat("Each rank will read only the averages of what it owns.", "self.average(", -1, look="gradients"),
+        Beat("Each rank updates what it owns.", "self.optimizer.step()", look="exp_avg"),
+        Beat("The ranks own 15 to 17 elements, but an all-gather takes equal parts. So each rank pads its shard to 17, "
+             "and makes room for all four.", "gathered = padded.new_empty", also=("padded = self.shards",),
              look="sync_params: padded"),
-        Beat("One all-gather in place of four broadcasts: all ranks send at once.", "dist.all_gather_into_tensor(",
+        Beat("One all-gather replaces four broadcasts: all ranks send at once.", "dist.all_gather_into_tensor(",
              look="sync_params: gathered"),
-        Beat("Each rank cuts the padding off, and copies all parameters to its model.", "self.sync_params()", -1,
+        Beat("Each rank cuts off the padding, and copies all parameters to its model.", "self.sync_params()", -1,
              look="parameters"),
-        Beat("The gradients are released. The bytes of stage 1 and some padding, in fewer turns.", "return hidden", -1),
+        Beat("The gradients are released. Stage 2 sends the bytes of stage 1 and some padding, in fewer turns.",
+             "return hidden", -1),
     ),
     "3": (
-        Beat("One flat buffer holds zeros. Each rank owns a line of it, wherever that cuts through parameters.", START,
+        Beat("State 1 of 5, ZEROS: one flat buffer holds zeros. Rank r owns line r of it, wherever that cuts through "
+             "parameters.", START, look="GradBuffer.flat"),
+        Beat("State 2, GRADS: every gradient is a view of the buffer, so after the backward pass each rank's buffer "
+             "holds its own 64 gradients.", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
+        Beat("Each rank divides its gradients by the number of ranks, in place.", "self.flat /= self.world_size",
              look="GradBuffer.flat"),
-        Beat("Every gradient is a view of the buffer: after the backward pass it holds this rank's own 64.",
-             "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
-        Beat("Divided by the number of ranks, in place.", "self.flat /= self.world_size", look="GradBuffer.flat"),
-        Beat("The reduce-scatter, half of an all-reduce: rank r receives everybody's line r, adds it up, and nothing "
-             "else. The rest of its buffer is garbage.", "dist.reduce_scatter_tensor(", look="GradBuffer.flat"),
-        Beat("Each rank steps the 16 elements that it owns, straight from its line of averages.",
+        Beat("State 3, GRAD_SHARD: the reduce-scatter, half of an all-reduce. Rank r receives line r of the other "
+             "ranks and adds it up. Its other lines are garbage. Each rank sends 3 lines: 192 B.",
+             "dist.reduce_scatter_tensor(", look="GradBuffer.flat"),
+        Beat("Each rank updates the 16 elements that it owns, straight from its line of averages.",
              "self.optimizer.step()", look="exp_avg"),
-        Beat("It copies them over its line of averages: the buffer begins to hold parameters.",
-             "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
-        Beat("The all-gather, the other half: every line goes to all ranks, as many bytes as an all-reduce in the two "
-             "together.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
-        Beat("The new parameters are copied to the model.", "torch._foreach_copy_(targets", -1, look="parameters"),
-        Beat("The buffer is zeroed: the next backward pass adds to it.", "self.flat.zero_()", look="GradBuffer.flat"),
-        Beat("No byte more than DDP has been sent, and a rank holds a quarter of the moments.", "return hidden", -1),
+        Beat("State 4, PARAM_SHARD: each rank overwrites its averages with its updated parameters. The rest is still "
+             "garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
+        Beat("State 5, PARAMS: the all-gather, the other half. Each rank sends its line to the 3 others: 192 B more. "
+             "Together that is DDP's all-reduce, 384 B.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
+        Beat("The new parameters are copied to the model.", LANDS, -1, look="parameters"),
+        Beat("State 1 again: the buffer is zeroed, because the next backward pass adds to it.", "self.flat.zero_()",
+             look="GradBuffer.flat"),
+        Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
+    ),
+    # For the picture of chapter 3: what the buffer holds in each state.
+    "3-small": (
+        Beat("ZEROS: before the backward pass", START),
+        Beat("GRADS: each rank's own gradients", "self.holds = Holds.GRADS", -1),
+        Beat("GRAD_SHARD, after the reduce-scatter: averages, and garbage", "dist.reduce_scatter_tensor("),
+        Beat("PARAM_SHARD, after the inner step: updated parameters, and garbage", "self.holds = Holds.PARAM_SHARD"),
+        Beat("PARAMS, after the all-gather: all updated parameters", "dist.all_gather_into_tensor("),
     ),
     "4": (
-        Beat("The parameters lie in one buffer, in seven buckets beside each other. Each bucket is cut into four "
-             "shards, a line a rank.", START, look="ParameterBuffer.flat"),
+        Beat("The parameters lie in one buffer, in seven buckets side by side. Each bucket is cut into four shards: "
+             "line r belongs to rank r.", START, look="ParameterBuffer.flat"),
         Beat("The backward pass has done the last layer: its gradients are complete, and fill the first bucket.",
              "self.bucket_of[param].ready.add(param)", look="gradients"),
         Beat("They are copied into a bucket buffer, and released.",
              "param.grad = None", also=("torch._foreach_copy_(slots",), look="BucketBuffer.sent"),
-        Beat("The first bucket's reduce-scatter leaves, and will average. Nobody waits: the backward pass goes on.",
-             "return [dist.reduce_scatter_tensor", look="BucketBuffer.sent"),
-        Beat("The second bucket takes the second buffer. Two are under way.", "return [dist.reduce_scatter_tensor", 1,
+        Beat("The first bucket's reduce-scatter starts, and will average. Nobody waits for it: the backward pass goes "
+             "on.", LEAVES, look="BucketBuffer.sent"),
+        Beat("The second bucket takes the second buffer. Two reduce-scatters are in flight.", LEAVES, 1,
              look="BucketBuffer.sent"),
-        Beat("A third bucket is full, and there are two buffers: it waits until the first bucket has arrived.",
+        Beat("A third bucket is full, but both buffers are in flight. The backward pass waits for the first bucket's "
+             "reduce-scatter, which will free its buffer.",
              "self.receive_oldest()", also=("if not self.idle:",), look="BucketBuffer.sent"),
-        Beat("The first has arrived: each rank keeps its quarter of the averages, and the third bucket leaves from "
-             "the same buffer.", "return [dist.reduce_scatter_tensor", 2, look="PartitionedGradient.shard"),
-        Beat("So all seven went, two at a time; step has waited for the last ones. No rank has more than its quarter.",
-             "self.step_own()", look="PartitionedGradient.shard"),
-        Beat("Each rank steps its shard of every bucket, where it lies in the parameter buffer.",
+        Beat("The first bucket has arrived: each rank keeps its quarter of the averages, and the third bucket leaves "
+             "from the same buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
+        Beat("All seven buckets were sent like this, two at a time; step has waited for the last two. Each rank holds "
+             "its quarter of the averages, and no more.", "self.step_own()", look="PartitionedGradient.shard"),
+        Beat("Each rank updates its shard of every bucket, in place, in the parameter buffer.",
              "self.optimizer.step()", look="ParameterBuffer.flat"),
-        Beat("Seven all-gathers leave, in the order in which the next forward pass reads, and step returns.",
+        Beat("Seven all-gathers start, in the order in which the next forward pass reads, and step returns.",
              "if not self.prefetching:", also=("bucket.start_param_sync()",), look="ParameterBuffer.flat"),
-        Beat("The first layer waits for its bucket, and for no other. What is dashed is still old.",
+        Beat("The first layer waits for its own bucket, and for no other. Dashed parameters are still old.",
              "work.wait()", -7, look="ParameterBuffer.flat"),
-        Beat("Layer by layer the others arrive: both halves of the all-reduce have travelled while the model "
+        Beat("Layer by layer the other buckets arrive. Both halves of the all-reduce were sent while the model "
              "computed.", "return hidden", -1, look="ParameterBuffer.flat"),
     ),
     "1-copy": (
-        Beat("Here they part: rank 0's new parameters have arrived on every rank, and nobody copies them to the "
-             "model.", "dist.broadcast(flat", look="parameters", right=("torch._foreach_copy_(targets", 1)),
-        Beat("From then on each rank has its own parameters new and all others old: four different models.",
+        Beat("Here the runs part: rank 0's new parameters have arrived on every rank, but nobody copies them to the "
+             "model.", "dist.broadcast(flat", look="parameters", right=(LANDS, 1)),
+        Beat("From then on each rank has only its own parameters new, and all others old: four different models.",
              "self.sync_params()", -1, look="parameters"),
         Beat("What a user sees: no error, and a loss that falls almost as before. Only comparing the ranks tells.",
              "return hidden", -1, look="parameters"),
     ),
     "2-order": (
-        Beat("Here they part: each rank packs what it owns in the model's order, not in that of its shard.",
+        Beat("Here the runs part: each rank packs what it owns in the model's order, not in the order of its shard.",
              "gathered = padded.new_empty", look="sync_params: padded"),
-        Beat("From then on pieces of one tensor lie in another, on all ranks alike: they were cut in the order of "
-             "shards.", "self.sync_params()", -1, look="parameters"),
+        Beat("From then on pieces of one tensor lie in another, on all ranks alike, because the shards were cut in "
+             "their own order.", "self.sync_params()", -1, look="parameters"),
         Beat("What a user sees: no error, replicas that agree, and a loss that jumps.", "return hidden", -1,
              look="parameters"),
     ),
     "3-none": (
-        Beat("Here they part: torch's zero_grad sets param.grad to None, and the buffer still holds parameters.",
+        Beat("Here the runs part: torch's zero_grad sets param.grad to None, and the buffer still holds parameters.",
              "self.zero_grad()", look="GradBuffer.flat", right=("self.flat.zero_()", 0)),
-        Beat("From then on gradients miss the buffer: autograd makes new tensors for them.", BACKWARD, -1,
+        Beat("From then on gradients miss the buffer: autograd creates new tensors for them.", BACKWARD, -1,
              look="gradients"),
         Beat("What a user sees: no error. Each step takes parameters for gradients, so the loss doesn't fall.",
              "self.optimizer.step()", -1, look="exp_avg"),
     ),
     "3-zero": (
-        Beat("Here they part: the second step begins, and the buffer still holds parameters.", "loss = model(batch)", 1,
-             look="GradBuffer.flat", right=("self.flat.zero_()", 0)),
+        Beat("Here the runs part: the second step begins, and the buffer still holds parameters.",
+             "loss = model(batch)", 1, look="GradBuffer.flat", right=("self.flat.zero_()", 0)),
         Beat("From then on gradients are added to parameters.", "self.holds = Holds.GRADS", -1,
              look="GradBuffer.flat"),
-        Beat("What a user sees: nothing, while the loop calls zero_grad itself; without it, steps that are too large.",
-             "self.optimizer.step()", -1, look="exp_avg"),
+        Beat("What a user sees: nothing while the loop calls zero_grad itself; without that call, steps that are too "
+             "large.", "self.optimizer.step()", -1, look="exp_avg"),
     ),
     "4-queue": (
-        Beat("Here they part: rank 1 has computed its layers in another order, and sends another bucket than the "
-             "others.", "return [dist.reduce_scatter_tensor", look="BucketBuffer.sent"),
-        Beat("From then on sums are of different layers: both buckets are as long, so that nothing complains.",
+        Beat("Here the runs part: rank 1 has computed its layers in another order, and sends another bucket than the "
+             "other ranks.", LEAVES, look="BucketBuffer.sent"),
+        Beat("From then on sums mix different layers. Both buckets have the same length, so nothing complains.",
              "self.step_own()", look="PartitionedGradient.shard"),
-        Beat("What a user sees: no hang and no error, but wrong steps, where layers are alike; a hang where they "
-             "aren't.", "self.optimizer.step()", look="ParameterBuffer.flat"),
+        Beat("What a user sees: where layers have equal lengths, wrong steps without an error; elsewhere a hang.",
+             "self.optimizer.step()", look="ParameterBuffer.flat"),
     ),
     "4-wait": (
-        Beat("Here they part: the second layer waits for the first one's bucket, and computes with old parameters.",
-             "return Weigh.apply(hidden", -1, look="ParameterBuffer.flat", right=("work.wait()", -6)),
+        Beat("Here the runs part: the second layer waits for the first layer's bucket, and computes with old "
+             "parameters.", "return Weigh.apply(hidden", -1, look="ParameterBuffer.flat", right=("work.wait()", -6)),
         Beat("From then on every layer but the first reads parameters that are one step old.", "return hidden", -1,
              look="ParameterBuffer.flat"),
         Beat("What a user sees: a loss that is a little worse, in some runs: on a real link it is a race.",

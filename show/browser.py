@@ -1,6 +1,6 @@
 """The page in a real browser: Debian's chromium, headless, driven by playwright (`pip install .[browser]`).
 
-python -m show.browser           two screenshots for README.md, of docs/watch.html
+python -m show.browser           two screenshots in results/, of docs/watch.html
 """
 
 import contextlib
@@ -9,15 +9,8 @@ import shutil
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "watch.html"
-OPTIONS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+           "--disable-component-update", "--disable-sync"]
 
 
 def program():
@@ -38,11 +31,8 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program(), args=list(OPTIONS))
-        try:
+        with playwright.chromium.launch(executable_path=program(), args=OPTIONS) as started:
             yield started
-        finally:
-            started.close()
 
 
 @contextlib.contextmanager
@@ -51,17 +41,14 @@ def opened(started, place="", path=PAGE, width=1280, height=800, **settings):
 
     -> (playwright's page, what went wrong, requests)
     """
-    context = started.new_context(viewport={"width": width, "height": height}, **settings)
-    page, wrong, requests = context.new_page(), [], []
-    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    try:
+    with started.new_context(viewport={"width": width, "height": height}, **settings) as context:
+        page, wrong, requests = context.new_page(), [], []
+        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
         page.goto(f"{path.as_uri()}#{place}")
         page.wait_for_selector("body[data-ready]")
         yield page, wrong, requests
-    finally:
-        context.close()
 
 
 def figures():
@@ -74,11 +61,10 @@ def figures():
 
 
 def main():
-    results = PAGE.parents[1] / "results"
     with browser() as started:
         for scheme in ("light", "dark"):
             with opened(started, "4.7", color_scheme=scheme, reduced_motion="reduce") as (page, _, _):
-                page.screenshot(path=results / f"watch_{scheme}.png")
+                page.screenshot(path=PAGE.parents[1] / "results" / f"watch_{scheme}.png")
                 print(f"results/watch_{scheme}.png")
 
 

@@ -88,17 +88,17 @@ def picture():
     rules["both"] = keyframes("both", FIRST[0], SECOND[1], seen, hidden)
     third = (wide - 110) / 2
     body = [
-        f'<text x="{LEFT}" y="28" class="b">DDP: one all-reduce, then every rank steps everything</text>',
-        bar(LEFT, wide - 110, 40, "all-reduce", "both"), bar(LEFT + wide - 104, 104, 40, "step all", "last"),
+        f'<text x="{LEFT}" y="28" class="b">DDP: one all-reduce, then every rank updates everything</text>',
+        bar(LEFT, wide - 110, 40, "all-reduce", "both"), bar(LEFT + wide - 104, 104, 40, "update all", "last"),
         *memory(78, False), *flights(78, rules),
-        f'<text x="{LEFT}" y="190" class="b">Here: its two halves, and the step between them</text>',
-        bar(LEFT, third, 202, "reduce-scatter", "first"), bar(LEFT + third + 6, 98, 202, "step 1/d", "step"),
+        f'<text x="{LEFT}" y="190" class="b">Here: its two halves, and the update between them</text>',
+        bar(LEFT, third, 202, "reduce-scatter", "first"), bar(LEFT + third + 6, 98, 202, "update 1/d", "step"),
         bar(LEFT + third + 110, third, 202, "all-gather", "second"),
         *memory(240, True), *flights(240, rules),
         *(f'<text x="{LEFT + rank * COLUMN + CELL / 2}" y="330" class="m s">rank {rank}</text>' for rank in RANKS),
-        f'<text x="{LEFT}" y="358" class="s">The same bytes. Pale: gradients; full: averages; round: stepped.</text>',
+        f'<text x="{LEFT}" y="358" class="s">The same bytes. Pale: gradients. Full: averages. Round: updated.</text>',
     ]
-    title = "An all-reduce, and its two halves with the step between them: the same bytes, a quarter of the state"
+    title = "An all-reduce, and its two halves with the update between them: the same bytes, a quarter of the state"
     style = STYLE.strip() + "@media(prefers-reduced-motion:no-preference){" + "".join(rules.values()) + "}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide + 2 * LEFT} 372" width="{wide + 2 * LEFT}" '

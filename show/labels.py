@@ -10,6 +10,8 @@ Kinds of a label (kind, element, origin): element counts from 0 over all paramet
     moment      what the inner optimizer remembers
     zero        0, where an element has a place, or will have
     padding     a cell that no element ever gets
+    garbage     what nobody reads before it is written or released; a cell of a recording only, as are
+    old, new, stale    parameters before this step, after it, and before it where the next one has begun
     unset       memory that nobody has written yet
     mixture     anything else
 """
@@ -20,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-FIRST = "momentum_buffer"
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # rows of moments; the first is the average itself after a step
 
 
 class Label(NamedTuple):
@@ -65,38 +67,26 @@ class Table:
         return min(at_home or near)[1] if near else None
 
 
-def label_all(trace, table, is_state):
-    """-> for each event {storage: labels of its cells}.
-
-    is_state: row -> its own name if it holds the inner optimizer's state; SGD's momentum equals the average at first.
-    """
-    result, known, views = [], {}, {}
-    homes = {}  # (storage, cell) -> the element that is seen there; None where several are, one after the other
+def label_all(trace, table):
+    """-> for each event {storage: labels of its cells}."""
+    known, views = {}, {}
     for storage in trace.storages.values():
-        fixed = {(storage.uid, cell): element for cell, element in storage.elements.items()}
-        homes.update(fixed)
-        views.update(fixed)
+        views.update(((storage.uid, cell), element) for cell, element in storage.elements.items())
+    homes = dict(views)  # (storage, cell) -> the element that is seen there; None where several are, in turn
     rows = {storage.uid: storage.row for storage in trace.storages.values()}
     for event in trace.events:
-        labels = {}
         for uid, values in event.memory.items():
-            key = uid, id(values)
-            if key not in known:
-                known[key] = [label_of(table, value, homes, (uid, cell)) for cell, value in enumerate(values)]
-            labels[uid] = known[key]
-        result.append(labels)
-    return [
-        {
-            uid: tuple(
-                final(label, (uid, cell), homes, views, is_state(rows[uid])) for cell, label in enumerate(labels)
-            )
-            for uid, labels in of_event.items()
-        }
-        for of_event in result
-    ]
+            if (uid, id(values)) not in known:
+                places = [(uid, cell) for cell in range(len(values))]
+                known[uid, id(values)] = [label_of(table, *one, homes) for one in zip(values, places)]
+    final = {  # now that all is seen: a zero where never an element comes is padding
+        (uid, number): tuple(final_label(one, (uid, cell), homes, views, rows[uid]) for cell, one in enumerate(labels))
+        for (uid, number), labels in known.items()
+    }
+    return [{uid: final[uid, id(values)] for uid, values in event.memory.items()} for event in trace.events]
 
 
-def label_of(table, value, homes, place):
+def label_of(table, value, place, homes):
     if value != value:
         return Label("unset")
     if value == 0:
@@ -109,10 +99,9 @@ def label_of(table, value, homes, place):
     return label
 
 
-def final(label, place, homes, views, is_state):
-    """Now that all is seen: a zero where never an element comes is padding."""
+def final_label(label, place, homes, views, row):
     if label.kind == "zero":
         return Label("zero", views.get(place)) if place in homes else Label("padding")
-    if not is_state or label.kind == "unset":
+    if row not in STATES or label.kind == "unset":
         return label
-    return Label("moment", label.element if is_state == FIRST else None)
+    return Label("moment", label.element if row == STATES[0] else None)

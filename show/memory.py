@@ -1,64 +1,38 @@
 """What all ranks hold, as the frames of a recording go by."""
 
-NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
-
 
 class Memory:
-    """What all ranks hold, as frames go by."""
+    """After `take`: cells, storage -> [value, label of each]; gone, storages that were released; at, rank -> stack."""
 
     def __init__(self, recording):
-        self.recording, self.cells, self.dead, self.gone, self.at = recording, {}, {}, set(), {}
-        self.step = 0
+        self.recording, self.cells, self.gone, self.at = recording, {}, set(), {}
+        self.params = [index for index, numel in enumerate(recording["params"]) for _ in range(numel)]
 
     def take(self, frame):
         """-> the storages in which something has changed."""
-        changed, self.step = set(), frame["step"]
         for storage, start, values, labels in frame["cells"]:
             if storage in self.gone or storage not in self.cells:
                 self.cells[storage] = []
                 self.gone.discard(storage)
             self.cells[storage][start : start + len(values)] = list(zip(values, labels))
-            changed.add(storage)
-        self.dead.update((storage, set(cells)) for storage, cells in frame["dead"])
         self.gone.update(frame["gone"])
         self.at.update(map(tuple, frame["at"]))
-        return changed | set(frame["gone"])
+        return {storage for storage, *_ in frame["cells"]} | set(frame["gone"])
+
+    def label(self, storage, cell):
+        """-> kind, element, origin."""
+        return self.recording["labels"][self.cells[storage][cell][1]]
 
     def kind(self, storage, cell):
-        """What a cell is to a reader: the kind of its label, or garbage, freed; of parameters old, new, stale."""
-        recording = self.recording
-        kind, _, origin = recording["labels"][self.cells[storage][cell][1]]
-        if storage in self.gone:
-            return "freed"
-        if cell in self.dead.get(storage, ()) and kind not in NOTHING:
-            return "garbage"
-        if kind != "parameter":
-            return kind
-        n_steps = max(frame["step"] for frame in recording["frames"])
-        return "stale" if origin < self.step else "new" if origin > min(self.step, n_steps - 1) else "old"
-
-    def owner(self, storage, cell):
-        """-> the rank that steps the element in a cell; -1 where that is every rank, or none."""
-        element = self.recording["labels"][self.cells[storage][cell][1]][1]
-        return -1 if element is None else self.recording["owners"][element]
-
-    def param(self, storage, cell):
-        """-> of which parameter the element in a cell is, or None."""
-        element = self.recording["labels"][self.cells[storage][cell][1]][1]
-        for index, numel in enumerate(self.recording["params"]):
-            if element is not None and element < numel:
-                return index
-            element = None if element is None else element - numel
-        return None
+        return "freed" if storage in self.gone else self.label(storage, cell)[0]
 
     def rows(self):
         """-> {row: {rank: storages, by part}}, in the order in which they came."""
-        rows = {}
-        for number, storage in enumerate(self.recording["storages"]):
+        rows, storages = {}, self.recording["storages"]
+        for number, storage in enumerate(storages):
             rows.setdefault(storage["row"], {}).setdefault(storage["rank"], []).append(number)
-        for ranks in rows.values():
-            for numbers in ranks.values():
-                numbers.sort(key=lambda number: part_key(self.recording["storages"][number]["part"]))
+        for numbers in (numbers for ranks in rows.values() for numbers in ranks.values()):
+            numbers.sort(key=lambda number: int("0" + "".join(filter(str.isdecimal, storages[number]["part"]))))
         return rows
 
     def place(self, rank):
@@ -67,8 +41,3 @@ class Memory:
         name, file, *_ = self.recording["functions"][function]
         title, source = self.recording["files"][file]
         return name, title, line, source.splitlines()[line - 1].strip()
-
-
-def part_key(part):
-    digits = "".join(sign for sign in part if sign.isdecimal())
-    return int(digits or 0), part

@@ -9,33 +9,28 @@ from pathlib import Path
 
 PARTS = Path(__file__).parent / "page"
 HELP = """
-<p>A beat is a sentence, the lines of the core that do it, and what every rank holds then: a column a rank, a line of
-cells a shard. What has changed since the beat before is outlined. A collective is one bar over all ranks. <i>Line by
-line</i> is the zoom: the functions that run, each below its caller, and beside a line the ranks that are at it.</p>
-<p>Element e (from 1 on) has the gradient 100 r + e on rank r. Four ranks, 64 elements in eight tensors, AdamW with lr
-1: its first step moves each element by 1. Garbage is what nobody reads again before it is written. Bytes are means over
-the ranks, of what optimizer and model hold, without activations. A rank does one line at a time, and a message arrives
-where it is waited for.</p>
+<p>Each beat shows a sentence, the lines of the core that do it, and what every rank holds afterwards: one column per
+rank, one line of cells per shard. Cells that have changed since the beat before are outlined. A collective is one bar
+across all ranks. <i>Line by line</i> is the zoom: the functions that run, each below its caller, with the ranks beside
+the line that they are at.</p>
+<p>Element e (from 1 on) has the gradient 100 r + e on rank r. Four ranks train 64 elements in eight tensors, with AdamW
+at lr 1, whose first step moves each element by 1. Garbage is memory that nobody reads again before it is written. Bytes
+are means over the ranks: what optimizer and model hold, without activations. A rank runs one line at a time, and a
+message arrives where it is waited for.</p>
 <p>Keys: <kbd>←</kbd> <kbd>→</kbd> beats, <kbd>↑</kbd> <kbd>↓</kbd> lines, <kbd>space</kbd> play or pause,
-<kbd>Home</kbd> <kbd>End</kbd>, <kbd>m</kbd> next message, <kbd>f</kbd> next function; <kbd>Tab</kbd> to a rank's memory
-and <kbd>Enter</kbd> into its cells. On a phone: swipe.</p>
+<kbd>Home</kbd> <kbd>End</kbd>; <kbd>Tab</kbd> to a rank's memory and <kbd>Enter</kbd> into its cells. On a phone:
+swipe.</p>
 """
 
 
 def page(recordings, stamp):
-    """-> the text of the page. `recordings`: with id, short, intro and so on; `stamp`: see show/programs.py."""
+    """-> the text of the page. `recordings`: with id, short, beats and so on; `stamp`: see show/programs.py."""
     data = {"stamp": stamp, "help": HELP.strip(), "programs": recordings}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
-    packed = base64.b64encode(gzip.compress(text, mtime=0)).decode()
+    packed = gzip.compress(json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(), mtime=0)
     text = (PARTS / "watch.html").read_text(encoding="utf-8")
-    for mark, part in (
-        ("/*STYLE*/", (PARTS / "watch.css").read_text(encoding="utf-8")),
-        ("/*SCRIPT*/", (PARTS / "watch.js").read_text(encoding="utf-8")),
-        ("/*DATA*/", packed),
-    ):
-        head, tail = text.split(mark)
-        text = head + part.strip() + tail
-    return text
+    for kind in ("css", "js"):
+        text = text.replace(f"/*{kind}*/", (PARTS / f"watch.{kind}").read_text(encoding="utf-8").strip())
+    return text.replace("/*data*/", base64.b64encode(packed).decode())
 
 
 def data_of(text):

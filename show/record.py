@@ -78,17 +78,13 @@ def telling_inputs(program):
     return 64 * draw(), draw(program.steps + 1, program.ranks)
 
 
-def rounded(inputs, dtype):
-    return [tensor.to(dtype) for tensor in inputs]
-
-
 def core_files(package):
     """-> {path: name} of the files that are watched, the loop's first."""
     module = importlib.import_module(package)
     folder = Path(module.__file__).parent
     if package == replicated.__name__:
         paths = [Path(replicated.__file__)]
-    elif package.startswith("stage") and package[5:6].isdigit() or (folder / "optimizer.py").exists():
+    elif (folder / "optimizer.py").exists():
         paths = [folder / name for name in CORE_FILES if (folder / name).exists()]
     else:
         paths = sorted(folder.glob("*.py")) if Path(module.__file__).name == "__init__.py" else [Path(module.__file__)]
@@ -121,11 +117,11 @@ def cap_for(program):
         return 1e-9
     dtype = getattr(torch, program.dtype)
     nbytes = [n * dtype.itemsize for n in program.params]
-    caps = [
-        (abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets), cap)
-        for cap in (1e-3, *range(1, 4 * sum(nbytes) + 1))
-    ]
-    return min(caps)[1] / 2**20
+
+    def missed_by(cap):
+        return abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets)
+
+    return min((1e-3, *range(1, 4 * sum(nbytes) + 1)), key=missed_by) / 2**20
 
 
 @contextlib.contextmanager
@@ -173,7 +169,7 @@ def edited(program):
 def run_traced(rank, program, package, inputs):
     """Trains on one rank -> its Trace."""
     dtype = getattr(torch, program.dtype)
-    weights, grads = rounded(inputs, dtype)
+    weights, grads = (tensor.to(dtype) for tensor in inputs)
     order = dict(program.orders).get(rank.rank, range(len(program.params)))
     model = loop.Model([part.clone() for part in weights.split(program.params)], order)
     batches = [list(of_step[rank.rank].split(program.params)) for of_step in grads]
@@ -187,21 +183,17 @@ def run_traced(rank, program, package, inputs):
     files = core_files(package)
     folder = str(Path(list(files)[-1]).parent) + "/"
     unwatched = (loop.Weigh.forward.__code__,)
-    trace = Trace(files, folder if package != replicated.__name__ else replicated.__file__, unwatched)
-    trace.model = model
+    trace = Trace(files, folder if package != replicated.__name__ else replicated.__file__, unwatched, model)
     itemsize = min(dtype.itemsize, options.get("grad_dtype", dtype).itemsize)
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
     try:
         with one_element_aligned(package, itemsize), on_native_transport(cls), Wires(trace):
-            trace.start()
-            try:
+            with trace:
                 optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
                 trace.here = ()
                 if hasattr(optimizer, "prefetch_params"):
                     optimizer.prefetch_params(model)
                 getattr(loop, program.loop)(model, optimizer, batches)
-            finally:
-                trace.stop()
             if hasattr(optimizer, "finish_param_sync"):
                 optimizer.finish_param_sync()
     finally:
@@ -214,7 +206,7 @@ def replicated_steps(program, inputs):
 
     16-bit parameters are stepped in fp32, and rounded.
     """
-    weights, grads = (tensor.to(torch.float32) for tensor in rounded(inputs, getattr(torch, program.dtype)))
+    weights, grads = (tensor.to(getattr(torch, program.dtype)).float() for tensor in inputs)
     torch_class, options = OPTIMIZERS[program.optimizer]
     param = torch.nn.Parameter(weights.clone())
     optimizer, later = torch_class([param], **options), []
@@ -226,7 +218,7 @@ def replicated_steps(program, inputs):
 
 
 def record_rank(rank, program):
-    """-> {events, storages, owned, labels, dead} of one rank, all plain data."""
+    """-> {events, storages, owned} of one rank, all plain data."""
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
     with edited(program) as package:
         trace = run_traced(rank, program, package, plain_inputs(program))
@@ -235,16 +227,12 @@ def record_rank(rank, program):
     if [event.stack for event in trace.events] != [event.stack for event in telling.events]:
         # Whose lines depend on values is labelled by the values that are shown, of which some are equal.
         telling, inputs = trace, plain_inputs(program)
-    weights, grads = rounded(inputs, getattr(torch, program.dtype))
+    weights, grads = (tensor.to(getattr(torch, program.dtype)) for tensor in inputs)
     table = labels.Table(weights, grads, replicated_steps(program, inputs), weights.dtype)
-    states = {name: name for name in (labels.FIRST, "exp_avg", "exp_avg_sq")}
-    return {
-        "events": trace.events,
-        "storages": list(trace.storages.values()),
-        "owned": trace.owned(),
-        "labels": labels.label_all(telling, table, states.get),
-        "dead": trace.dead(),
-    }
+    for event, labelled in zip(trace.events, labels.label_all(telling, table)):
+        event.labels = labelled
+    trace.mark_garbage()
+    return {"events": trace.events, "storages": list(trace.storages.values()), "owned": trace.owned()}
 
 
 def record(program, workers=None):

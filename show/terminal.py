@@ -1,5 +1,7 @@
 """A recording in a terminal: frame by frame, what has changed in the memory of each rank."""
 
+import functools
+
 import rich.console
 import rich.markup
 import rich.text
@@ -8,7 +10,7 @@ from .memory import Memory
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#d9c27e", "#f79d65", "#a9b8c6"]  # by owner
 EXPLANATION = """\
-Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that steps it. Grey: nobody reads it \
+Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that updates it. Grey: nobody reads it \
 again before it is written. │: another parameter, shard or piece begins."""
 
 
@@ -22,18 +24,19 @@ def short(value):
 
 def draw_row(memory, rank, numbers):
     """-> the line of one rank."""
-    storages, line = memory.recording["storages"], rich.text.Text(f"  rank {rank} ")
+    line = rich.text.Text(f"  rank {rank} ")
     alive = [number for number in numbers if number in memory.cells and number not in memory.gone]
     for number in alive:
-        begins = {start for block in storages[number]["blocks"] for start, _ in block}
-        before = None
+        starts, before, d = {0}, None, memory.recording["ranks"]
+        for shard in memory.recording["storages"][number]["shards"]:
+            starts |= {max(starts) + shard * (1 + rank) for rank in range(d)}
         for cell, (value, _) in enumerate(memory.cells[number]):
-            kind, owner, param = memory.kind(number, cell), memory.owner(number, cell), memory.param(number, cell)
-            is_garbage = kind in ("garbage", "mixture", "unset")
-            style = (
-                "grey50" if is_garbage else f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
-            )
-            line.append("│" if cell in begins or before is not None and param not in (None, before) else " ")
+            kind, element, _ = memory.label(number, cell)
+            owner = -1 if element is None else memory.recording["owners"][element]
+            param = None if element is None else memory.params[element]
+            style = f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
+            style = "grey50" if kind in ("garbage", "mixture", "unset") else style
+            line.append("│" if cell in starts or before is not None and param not in (None, before) else " ")
             line.append(f"{'·' if kind == 'padding' else short(value):>5}", style)
             before = before if param is None else param
     return line if alive else line.append("released" if set(numbers) & memory.gone else "–")
@@ -42,33 +45,23 @@ def draw_row(memory, rank, numbers):
 def play(recording, console=None, every=False):
     """Prints the frames in which memory changes or a message leaves; with `every` also the others."""
     console = console or rich.console.Console(highlight=False)
+    say, escape = functools.partial(console.print, soft_wrap=True), rich.markup.escape
     memory, frames = Memory(recording), recording["frames"]
-    console.print(f"[bold]{rich.markup.escape(recording['title'])}[/]\n{EXPLANATION}\n", soft_wrap=True)
+    say(f"[bold]{escape(recording['title'])}[/]\n{EXPLANATION}\n")
     for index, frame in enumerate(frames):
         changed = memory.take(frame)
-        leaving = (
-            [one for one in recording["operations"] if min(arrow[3] for arrow in one["arrows"]) == index]
-            if recording["operations"]
-            else []
-        )
+        leaving = [one for one in recording["operations"] if min(a[3] for a in one["arrows"]) == index]
         if not (changed or leaving or every or index == len(frames) - 1):
             continue
-        moved = [rank for rank, _ in frame["at"]]
-        name, file, line, text = memory.place(moved[0] if moved else 0)
-        console.print(
-            f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}", soft_wrap=True
-        )
-        console.print(f"    {rich.markup.escape(text)}", soft_wrap=True)
+        name, file, line, text = memory.place(frame["at"][0][0] if frame["at"] else 0)
+        say(f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}")
+        say(f"    {escape(text)}")
         for one in leaving:
-            sizes = sorted({arrow[2] for arrow in one["arrows"]})
-            console.print(
-                f"  ⇒ {one['kind']} of {one['what']}: {len(one['arrows'])} messages of "
-                f"{' to '.join(map(str, sizes))} B",
-                soft_wrap=True,
-            )
+            sizes = " to ".join(map(str, sorted({arrow[2] for arrow in one["arrows"]})))
+            say(f"  ⇒ {one['kind']} of {one['what']}: {len(one['arrows'])} messages of {sizes} B")
         for row, ranks in memory.rows().items():
             if any(number in changed for numbers in ranks.values() for number in numbers):
-                console.print(f"  [bold]{rich.markup.escape(row)}[/]", soft_wrap=True)
+                say(f"  [bold]{escape(row)}[/]")
                 for rank, numbers in sorted(ranks.items()):
-                    console.print(draw_row(memory, rank, numbers), soft_wrap=True)
-        console.print()
+                    say(draw_row(memory, rank, numbers))
+        say()

@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
+NOT_OURS = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that others fill
+NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
 HIDDEN = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")  # functions to Python, part of a line here
 
 
@@ -50,22 +52,24 @@ class Event:
     is_line: bool
     phase: str
     memory: dict = None
+    labels: dict = None  # storage -> labels of its cells
     time: int = 0  # length of the log of accesses when it has been done
     starts: list = field(default_factory=list)
     ends: list = field(default_factory=list)
+    tick: int = 0
 
 
 class Trace:
-    """Records what runs between `start` and `stop`.
+    """Records what runs while it is entered.
 
     files: path -> name, of the files whose lines are watched, but for functions whose code is in `unwatched`. Local
     variables are looked at in files of `package` only.
     """
 
-    def __init__(self, files, package, unwatched=()):
-        self.files, self.package, self.unwatched = files, package, unwatched
+    def __init__(self, files, package, unwatched, model):
+        self.files, self.package, self.unwatched, self.model = files, package, unwatched, model
         self.events, self.storages, self.log = [], {}, []
-        self.model = self.optimizer = None
+        self.optimizer = None
         self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
         self.byte_names = {}
         self.instances, self.class_counts = {}, Counter()
@@ -74,11 +78,11 @@ class Trace:
 
     # ------------------------------------------------------------------------------------------------- lines
 
-    def start(self):
+    def __enter__(self):
         self.is_on = True
         sys.settrace(self.on_call)
 
-    def stop(self):
+    def __exit__(self, *error):
         sys.settrace(None)
         self.close()
         self.is_on = False
@@ -108,28 +112,15 @@ class Trace:
         while frame is not None:
             if frame in self.calls:
                 code = frame.f_code
-                stack.append(
-                    (
-                        frame,
-                        Place(
-                            self.files[code.co_filename],
-                            frame.f_lineno,
-                            getattr(code, "co_qualname", code.co_name),
-                            self.calls[frame],
-                        ),
-                    )
-                )
+                name = getattr(code, "co_qualname", code.co_name)
+                stack.append((frame, Place(self.files[code.co_filename], frame.f_lineno, name, self.calls[frame])))
             frame = frame.f_back
         return tuple(reversed(stack))
 
     def open(self, is_line):
         places = tuple(place for _, place in self.here)
-        self.events.append(Event(places, is_line, self.phase_of(places)))
-
-    def phase_of(self, places):
-        """The method of the core that runs, or else what the loop is at."""
         names = [place.function.split(".")[-1] for place in places]
-        return next((name for name in names if name in CORE_METHODS), "")
+        self.events.append(Event(places, is_line, next((name for name in names if name in CORE_METHODS), "")))
 
     def close(self):
         """The line that was opened last has been done: see what memory holds now."""
@@ -139,8 +130,7 @@ class Trace:
         with _disable_current_modes():
             event.memory = self.snapshot(before)
         event.time = len(self.log)
-        is_news = event.is_line or event.starts or event.ends or event.memory != before
-        if not is_news:
+        if not (event.is_line or event.starts or event.ends or event.memory != before):
             self.events.pop()
 
     # ---------------------------------------------------------------------------------------------- messages
@@ -187,7 +177,6 @@ class Trace:
 
     def snapshot(self, before):
         found = {}  # (uid, dtype) -> a tensor, in the order in which they are met
-        names = {}
 
         def see(tensor, row, part=""):
             if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
@@ -198,9 +187,10 @@ class Trace:
             row, part = self.byte_names.get(self.uid_of(tensor), (row, part))
             key = self.uid_of(tensor), tensor.dtype
             found.setdefault(key, tensor)
-            names.setdefault(key, (row, part))
             if key not in self.storages:
-                self.add_storage(key, tensor, *names[key])
+                counted = not any(uid == key[0] for uid, _ in self.storages)
+                numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+                self.storages[key] = Storage(row, part, tensor.itemsize, numel, len(self.storages), key[0], counted)
             storage = self.storages[key]
             if ": " in storage.row and ": " not in row:  # a local variable has become an attribute
                 storage.row, storage.part = row, part
@@ -208,11 +198,8 @@ class Trace:
 
         first = 0
         for index, param in enumerate(self.model.parameters()):
-            for tensor, row in (
-                (param, "parameters"),
-                (param.grad, "gradients"),
-                (getattr(param, "main_grad", None), "gradients"),
-            ):
+            grads = [(grad, "gradients") for grad in (param.grad, getattr(param, "main_grad", None))]
+            for tensor, row in ((param, "parameters"), *grads):
                 if tensor is not None:
                     see(tensor, row, f"p{index}")
                     storage, offset = self.storages[self.uid_of(tensor), tensor.dtype], tensor.storage_offset()
@@ -220,20 +207,17 @@ class Trace:
                     storage.elements.update((offset + i, first + i) for i in range(tensor.numel()))
             first += param.numel()
         seen = set()
-        for frame, _ in self.here:
-            if frame.f_code.co_filename.startswith(self.package):
-                for name, value in frame.f_locals.items():
-                    if name == "self":
-                        self.walk(value, "", see, seen)
+        here = [(frame.f_code, frame.f_locals, place) for frame, place in self.here]
+        own = [one for one in here if self.is_of_package(one[0].co_filename)]
+        for _, names, _ in own:
+            self.walk(names.get("self"), "", see, seen)
         if self.optimizer is not None:
             self.walk(self.optimizer, "", see, seen)
             self.walk_inner(see)
-        for frame, place in self.here:
-            if frame.f_code.co_filename.startswith(self.package):
-                code = frame.f_code
-                for name, value in frame.f_locals.items():
-                    if name not in code.co_varnames[: code.co_argcount]:  # an argument is memory of the caller
-                        self.walk(value, f"{place.function.split('.')[-1]}: {name}", see, seen)
+        for code, names, place in own:
+            for name, value in names.items():
+                if name not in code.co_varnames[: code.co_argcount]:  # an argument is memory of the caller
+                    self.walk(value, f"{place.function.split('.')[-1]}: {name}", see, seen)
         memory = {}
         for key, tensor in found.items():
             storage = self.storages[key]
@@ -241,10 +225,8 @@ class Trace:
             memory[storage.uid] = before.get(storage.uid) if same(before.get(storage.uid), values) else values
         return memory
 
-    def add_storage(self, key, tensor, row, part):
-        counted = not any(uid == key[0] for uid, _ in self.storages)
-        numel = tensor.untyped_storage().nbytes() // tensor.itemsize
-        self.storages[key] = Storage(row, part, tensor.itemsize, numel, len(self.storages), key[0], counted)
+    def is_of_package(self, path):
+        return path.startswith(self.package)
 
     def walk(self, value, name, see, seen):
         """Call `see` for every tensor that attributes, lists and dicts of the core lead to."""
@@ -260,19 +242,15 @@ class Trace:
                 seen.add(id(value))
                 values = value.values() if isinstance(value, dict) else value
                 todo.extend((one, name, f"{index}") for index, one in enumerate(values))
-            elif hasattr(value, "__dict__") and sys.modules[type(value).__module__].__dict__.get(
-                "__file__", ""
-            ).startswith(self.package):
+            elif hasattr(value, "__dict__") and self.is_of_package(
+                getattr(sys.modules[type(value).__module__], "__file__", None) or ""
+            ):
                 seen.add(id(value))
                 title, part = self.title_of(value)
-                todo.extend(
-                    (one, f"{title}{attribute}", part)
-                    for attribute, one in vars(value).items()
-                    if attribute not in ("param_groups", "state", "defaults", "process_group")
-                )
+                todo.extend((one, f"{title}{name}", part) for name, one in vars(value).items() if name not in NOT_OURS)
 
     def title_of(self, instance):
-        """-> "Bucket." and which one of them; of the optimizer nothing: its attributes speak for themselves."""
+        """-> "Bucket." and which one of them; of an optimizer nothing: its attributes speak for themselves."""
         if instance is self.optimizer or isinstance(instance, torch.optim.Optimizer):
             return "", ""
         if id(instance) not in self.instances:
@@ -308,26 +286,25 @@ class Trace:
 
     # ------------------------------------------------------------------------------------ what is read again
 
-    def dead(self):
-        """-> for each event {storage: indices of cells that nobody reads before they are written or released}.
+    def mark_garbage(self):
+        """Cells that nobody reads before they are written or released are garbage, as their labels say then.
 
-        The end of the recording counts as such. Whoever likes may read the model's own parameters: they are never dead.
+        The end of the recording counts as such. Whoever likes may read the model's own parameters: they never are.
         """
         nexts = defaultdict(dict)  # uid of torch's storage -> {byte: how it is accessed next}
-        result, log = [], list(self.log)
+        log = list(self.log)
         for event in reversed(self.events):
             while len(log) > event.time:
                 uid, start, end, how = log.pop()
                 nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
-            cells = {}
-            for (uid, _), storage in self.storages.items():
-                if storage.uid in event.memory and storage.is_model:
-                    cells[storage.uid] = frozenset()
-                elif storage.uid in event.memory:
-                    ahead, step = nexts[uid], storage.itemsize
-                    cells[storage.uid] = frozenset(i for i in range(storage.numel) if ahead.get(i * step) != "read")
-            result.append(cells)
-        return result[::-1]
+            for (torch_uid, _), storage in self.storages.items():
+                if storage.uid in event.memory and not storage.is_model:
+                    ahead, step = nexts[torch_uid], storage.itemsize
+                    event.labels[storage.uid] = tuple(
+                        label._replace(kind="garbage", origin=None)
+                        if ahead.get(i * step) != "read" and label.kind not in NOTHING else label
+                        for i, label in enumerate(event.labels[storage.uid])
+                    )
 
 
 def same(old, new):

@@ -79,7 +79,7 @@ class Wires(TorchDispatchMode):
         written = []
         for argument, value in values:
             alias = argument.alias_info
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            tensors = tensors_of(value)
             written += tensors if alias and alias.is_write else []
             if not alias or alias.is_write and argument.name != "out" and function._schema.name not in WRITES_ONLY:
                 self.recorder.touches(tensors, "read")

@@ -1,158 +1,131 @@
 "use strict";
 // What is shown is a function of (program, frame) alone: going back shows the same picture as going there.
 
-let DATA;
+let DATA, beatMs = 3500;
 const $ = (id) => document.getElementById(id);
-const EMPTY = new Set(["zero", "padding", "unset"]);
 const WORDS = {
   gradient: "own gradient", share: "gradient ÷ d", sum: "sum of some ranks", average: "average", old: "old parameter",
   new: "new parameter", stale: "stale parameter", moment: "moment", zero: "zero", padding: "padding",
   unset: "not written", mixture: "nonsense", garbage: "garbage", freed: "released",
 };
+const STRIPED = ["gradient", "share", "moment"];
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
+const isNarrow = () => window.innerWidth < 800;
 const escape = (text) => `${text}`.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
-const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-const mean = (numbers) => Math.round(numbers.reduce((sum, one) => sum + one, 0) / numbers.length);
+const total = (numbers) => numbers.reduce((sum, one) => sum + one, 0);
+const mean = (numbers) => Math.round(total(numbers) / numbers.length);
+const last = (list) => list[list.length - 1];
+const clamp = (n, most) => Math.max(0, Math.min(most, n));
 
 // ------------------------------------------------------------------------------------------------ recordings
 
 class Player {
-  /** A recording, its frames made whole. */
+  /** A recording, its frames made whole: of each, the cells of each storage, {value, kind, element, origin, by}. */
   constructor(recording) {
     Object.assign(this, recording);
     this.param = this.params.flatMap((n, p) => Array(n).fill(p));
     this.states = [];
-    let state = { cells: [], dead: [], gone: new Set(), at: Array(this.ranks).fill(0) };
+    let state = { cells: [], gone: new Set(), at: [] };
     this.frames.forEach((frame, k) => {
-      state = { cells: [...state.cells], dead: [...state.dead], gone: new Set(state.gone), at: [...state.at] };
-      for (const [rank, stack] of frame.at) state.at[rank] = stack;
-      for (const s of frame.gone) state.gone.add(s);
-      for (const s of new Set(frame.cells.map(([one]) => one))) {
-        const { values, labels, by } = state.cells[s] || { values: [], labels: [], by: [] };
-        state.cells[s] = { values: [...values], labels: [...labels], by: [...by] };
-        state.gone.delete(s);
-      }
+      const gone = new Set(state.gone), cells = [...state.cells], at = [...state.at];
+      for (const [rank, stack] of frame.at) at[rank] = stack;
+      for (const s of frame.gone) gone.add(s);
       for (const [s, start, values, labels] of frame.cells) {
+        if (cells[s] === state.cells[s]) cells[s] = gone.delete(s) || !cells[s] ? [] : [...cells[s]];
         values.forEach((value, i) => {
-          state.cells[s].values[start + i] = value;
-          state.cells[s].labels[start + i] = labels[i];
-          state.cells[s].by[start + i] = k;
+          const before = cells[s][start + i], [kind, element, origin] = this.labels[labels[i]];
+          const by = before && before.value === value ? before.by : k;
+          cells[s][start + i] = { value, kind, element, origin, by };
         });
       }
-      for (const [s, dead] of frame.dead) state.dead[s] = new Set(dead);
+      state = { cells, gone, at };
       this.states.push(state);
     });
-    this.lastStep = Math.max(...this.frames.map((frame) => frame.step));
     this.held = this.states.map((one) => this.bytesHeld(one));
+    this.collectives = this.operations.map((one) => ({
+      ...one, start: Math.min(...one.arrows.map((a) => a[3])), end: Math.max(...one.arrows.map((a) => a[4])),
+    }));
     this.rows = this.makeRows();
     this.phases = this.makePhases();
   }
 
-  /** Rows with the place of each part on each rank, in cells: what is cut into d shards has a line a shard. */
+  /** Rows with the storages of each rank, by part; and of each storage the place of each cell, [x, y]. */
   makeRows() {
-    const rows = new Map();
-    const rank = ({ row }) => ["parameters", "ParameterBuffer.flat", "gradients"].indexOf(row) + 1
-      || (/moment|exp_avg/.test(row) ? 9 : 5);
-    const order = this.storages.map((storage, s) => s).filter((s) => this.states.some((state) => state.cells[s]));
-    order.sort((a, b) => rank(this.storages[a]) - rank(this.storages[b]) || a - b);
-    const isCut = (blocks) => blocks.length && blocks.every((block) => block.length === this.ranks && this.ranks > 1);
-    const width = ({ blocks }) => blocks.reduce((sum, block) => sum + Math.max(...block.map(([, n]) => n)), 0);
-    this.wide = Math.max(16, ...this.storages.filter(({ blocks }) => isCut(blocks)).map(width));
-    if (this.param.length < 32) this.wide = Math.max(8, ...this.storages.filter(({ blocks }) => isCut(blocks)).map(width));
-    for (const s of order) {
-      const { row, rank: of, part } = this.storages[s];
-      if (!rows.has(row)) rows.set(row, { name: row, lines: 1, parts: [], slots: Array.from({ length: this.ranks }, () => new Map()) });
-      rows.get(row).parts.push(s);
-      const slots = rows.get(row).slots[of];
-      slots.set(part, [...(slots.get(part) || []), s]);
+    const first = ["parameters", "ParameterBuffer.flat", "gradients"], rows = new Map();
+    const order = ({ row }) => first.indexOf(row) + 1 || (/moment|exp_avg/.test(row) ? 9 : 5);
+    this.wide = Math.max(this.param.length < 32 ? 8 : 16, ...this.storages.map(({ shards }) => total(shards)));
+    const used = Object.keys(Object.assign({}, ...this.states.map(({ cells }) => cells))).map(Number);
+    for (const s of used.sort((a, b) => order(this.storages[a]) - order(this.storages[b]) || a - b)) {
+      const { row, rank, part } = this.storages[s];
+      if (!rows.has(row)) rows.set(row, { name: row, lines: 1, slots: this.held[0].map(() => ({})) });
+      (rows.get(row).slots[rank][part] ||= []).push(s);
     }
     for (const row of rows.values()) {
       for (const slots of row.slots) {
-        let at = 0, cut = 0;
-        const parts = [...slots].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
-        for (const [, storages] of parts) {
-          for (const s of storages) {
-            const storage = this.storages[s];
-            storage.place = [];
-            let x = cut;
-            if (isCut(storage.blocks)) {
-              for (const block of storage.blocks) {
-                block.forEach(([start, n], y) => { for (let i = 0; i < n; i++) storage.place[start + i] = [x + i, y]; });
-                x += Math.max(...block.map(([, n]) => n));
-              }
-              row.lines = Math.max(row.lines, this.ranks);
-            } else {
-              for (let i = 0; i < storage.numel; i++) storage.place[i] = [(at + i) % this.wide, Math.floor((at + i) / this.wide)];
-              row.lines = Math.max(row.lines, Math.ceil((at + storage.numel) / this.wide));
-            }
+        let at = 0, cut = 0; // cells before this part: of what flows from line to line, and of what has a line a shard
+        for (const part of Object.keys(slots).sort((a, b) => a.localeCompare(b, "en", { numeric: true }))) {
+          const storages = slots[part].map((s) => this.storages[s]);
+          for (const storage of storages) {
+            storage.place = this.placesOf(storage, at, cut);
+            row.lines = Math.max(row.lines, ...storage.place.map(([, y]) => y + 1));
           }
-          const last = this.storages[storages[0]];
-          if (isCut(last.blocks)) cut += width(last) + 1; else at += Math.max(...storages.map((s) => this.storages[s].numel));
+          if (storages[0].shards.length) cut += total(storages[0].shards) + 1;
+          else at += Math.max(...storages.map(({ numel }) => numel));
         }
       }
     }
     return [...rows.values()];
   }
 
+  placesOf({ shards, numel }, at, cut) {
+    const grid = (n, wide, left, from) => Array.from({ length: n }, (_, i) =>
+      [left + ((from + i) % wide), Math.floor((from + i) / wide)]);
+    if (!shards.length) return grid(numel, this.wide, 0, at);
+    return shards.flatMap((n, b) => grid(n * this.ranks, n, cut + total(shards.slice(0, b)), 0));
+  }
+
   /** Of each phase where it begins; the line that calls a method belongs to it. */
   makePhases() {
     const phases = [];
     this.frames.forEach(({ phase, step }, k) => {
-      const last = phases[phases.length - 1];
-      if (last && (phase === "" || phase === "step" || last.phase === phase && last.step === step)) last.end = k + 1;
-      else phases.push({ phase: phase || "start", step, start: last ? last.end : 0, end: k + 1 });
+      const before = last(phases), isSame = before && before.phase === phase && before.step === step;
+      if (before && (phase === "" || phase === "step" || isSame)) before.end = k + 1;
+      else phases.push({ phase: phase || "start", step, start: before ? before.end : 0, end: k + 1 });
     });
     return phases;
   }
 
-  /** The frame in which this program is where `other` is in its frame k: phase for phase, both begin and end at once. */
-  twin(other, k) {
-    const theirs = other.phases.findIndex((one) => k < one.end), { phase, step, start, end } = other.phases[theirs];
-    const mine = this.phases.find((one) => one.phase === phase && one.step === step);
-    if (!mine) {
-      const before = other.phases[theirs - 1];
-      return before ? this.twin(other, before.end - 1) : 0;
-    }
-    return k === end - 1 ? mine.end - 1 : Math.min(mine.start + k - start, mine.end - 1);
-  }
-
-  bytesHeld(state) {
+  bytesHeld({ cells, gone }) {
     const held = Array(this.ranks).fill(0);
     this.storages.forEach(({ counted, rank, numel, itemsize }, s) => {
-      if (counted && state.cells[s] && !state.gone.has(s)) held[rank] += numel * itemsize;
+      if (counted && cells[s] && !gone.has(s)) held[rank] += numel * itemsize;
     });
     return held;
   }
 
-  sent(k) {
-    const bytes = Array(this.ranks).fill(0);
-    for (const { arrows } of this.operations) for (const [from, , n, start] of arrows) if (start <= k) bytes[from] += n;
-    return bytes;
+  /** Bytes that each rank gives and gets in some collectives. */
+  traffic(arrows) {
+    const give = Array(this.ranks).fill(0), get = [...give];
+    for (const [from, to, n] of arrows) { give[from] += n; get[to] += n; }
+    return [give, get];
   }
 
-  label(s, cell, k) { return this.labels[this.states[k].cells[s].labels[cell]]; }
-
-  kind(s, cell, k) {
-    const state = this.states[k], [kind, , origin] = this.label(s, cell, k), { step } = this.frames[k];
-    if (state.gone.has(s)) return "freed";
-    if (state.dead[s] && state.dead[s].has(cell) && !EMPTY.has(kind)) return "garbage";
-    if (kind !== "parameter") return kind;
-    return origin < step ? "stale" : origin > Math.min(step, this.lastStep - 1) ? "new" : "old";
+  cell(s, cell, k) {
+    const one = this.states[k].cells[s][cell];
+    return this.states[k].gone.has(s) ? { ...one, kind: "freed" } : one;
   }
 
   /** What is drawn of a row on a rank: of each part the storage that came last. */
   drawn(row, rank, k) {
-    return [...row.slots[rank].values()].map((some) => some.filter((s) => this.states[k].cells[s]).pop()).filter((s) => s !== undefined);
+    const { cells } = this.states[k];
+    return Object.values(row.slots[rank]).map((some) => last(some.filter((s) => cells[s]))).filter((s) => s >= 0);
   }
 
-  place(rank, k) {
-    const stack = this.stacks[this.states[k].at[rank]];
-    return stack && stack.length ? stack[stack.length - 1] : [0, 1];
-  }
+  place(rank, k) { return last(this.stacks[this.states[k].at[rank]] || []) || [0, 1]; }
 
   placeText(rank, k) {
-    const [name, file] = this.functions[this.place(rank, k)[0]];
-    return `${this.files[file][0]}:${this.place(rank, k)[1]} in ${name}`;
+    const [f, line] = this.place(rank, k), [name, file] = this.functions[f];
+    return `${this.files[file][0]}:${line} in ${name}`;
   }
 
   /** What a rank holds in a row, in words. */
@@ -160,14 +133,13 @@ class Player {
     const counts = new Map();
     for (const s of this.drawn(row, rank, k)) {
       if (this.states[k].gone.has(s)) continue;
-      this.states[k].cells[s].labels.forEach((_, cell) => {
-        const [, e, origin] = this.label(s, cell, k), kind = this.kind(s, cell, k);
+      for (const { kind, element, origin } of this.states[k].cells[s]) {
         let words = WORDS[kind];
         if (kind === "gradient" && origin !== rank) words = `gradient of rank ${origin}`;
         if (kind === "share") words = origin === rank ? "own gradient ÷ d" : "gradient ÷ d of others";
-        if (["average", "new"].includes(kind) && this.owners[e] === rank) words += " (own)";
+        if (["average", "new"].includes(kind) && this.owners[element] === rank) words += " (own)";
         if (kind !== "padding") counts.set(words, (counts.get(words) || 0) + 1);
-      });
+      }
     }
     const order = (words) => Object.values(WORDS).findIndex((word) => words.startsWith(word));
     const sorted = [...counts].sort(([a], [b]) => order(a) - order(b) || a.localeCompare(b));
@@ -176,10 +148,10 @@ class Player {
 
   waits(rank, k) { return k + 1 < this.frames.length && !this.frames[k].at.some(([one]) => one === rank); }
 
-  /** Collectives that are under way in frame k, or have been since frame `from`. */
-  travelling(from, k) {
-    return this.operations.map((one) => ({ ...one, start: Math.min(...one.arrows.map((a) => a[3])), end: Math.max(...one.arrows.map((a) => a[4])) }))
-      .filter((one) => one.start <= k && one.end > from).map((one) => ({ ...one, live: k < one.end }));
+  /** Collectives that are in flight in frame k, or have been since frame `from`. */
+  inFlight(from, k) {
+    const some = this.collectives.filter((one) => one.start <= k && one.end > from);
+    return some.map((one) => ({ ...one, live: k < one.end }));
   }
 }
 
@@ -191,178 +163,198 @@ function player(id) {
 
 // ---------------------------------------------------------------- the picture: page and chapters have it from here
 
-const colour = (rank) => (rank < 0 ? "var(--everyone)" : `var(--rank${rank % 8})`);
+const tag = (name, attributes, inside = "") => {
+  const text = Object.entries(attributes).map(([key, value]) => ` ${key}="${escape(value)}"`).join("");
+  return `<${name}${text}${inside === "" ? "/>" : `>${inside}</${name}>`}`;
+};
+const write = (x, y, kind, words, more = {}) => tag("text", { x, y, class: kind, ...more }, escape(words));
 
-/** Stripes in the colour of each owner: gradients wide, what travels fine, moments level. */
+/** Stripes in the colour of each owner: gradients wide, what is divided fine, moments level. */
 function patterns(ranks) {
-  const of = (name, rank, size, turn, stroke, paper) => `<pattern id="${name}${rank}" width="${size}" height="${size}" `
-    + `patternUnits="userSpaceOnUse" patternTransform="rotate(${turn})"><rect width="${size}" height="${size}" fill="${colour(rank)}" `
-    + `fill-opacity="${paper}"/><path d="M0 0V${size}" stroke="${colour(rank)}" stroke-width="${stroke}"/></pattern>`;
-  const all = Array.from({ length: ranks + 1 }, (_, i) => i - 1);
-  return `<defs>${all.map((r) => of("gradient", r, 5, 45, 5, 0.3) + of("share", r, 3, 45, 1.4, 0.12)
-    + of("moment", r, 4, 90, 3, 0.25)).join("")}</defs>`;
+  const of = (kind, rank, size, turn, stroke, paper) => {
+    const fill = rank < 0 ? "var(--everyone)" : `var(--rank${rank % 8})`;
+    const box = { width: size, height: size }, turned = { patternTransform: `rotate(${turn})` };
+    return tag("pattern", { id: `${kind}${rank}`, ...box, patternUnits: "userSpaceOnUse", ...turned },
+      tag("rect", { ...box, fill, "fill-opacity": paper })
+      + tag("path", { d: `M0 0V${size}`, stroke: fill, "stroke-width": stroke }));
+  };
+  const all = Array.from({ length: ranks + 1 }, (_, i) => [
+    of("gradient", i - 1, 5, 45, 5, 0.3), of("share", i - 1, 3, 45, 1.4, 0.12), of("moment", i - 1, 4, 90, 3, 0.25)]);
+  return tag("defs", {}, all.flat().join(""));
 }
 
 function drawCell(p, s, cell, k, from, x, y, size, high) {
-  const kind = p.kind(s, cell, k), [, e] = p.label(s, cell, k), { values, by } = p.states[k].cells[s];
+  const { value, kind, element, by } = p.cell(s, cell, k), before = cell && p.cell(s, cell - 1, k).element;
   const isShared = kind === "moment" && p.owners[0] >= 0;
-  const owner = isShared ? p.storages[s].rank : e === null ? -1 : p.owners[e], pattern = kind === "sum" ? "share" : kind;
-  const fill = ["gradient", "share", "moment"].includes(pattern) ? ` fill="url(#${pattern}${owner})"` : "";
-  const written = by[cell] > from && kind !== "freed" ? " written" : "";
-  const left = cell > 0 && p.states[k].cells[s].labels[cell - 1], before = left !== false && p.labels[left][1];
-  const gap = kind !== "freed" && e !== null && Number.isInteger(before) && p.param[e] !== p.param[before] && p.storages[s].place[cell][0] > 0
-    ? `<path class="gap" d="M${x - 0.5} ${y}v${high}"/>` : "";
-  const text = kind === "freed" || size < 20 ? "" : kind === "padding" ? "·" : number(values[cell]);
-  const words = text ? `<text class="value ${kind}" x="${x + size / 2 - 0.5}" y="${y + high - 5}" style="font-size:${Math.min(11, 1.6 * size / Math.max(3, text.length))}px">${text}</text>` : "";
-  return `<rect class="cell ${kind}${written}" x="${x}" y="${y}" width="${size - 1}" height="${high - 1}" rx="${kind === "new" ? high / 3 : 1}" `
-    + `style="--own:${colour(owner)}"${fill} tabindex="-1" data-s="${s}" data-cell="${cell}"/>${gap}${words}`;
+  const owner = isShared ? p.storages[s].rank : element === null ? -1 : p.owners[element];
+  const written = by > from && kind !== "freed" ? " written" : "", striped = kind === "sum" ? "share" : kind;
+  const rect = {
+    class: `cell ${kind}${written}${owner < 0 ? "" : ` o${owner % 8}`}`, x, y, width: size - 1, height: high - 1,
+    rx: kind === "new" ? high / 3 : 1, "data-s": s, "data-cell": cell, tabindex: -1,
+  };
+  if (STRIPED.includes(striped)) rect.fill = `url(#${striped}${owner})`;
+  const isNext = kind !== "freed" && cell && ![element, before].includes(null) && p.param[element] !== p.param[before];
+  const line = tag("path", { class: "gap", d: `M${x - 0.5} ${y}v${high}` });
+  const gap = isNext && p.storages[s].place[cell][0] ? line : "";
+  const text = kind === "freed" || size < 20 ? "" : kind === "padding" ? "·" : number(value);
+  const small = Math.min(11, (1.6 * size) / Math.max(3, text.length));
+  const style = small < 11 && { style: `font-size:${small}px` };
+  return tag("rect", rect) + gap + (text && write(x + size / 2 - 0.5, y + high - 5, `value ${kind}`, text, style));
 }
 
 function number(value) {
   if (value === null) return "?";
-  for (const digits of [5, 4, 3, 2]) { const text = `${+value.toPrecision(digits)}`; if (text.length <= 5) return text; }
-  return value.toExponential(0);
+  const texts = [5, 4, 3, 2].map((digits) => `${+value.toPrecision(digits)}`);
+  return texts.find((text) => text.length <= 5) || value.toExponential(0);
 }
 
-/** A row of all ranks, or of `only` one -> [svg, height]. */
-function drawRow(p, row, k, from, top, sizes, only) {
-  const out = [];
-  for (let rank = 0; rank < p.ranks; rank++) {
-    if (only !== undefined && rank !== only) continue;
-    const left = only === undefined ? rank * sizes.column : 0, cells = [];
-    for (const s of p.drawn(row, rank, k)) {
-      p.storages[s].place.forEach(([x, y], cell) => {
-        cells.push(drawCell(p, s, cell, k, from, left + x * sizes.cell, top + y * sizes.high, sizes.cell, sizes.high));
-      });
-    }
-    out.push(`<g class="cells" tabindex="0" role="group" data-rank="${rank}" aria-label="rank ${rank}, ${escape(row.name)}: ${p.describe(row, rank, k)}">${cells.join("")}</g>`);
-  }
-  return [out.join(""), row.lines * sizes.high];
+/** A row of all ranks, with its top at `top` -> svg. */
+function drawRow(p, row, k, from, top, { column, cell: size, high }) {
+  return row.slots.map((_, rank) => {
+    const draw = (s) => p.storages[s].place.map(([x, y], cell) =>
+      drawCell(p, s, cell, k, from, rank * column + x * size, top + y * high, size, high)).join("");
+    const words = `rank ${rank}, ${row.name}: ${p.describe(row, rank, k)}`;
+    const group = { class: "cells", "data-rank": rank, role: "group", tabindex: 0, "aria-label": words };
+    return tag("g", group, p.drawn(row, rank, k).map(draw).join(""));
+  }).join("");
 }
 
 /** Sizes in pixels: cells as wide as they fit beside each other, and as high as `rows` fit below each other. */
-function sizesFor(p, width, height = 0, rows = []) {
+function sizesFor(p, width, height, rows) {
   const column = (width + 10) / p.ranks, cell = Math.min(34, Math.floor((10 * (column - 10)) / p.wide) / 10);
-  const lines = rows.reduce((sum, row) => sum + row.lines, 0);
-  const high = Math.floor((height - 19 * rows.length) / (lines || 1));
-  return { column, cell, high: cell > 20 ? 18 : Math.max(7, Math.min(18, 1.6 * cell, high)) };
+  const high = Math.floor((height - 19 * rows.length) / (total(rows.map((row) => row.lines)) || 1));
+  return { column, cell, high: cell > 20 ? 18 : Math.max(7, Math.min(18, 2 * cell, high)) };
 }
 
-/** All memory of all ranks in frame k, and what has travelled since frame `from` -> svg. `looks`: the row to look at. */
+/** All memory of all ranks in frame k, and what has been in flight since frame `from` -> svg. */
 function drawMemory(p, k, from, width, height, looks, lanes, rows) {
-  const sizes = sizesFor(p, width, height - 42 - 20 * lanes, rows), out = [];
-  let y = 0;
-  for (let rank = 0; rank < p.ranks; rank++) {
-    const x = rank * sizes.column, wide = sizes.column - 10;
-    out.push(`<rect x="${x}" y="0" width="${wide}" height="4" fill="${colour(rank)}"/><text x="${x}" y="18" class="rank">rank ${rank}</text>`,
-      `<text x="${x}" y="31" class="soft" data-held="${rank}">${p.held[k][rank]} B</text>`);
-    if (p.waits(rank, k)) out.push(`<text x="${x + wide}" y="18" class="waits">waits</text>`);
-  }
-  y = 38;
-  const moving = p.travelling(from, k), shown = moving.length > lanes ? [grouped(moving)] : moving;
-  shown.forEach((one, i) => out.push(drawLane(p, one, y + i * 20, width)));
-  if (!shown.length) out.push(`<text x="0" y="${y + 13}" class="soft">nothing is under way</text>`);
-  y += 20 * lanes + 4;
+  const sizes = sizesFor(p, width, height - 42 - 20 * lanes, rows), wide = sizes.column - 10;
+  const out = p.held[k].map((bytes, rank) => {
+    const x = rank * sizes.column, waits = p.waits(rank, k) ? write(x + wide, 18, "waits", "waits") : "";
+    return tag("rect", { x, y: 0, width: wide, height: 4, class: `bar o${rank % 8}` })
+      + write(x, 18, "rank", `rank ${rank}`) + waits + write(x, 31, "soft", `${bytes} B`, { "data-held": rank });
+  });
+  const moving = p.inFlight(from, k), lanesOf = moving.length > lanes ? [together(moving)] : moving;
+  out.push(...lanesOf.map((one, i) => drawLane(p, one, 38 + i * 20, width)));
+  if (!moving.length) out.push(write(0, 51, "soft", "nothing is in flight"));
+  let y = 42 + 20 * lanes;
   for (const row of rows) {
-    const fresh = row.slots.some((_, rank) => p.drawn(row, rank, k).some((s) => p.states[k].cells[s].by.some((by) => by > from)));
-    const texts = row.slots.map((_, rank) => p.describe(row, rank, k)), same = texts.every((text) => text === texts[0]);
-    const said = width < 500 ? "" : same ? texts[0] === "nothing" ? "not there" : `each rank: ${texts[0]}` : [...new Set(texts)].slice(0, 2).join(" | ").slice(0, 80);
-    out.push(`<text x="0" y="${y + 11}" class="name${fresh ? " changed" : ""}">${row.name === looks ? "▶ " : ""}${escape(row.name)} <tspan class="soft">${escape(said)}</tspan></text>`);
-    const [svg, high] = drawRow(p, row, k, from, y + 15, sizes);
-    out.push(`<g class="row" data-row="${escape(row.name)}">${svg}</g>`);
-    y += high + 19;
+    const texts = [...new Set(row.slots.map((_, rank) => p.describe(row, rank, k)))];
+    const all = texts[0] === "nothing" ? "not there" : `each rank: ${texts[0]}`;
+    const said = width < 500 ? "" : texts.length === 1 ? all : texts.slice(0, 2).join(" | ").slice(0, 80);
+    const name = `${row.name === looks ? "▶ " : ""}${escape(row.name)} `;
+    const words = name + tag("tspan", { class: "soft" }, escape(said) || " ");
+    out.push(tag("text", { x: 0, y: y + 11, class: "name" }, words));
+    out.push(tag("g", { class: "row", "data-row": row.name }, drawRow(p, row, k, from, y + 15, sizes)));
+    y += row.lines * sizes.high + 19;
   }
-  return `<svg class="memory${sizes.cell < 8 ? " small" : ""}" viewBox="0 0 ${width} ${y}" width="${width}" height="${y}" role="group" aria-label="memory of all ranks">${patterns(p.ranks)}${out.join("")}<g class="flying"></g></svg>`;
+  const small = sizes.cell < 8 ? " small" : "", all = patterns(p.ranks) + out.join("") + '<g class="flying"></g>';
+  const label = { role: "group", "aria-label": "memory of all ranks" };
+  return tag("svg", { class: `memory${small}`, viewBox: `0 0 ${width} ${y}`, width, height: y, ...label }, all);
 }
 
-const grouped = (some) => ({ ...some[0], kind: `${some.length} ${some[0].kind}s`, params: some.flatMap((one) => one.params),
-  arrows: some.flatMap((one) => one.arrows), live: some.some((one) => one.live) });
+const together = (some) => ({
+  ...some[0], kind: `${some.length} ${some[0].kind}s`, params: some.flatMap((one) => one.params),
+  arrows: some.flatMap((one) => one.arrows), live: some.some((one) => one.live),
+});
 
 /** A collective is one bar over all ranks. */
 function drawLane(p, one, y, width) {
-  const give = Array(p.ranks).fill(0), get = Array(p.ranks).fill(0);
-  for (const [from, to, n] of one.arrows) { give[from] += n; get[to] += n; }
-  const same = give.every((n, r) => n === give[0] && get[r] === get[0]);
-  const sizes = same ? `a rank gives ${give[0]} B, gets ${get[0]}` : `rank ${give.findIndex((n) => n)} gives ${Math.max(...give)} B, others get ${Math.max(...get)}`;
-  const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((param) => `p${param}`).join(" ");
-  const words = width < 500 ? `${one.kind} · ${one.live ? "under way" : `a rank gives ${mean(give)} B`}`
-    : `${one.kind} · ${one.what || "values"} of ${params} · ${sizes}${one.live ? " · under way" : ""}`;
-  return `<g class="lane ${one.what || "other"}${one.live ? " live" : ""}"><rect x="0" y="${y}" width="${width}" height="17" rx="4"/><text x="6" y="${y + 12.5}">${escape(words)}</text></g>`;
+  const [give, get] = p.traffic(one.arrows), isSame = give.every((n, r) => n === give[0] && get[r] === get[0]);
+  const root = `rank ${give.findIndex((n) => n)} gives ${Math.max(...give)} B, the others get ${Math.max(...get)}`;
+  const sizes = isSame ? `each rank gives ${give[0]} B, gets ${get[0]}` : root;
+  const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((i) => `p${i}`).join(" ");
+  const words = width < 500 ? [one.kind, one.live ? "in flight" : `each rank gives ${mean(give)} B`]
+    : [one.kind, `${one.what || "values"} of ${params}`, sizes, ...(one.live ? ["in flight"] : [])];
+  return tag("g", { class: `lane ${one.what || "other"}${one.live ? " live" : ""}` },
+    tag("rect", { x: 0, y, width, height: 17, rx: 4 }) + write(6, y + 12.5, "", words.join(" · ")));
 }
 
-/** What runs, from left to right, and what is under way meanwhile: a line of it for each collective. */
+/** What runs, from left to right, and what is in flight meanwhile: a line for each collective -> [svg, height]. */
 function drawOverlap(p, width, high, now) {
-  const x = (k) => (k / p.frames.length) * width, out = [], isFigure = now === undefined;
-  for (const { phase, start, end } of p.phases) {
-    const wide = x(end) - x(start);
-    out.push(`<g class="phase${now >= start && now < end ? " now" : ""}" data-k="${start}"><rect x="${x(start)}" y="0" width="${Math.max(1, wide - 1)}" height="15"/>`,
-      wide > 6.4 * phase.length ? `<text x="${x(start) + wide / 2}" y="11">${phase}</text>` : "", "</g>");
-  }
-  p.travelling(-1, Infinity).forEach((one, i) => {
-    const y = 18 + i * high;
-    out.push(`<rect class="bar ${one.what}" x="${x(one.start)}" y="${y}" width="${x(one.end) - x(one.start)}" height="${high - 1}"/>`,
-      isFigure ? `<text class="soft" x="${one.start > p.frames.length / 2 ? x(one.start) - 6 : x(one.end) + 6}" y="${y + high - 5}" text-anchor="${one.start > p.frames.length / 2 ? "end" : "start"}">${one.kind} of ${one.params.map((param) => `p${param}`).join(", ")}</text>` : "");
+  const x = (k) => (k / p.frames.length) * width, tall = 18 + p.operations.length * high;
+  const out = p.phases.map(({ phase, start, end }) => {
+    const wide = x(end) - x(start), isNow = now >= start && now < end;
+    return tag("g", { class: `phase${isNow ? " now" : ""}`, "data-k": start },
+      tag("rect", { x: x(start), y: 0, width: Math.max(1, wide - 1), height: 15 })
+      + (wide > 6.4 * phase.length ? write(x(start) + wide / 2, 11, "", phase) : ""));
   });
-  const tall = 18 + p.operations.length * high;
-  if (!isFigure) out.push(`<path class="needle" d="M${x(now + 0.5)} 0V${tall}"/>`);
+  p.collectives.forEach((one, i) => {
+    const y = 18 + i * high, isLate = one.start > p.frames.length / 2;
+    const words = `${one.kind} of ${one.params.map((i) => `p${i}`).join(", ")}`;
+    const anchor = { "text-anchor": isLate ? "end" : "start" };
+    const left = x(one.start), right = x(one.end);
+    out.push(tag("rect", { class: `bar ${one.what}`, x: left, y, width: right - left, height: high - 1 }));
+    if (high > 10) out.push(write(isLate ? left - 6 : right + 6, y + high - 5, "soft", words, anchor));
+  });
+  if (now !== undefined) out.push(tag("path", { class: "needle", d: `M${x(now + 0.5)} 0V${tall}` }));
   return [out.join(""), tall];
 }
 
 /** The SVG files that the chapters show. */
 function figures() {
   const style = document.querySelector("style").textContent.match(/\/\* picture \*\/([\s\S]*?)\/\* end \*\//)[1];
-  const file = (title, width, height, p, body) => `<svg xmlns="http://www.w3.org/2000/svg" class="figure" viewBox="-10 -10 ${width + 20} ${height + 20}" width="${width + 20}" height="${height + 20}" role="img" data-stamp="${DATA.stamp.slice(0, 16)}"><title>${title}</title><style>${style}</style>`
-    + `<rect x="-10" y="-10" width="100%" height="100%" class="paper"/>${patterns(p.ranks)}${body.replaceAll(/ tabindex="-?\d"| data-(?:s|cell|rank|k)="[^"]*"| role="group"| aria-label="[^"]*"/g, "")}</svg>\n`;
-  const three = player("3"), four = player("4"), made = {}, buffer = three.rows.find((one) => one.name === "GradBuffer.flat");
-  let y = 0, body = "";
-  const wanted = three.beats.filter(({ frame }, i) => i === 0 || buffer.parts.some((s) => three.states[frame].cells[s].by.some((by) => by > three.beats[i - 1].frame))
-    || buffer.parts.some((s) => [...three.states[frame].dead[s] || []].length !== [...three.states[three.beats[i - 1].frame].dead[s] || []].length));
-  for (const { frame, lines, function: f } of wanted) {
-    const [name, file] = three.functions[f], line = three.files[file][1].split("\n")[lines[0] - 1].trim();
-    const [svg, high] = drawRow(three, buffer, frame, frame, y + 16, sizesFor(three, 800));
-    body += `<text x="0" y="${y + 11}" class="name">${escape(frame ? `${name.split(".").pop()}: ${line}` : "before the step")}</text>${svg}`;
-    y += high + 26;
-  }
-  body += `<text x="0" y="${y + 8}" class="soft">Columns: ranks 0 to 3. Colour: the rank that owns a line. Striped: own gradients; filled: averages; round: new parameters; grey: garbage.</text>`;
-  made["show_buffer.svg"] = file("The buffer of stage 3 on four ranks, through one step", 800, y + 14, three, body);
+  const file = (title, width, height, p, body, note) => {
+    const size = { viewBox: `-10 -10 ${width + 20} ${height + 40}`, width: width + 20, height: height + 40 };
+    const paper = tag("rect", { x: -10, y: -10, width: "100%", height: "100%", class: "paper" });
+    const bare = body.replaceAll(/ (?:tabindex|data-\w+|role|aria-label)="[^"]*"/g, "");
+    const stamp = { role: "img", "data-stamp": DATA.stamp.slice(0, 16) };
+    return tag("svg", { xmlns: "http://www.w3.org/2000/svg", ...size, ...stamp },
+      tag("title", {}, title) + `<style>${style}</style>` + paper + patterns(p.ranks) + bare
+      + write(0, height + 14, "soft", note)) + "\n";
+  };
+  const small = player("3-small"), sizes = { column: 158, cell: 34, high: 19 };
+  const buffer = small.rows.find((row) => row.name === "GradBuffer.flat");
+  const states = small.beats.map(({ says, frame }, i) =>
+    write(0, 29 + i * 108, "name", says) + drawRow(small, buffer, frame, frame, 36 + i * 108, sizes));
+  const ranks = small.held[0].map((_, rank) => write(rank * 158, 8, "rank", `rank ${rank}`));
 
-  const flat = four.rows.find((one) => one.name === "ParameterBuffer.flat"), [first] = four.drawn(flat, 0, 0);
-  let x = 90, partition = "";
-  four.storages[first].blocks.forEach((block, i) => {
-    const tensors = [...new Set(block.flatMap(([start, n]) => Array.from({ length: n }, (_, j) => four.label(first, start + j, 0)[1])).filter((e) => e !== null).map((e) => four.param[e]))];
-    partition += `<text x="${x}" y="11" class="name">${i}: ${tensors.map((one) => `p${one}`).join(", ")}</text>`;
-    block.forEach(([start, n], rank) => { for (let j = 0; j < n; j++) partition += drawCell(four, first, start + j, 0, 0, x + j * 28, 20 + rank * 19, 28, 19); });
-    x += 28 * block[0][1] + 22;
+  const four = player("4"), flat = four.rows.find((row) => row.name === "ParameterBuffer.flat");
+  const [first] = four.drawn(flat, 0, 0), { shards, place } = four.storages[first], cells = four.states[0].cells[first];
+  const left = (bucket) => 90 + 28 * total(shards.slice(0, bucket)) + 22 * bucket;
+  const bucketOf = (x) => shards.findIndex((_, b) => x < total(shards.slice(0, b + 1)));
+  const buckets = place.map(([x, y], cell) =>
+    drawCell(four, first, cell, 0, 0, 90 + 28 * x + 22 * bucketOf(x), 20 + y * 19, 28, 19));
+  shards.forEach((_, bucket) => {
+    const inside = cells.filter(({ element }, cell) => element !== null && bucketOf(place[cell][0]) === bucket);
+    const params = [...new Set(inside.map(({ element }) => `p${four.param[element]}`))].sort();
+    buckets.push(write(left(bucket), 11, "name", `${bucket}: ${params.join(", ")}`));
   });
-  for (let rank = 0; rank < four.ranks; rank++) partition += `<text x="0" y="${33 + rank * 19}" class="soft">rank ${rank} steps</text>`;
-  partition += `<text x="0" y="116" class="soft">Buckets 0 to 6 leave in this order, and their parameters come back in the reverse one. ·: padding.</text>`;
-  made["show_buckets.svg"] = file("Stage 4: the parameters of one rank in buckets, each cut into four shards", x, 122, four, partition);
+  for (let rank = 0; rank < four.ranks; rank++) buckets.push(write(0, 33 + rank * 19, "soft", `rank ${rank} owns`));
 
-  const [strip, tall] = drawOverlap(four, 900, 17);
-  made["show_overlap.svg"] = file("Stage 4: what rank 0 runs, and what is under way meanwhile", 900, tall + 20, four,
-    `${strip}<text x="0" y="${tall + 14}" class="soft">To the right: lines of rank 0, no seconds. Above what it runs, below what is under way. A layer waits for its own bucket only.</text>`);
-  return made;
+  const [strip, tall] = drawOverlap(four, 800, 17);
+  return {
+    "show_buffer.svg": file("The buffer of stage 3 on four ranks: its five states", 610, 555, small,
+      ranks.join("") + states.join(""),
+      "Colour: a shard's owner. Striped: own gradients. Full: averages. Round: updated parameters. Grey: garbage."),
+    "show_buckets.svg": file("Stage 4: the parameters of one rank in buckets, each cut into four shards",
+      left(shards.length), 98, four, buckets.join(""),
+      "Gradients leave in buckets 0 to 6, in this order. Updated parameters arrive in the reverse order. ·: padding."),
+    "show_overlap.svg": file("Stage 4: what rank 0 runs, and what is in flight meanwhile", 800, tall, four, strip,
+      "From left to right: lines of code, not seconds. Two bucket buffers: at most two reduce-scatters in flight."),
+  };
 }
 
 // ------------------------------------------------------------------------------------------------ beats and lines
 
-const now = { id: "0", beside: "", k: 0, beat: 0, playing: false, shown: null };
+const now = { id: "0", k: 0, beat: 0, playing: false };
 
 const beats = () => player(now.id).beats;
 /** The frame that the picture is compared with: everything that has changed since is marked. */
-const since = () => (now.beat < 0 ? now.k - 1 : now.beat ? beats()[now.beat - 1].frame : player(now.id).bug ? now.k - 1 : now.k);
-const hash = () => `#${now.id}${now.beside ? `+${now.beside}` : ""}${now.beat < 0 ? `/${now.k + 1}` : `.${now.beat + 1}`}`;
+const since = () => {
+  if (now.beat > 0) return beats()[now.beat - 1].frame;
+  return now.beat < 0 || player(now.id).bug ? now.k - 1 : now.k;
+};
 
 function toBeat(beat) {
-  const to = Math.max(0, Math.min(beats().length - 1, beat)), forward = to === now.beat + 1;
+  const to = clamp(beat, beats().length - 1), isNext = to === now.beat + 1;
   Object.assign(now, { beat: to, k: beats()[to].frame });
   draw();
-  if (forward && !STILL.matches) fly(player(now.id), since(), now.k);
+  if (isNext && !STILL.matches) fly(player(now.id), since(), now.k);
 }
 
 function toFrame(k) {
-  now.k = Math.max(0, Math.min(player(now.id).frames.length - 1, k));
-  now.beat = -1;
+  Object.assign(now, { beat: -1, k: clamp(k, player(now.id).frames.length - 1) });
   draw();
 }
 
@@ -375,18 +367,15 @@ function nearest(k) {
 function step(by) {
   if (!beats().length) return toFrame(now.k + by);
   if (now.beat < 0) {
-    const at = nearest(now.k);
-    return toBeat(by < 0 ? (beats()[at].frame >= now.k ? at - 1 : at) : beats()[at].frame > now.k ? at : at + 1);
+    const at = nearest(now.k), isThere = beats()[at].frame <= now.k;
+    return toBeat(by < 0 ? at - (beats()[at].frame >= now.k) : at + isThere);
   }
   if (by > 0 && $("predict").checked && now.beat < beats().length - 1 && ask(now.beat + 1)) return undefined;
   return toBeat(now.beat + by);
 }
 
-function select(id, beside, beat, frame) {
-  now.id = id;
-  const right = player(id).right;
-  now.beside = right || (beside === id ? "" : beside);
-  now.beat = -2;
+function select(id, beat, frame) {
+  Object.assign(now, { id, beat: -2 });
   if (frame !== undefined || !beats().length) toFrame(frame || 0); else toBeat(beat || 0);
 }
 
@@ -400,41 +389,43 @@ function play(on) {
   const isLast = () => (isBeat ? now.beat >= beats().length - 1 : now.k >= player(now.id).frames.length - 1);
   if (isLast()) { if (isBeat) toBeat(0); else toFrame(0); }
   const next = () => {
-    if (!now.playing) return;
     if (isBeat) step(1); else toFrame(now.k + 1);
-    if (isLast() || $("question").open) play(false); else timer = setTimeout(next, +$("speed").value / (isBeat ? 1 : 10));
+    if (isLast() || $("question").open) play(false); else timer = setTimeout(next, beatMs / (isBeat ? 1 : 10));
   };
-  timer = setTimeout(next, +$("speed").value / (isBeat ? 2 : 10));
+  timer = setTimeout(next, beatMs / (isBeat ? 2 : 10));
 }
 
 /** Cells that a collective has brought between two frames fly from the ranks that they come from. */
 function fly(p, from, k) {
   const layer = document.querySelector(".panel .flying"), groups = new Map();
   const rectOf = (s, cell) => document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
-  for (let f = from + 1; f <= k; f++) {
-    for (const [rank, o] of p.frames[f].ended) {
-      const { kind, arrows } = p.operations[o], senders = [...new Set(arrows.filter((a) => a[1] === rank).map((a) => a[0]))];
-      for (const [s, start, values, labels] of p.frames[f].cells.filter(([one]) => p.storages[one].rank === rank)) {
-        const { row, part } = p.storages[s], home = p.rows.find((one) => one.name === row);
-        values.forEach((_, i) => {
-          const [, e] = p.labels[labels[i]], whole = /reduce/.test(kind);
-          for (const sender of whole ? senders : senders.filter((one) => e !== null && one === p.owners[e])) {
-            const other = (home.slots[sender].get(part) || []).filter((one) => p.states[k].cells[one]).pop();
-            const there = other === undefined ? null : rectOf(other, start + i), here = rectOf(s, start + i);
+  const flyTo = (rank, f, { kind, arrows }) => {
+    const senders = [...new Set(arrows.filter((a) => a[1] === rank).map((a) => a[0]))];
+    for (const row of p.rows) {
+      for (const s of p.drawn(row, rank, k)) {
+        p.states[k].cells[s].forEach(({ by, element }, cell) => {
+          const owner = element === null ? -1 : p.owners[element];
+          const from = by !== f ? [] : /reduce/.test(kind) ? senders : senders.filter((one) => one === owner);
+          for (const sender of from) {
+            const other = last((row.slots[sender][p.storages[s].part] || []).filter((one) => p.states[k].cells[one]));
+            const there = rectOf(other, cell), here = rectOf(s, cell);
             if (!there || !here) continue;
-            const key = [sender, rank, here.getAttribute("y"), row].join();
-            if (!groups.has(key)) groups.set(key, { dx: there.x.baseVal.value - here.x.baseVal.value, rects: [] });
-            groups.get(key).rects.push(here);
+            const key = [sender, rank, here.getAttribute("y"), row.name].join();
+            const dx = there.x.baseVal.value - here.x.baseVal.value;
+            if (!groups.has(key)) groups.set(key, { dx, rects: [] });
+            groups.get(key).rects.push(here.cloneNode());
           }
         });
       }
     }
-  }
+  };
+  for (let f = from + 1; f <= k; f++) for (const [rank, o] of p.frames[f].ended) flyTo(rank, f, p.operations[o]);
   for (const { dx, rects } of groups.values()) {
     const flying = document.createElementNS("http://www.w3.org/2000/svg", "g");
-    flying.append(...rects.map((one) => { const copy = one.cloneNode(); copy.removeAttribute("tabindex"); copy.removeAttribute("data-s"); return copy; }));
+    for (const one of rects) for (const name of ["tabindex", "data-s"]) one.removeAttribute(name);
+    flying.append(...rects);
     layer.append(flying);
-    const path = [{ transform: `translate(${dx}px,0)`, opacity: 0.9 }, { transform: `translate(${dx / 2}px,-14px)` }, { transform: "none", opacity: 1 }];
+    const path = [`translate(${dx}px,0)`, `translate(${dx / 2}px,-14px)`, "none"].map((transform) => ({ transform }));
     flying.animate(path, { duration: 550, easing: "ease-in-out" }).onfinish = () => flying.remove();
   }
 }
@@ -443,100 +434,102 @@ function fly(p, from, k) {
 
 function draw() {
   const p = player(now.id), beat = now.beat >= 0 ? beats()[now.beat] : null;
-  const [f] = p.place(0, now.k), [name, , , , doc] = p.functions[f];
+  const [name, , , , doc] = p.functions[p.place(0, now.k)[0]];
   const says = beat ? beat.says : `${name}: ${(doc || "a line of it").split("\n")[0]}`;
   if ($("says").textContent !== says) $("says").textContent = says;
   $("intro").textContent = p.title;
   drawMeters(p);
   drawCode(p, beat);
+  drawFooter(p); // before the panels, which take the height that is left
   drawPanels(p, beat);
-  drawFooter(p);
-  history.replaceState(null, "", hash());
+  history.replaceState(null, "", `#${now.id}${beat ? `.${now.beat + 1}` : `/${now.k + 1}`}`);
 }
 
 function drawMeters(p) {
-  const sent = mean(p.sent(now.k)), held = mean(p.held[now.k]), formula = p.formula;
-  const meter = (words, value, of, text) => `<span class="meter"><b>${words} ${value} B</b>${of ? ` of ${of} <i>${escape(text)}</i><progress max="${of}" value="${value}" aria-label="${words}"></progress>` : ""}</span>`;
+  const meter = (words, value, of, text) => {
+    const bar = tag("progress", { max: of, value, "aria-label": words }, " ");
+    const end = of ? ` of ${of} <i>${escape(text)}</i>${bar}` : "";
+    return `<span class="meter"><b>${words} ${value} B</b>${end}</span>`;
+  };
+  const arrows = p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= now.k), formula = p.formula || {};
   const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
-  $("meters").innerHTML = meter("sent", sent, formula && formula.sent_bytes, formula && formula.sent)
-    + meter("holds", held, formula && formula.held_bytes, formula && `${formula.held} after a step; at most ${most} B, no activations`);
+  $("meters").innerHTML = meter("sent", mean(p.traffic(arrows)[0]), formula.sent_bytes, formula.sent)
+    + meter("holds", mean(p.held[now.k]), formula.held_bytes, `${formula.held} after a step; at most ${most} B`);
 }
 
-/** One source line: comments, strings and keywords in colours. */
-function coloured(text) {
-  const words = /(#.*$)|("(?:[^"\\]|\\.)*"?)|\b(def|class|return|for|in|if|else|while|not|and|or|is|None|True|False|with|import|from|lambda|pass)\b/g;
-  let out = "", at = 0;
-  for (const found of text.matchAll(words)) {
-    out += `${escape(text.slice(at, found.index))}<i class="${found[1] ? "c" : found[2] ? "s" : "k"}">${escape(found[0])}</i>`;
-    at = found.index + found[0].length;
-  }
-  return out + escape(text.slice(at));
-}
-
+/** A function with the lines that are `marked`, the ranks that are at a line, and the edit as a diff. */
 function drawFunction(p, f, marked, ranks, isBeat) {
-  const [name, file, first, end] = p.functions[f], source = p.files[file][1].split("\n"), edit = p.edit && p.edit.file === file ? p.edit : null;
+  const [name, file, first, end] = p.functions[f], source = p.files[file][1].split("\n");
+  const edit = p.edit && p.edit.file === file ? p.edit : { line: 0, come: 0, gone: [] };
   const out = [`<div class="name">${name}, ${p.files[file][0]}:${marked[0]}</div>`];
+  const indent = source[first - 1].search(/\S/);
+  const cut = (text) => (text.slice(0, indent).trim() ? text : text.slice(indent));
+  const add = (kind, gutter, text) => out.push(
+    `<div class="code-line${kind}"><span class="gutter">${gutter}</span><code>${text}</code></div>`);
   let inDoc = false;
-  const indent = source[first - 1].search(/\S/), cut = (text) => (text.slice(0, indent).trim() ? text : text.slice(indent));
-  const line = (kind, gutter, text) => out.push(`<div class="code-line${kind}"><span class="gutter">${gutter}</span><code>${text}</code></div>`);
-  const gone = () => edit.gone.forEach((text) => line(" gone", "−", escape(cut(text))));
-  for (let n = first; n <= end; n++) {
+  for (let n = first; n <= end + 1; n++) {
+    if (n === edit.line) edit.gone.forEach((text) => add(" gone", "−", escape(cut(text))));
+    if (n > end) break;
     const text = source[n - 1], quotes = text.split('"""').length - 1, isDoc = inDoc || quotes > 0;
     if (quotes === 1) inDoc = !inDoc;
-    const isNew = edit && n >= edit.line && n < edit.line + edit.come;
-    if (edit && n === edit.line) gone();
     if (isDoc && isBeat) continue;
-    const at = ranks.filter(([, one]) => one === n).map(([rank]) => `<b style="background:${colour(rank)}">${rank}</b>`).join("");
-    line(`${marked.includes(n) ? " now" : ""}${isNew ? " come" : ""}`, isNew ? "+" : at, coloured(cut(text)));
+    const isNew = n >= edit.line && n < edit.line + edit.come;
+    const at = ranks.filter(([, one]) => one === n).map(([rank]) => `<b class="o${rank % 8}">${rank}</b>`).join("");
+    add(`${marked.includes(n) ? " now" : ""}${isNew ? " come" : ""}`, isNew ? "+" : at, escape(cut(text)));
   }
-  if (edit && edit.line === end + 1) gone();
   return `<div class="function">${out.join("")}</div>`;
 }
 
 function drawCode(p, beat) {
-  const edit = p.edit, where = p.states[now.k].at.map((stack, rank) => [rank, ...p.place(rank, now.k)]);
-  const functionAt = (file, line) => p.functions.map((one, f) => [one, f]).filter(([one]) => one[1] === file && one[2] <= line && line <= one[3] + 1).map(([, f]) => f).pop();
-  const shown = beat ? [[beat.function, beat.lines]] : p.stacks[p.states[now.k].at[0]].map(([f, line]) => [f, [line]]);
-  if (edit) {
-    const f = functionAt(edit.file, edit.line);
-    if (f !== undefined && !shown.some(([one]) => one === f)) shown.unshift([f, [edit.line]]);
+  const { at } = p.states[now.k], where = at.map((_, rank) => [rank, ...p.place(rank, now.k)]);
+  const shown = beat ? [[beat.function, beat.lines]] : p.stacks[at[0]].map(([f, line]) => [f, [line]]);
+  if (p.edit) {
+    const { file, line } = p.edit;
+    const f = p.functions.findLastIndex((one) => one[1] === file && one[2] <= line && line <= one[3] + 1);
+    if (!shown.some(([one]) => one === f)) shown.unshift([f, [line]]);
   }
-  $("code").innerHTML = shown.map(([f, lines]) => drawFunction(p, f, lines, where.filter(([, one]) => one === f).map(([rank, , n]) => [rank, n]), Boolean(beat))).join("");
+  const ranksIn = (f) => where.filter(([, one]) => one === f).map(([rank, , line]) => [rank, line]);
+  $("code").innerHTML = shown.map(([f, lines]) => drawFunction(p, f, lines, ranksIn(f), Boolean(beat))).join("");
   $("code").classList.toggle("beat", Boolean(beat));
-  const mark = [...$("code").querySelectorAll(".now")].pop();
+  const mark = last([...$("code").querySelectorAll(".now")]);
   if (mark) $("code").scrollTop = Math.max(0, mark.offsetTop - $("code").clientHeight * 0.6);
 }
 
+/** The memory; in a beat of a bug, that of the right run beside it. */
 function drawPanels(p, beat) {
-  const sides = [[p, now.k, since()]];
-  if (now.beside) {
-    const q = player(now.beside), k = beat && beat.right !== undefined ? beat.right : q.twin(p, now.k), before = now.beat > 0 ? beats()[now.beat - 1].right : undefined;
-    sides.push([q, k, before === undefined ? k - 1 : before]);
+  const box = $("panels"), sides = [[p, now.k, since(), "with the bug"]], isPair = Boolean(beat && p.right);
+  if (isPair) {
+    const from = now.beat ? beats()[now.beat - 1].right : beat.right - 1;
+    sides.push([player(p.right), beat.right, from, "the right run"]);
   }
-  const box = $("panels"), width = Math.floor((box.clientWidth - 14 - 14 * (sides.length - 1)) / (window.innerWidth < 800 ? 1 : sides.length));
-  const isNarrow = window.innerWidth < 800 && sides.length > 1;
-  const rowsOf = (q) => (isNarrow && beat ? q.rows.filter((row) => row.name === beat.look) : q.rows);
-  const taken = window.innerWidth < 800 ? $("said").offsetHeight + $("code").offsetHeight + 26 : 8;
-  const high = ($("panels").parentElement.clientHeight - taken) / (isNarrow ? 2 : 1) - (sides.length > 1 ? 30 : 8);
-  const most = (q) => Math.max(1, ...q.beats.map(({ frame }, i) => q.travelling(i ? q.beats[i - 1].frame : frame, frame).length));
-  const lanes = Math.min(window.innerWidth < 800 ? 1 : 3, Math.max(...sides.map(([q]) => most(q))));
-  box.innerHTML = sides.map(([q, k, from], i) => `<div class="panel">${sides.length > 1 ? `<h2>${escape(i ? (p.right ? "the right run" : q.short) : p.bug ? "with the bug" : q.short)}</h2>` : ""}`
-    + `${drawMemory(q, k, from, width, high, beat ? beat.look : "", lanes, rowsOf(q))}</div>`).join("");
-  if (beat && p.bug) markDifferences(sides);
-  const look = ({ target }) => { if (target.dataset && target.dataset.s) inspect(sides[[...box.children].indexOf(target.closest(".panel"))], +target.dataset.s, +target.dataset.cell); };
-  for (const happening of ["onmouseover", "onclick", "onfocusin"]) box[happening] = look;
-  box.addEventListener("focusin", look);
+  const across = isNarrow() ? 1 : sides.length, width = Math.floor((box.clientWidth - 14 * across) / across);
+  const taken = isNarrow() ? $("said").offsetHeight + $("code").offsetHeight + 26 : 8;
+  const height = (box.parentElement.clientHeight - taken) / (sides.length / across) - (isPair ? 30 : 8);
+  const rowsOf = (q) => (isNarrow() && isPair ? q.rows.filter((row) => row.name === beat.look) : q.rows);
+  const counts = p.beats.map(({ frame }, i) => p.inFlight(i ? p.beats[i - 1].frame : frame, frame).length);
+  const lanes = Math.min(isNarrow() ? 1 : 3, Math.max(1, ...counts));
+  box.innerHTML = sides.map(([q, k, from, title]) => {
+    const memory = drawMemory(q, k, from, width, height, beat && beat.look, lanes, rowsOf(q));
+    return `<div class="panel">${isPair ? `<h2>${title}</h2>` : ""}${memory}</div>`;
+  }).join("");
+  if (isPair) markDifferences(...sides);
+  const look = ({ target: { dataset: at, parentElement } }) => {
+    if (at.s) inspect(...sides[[...box.children].indexOf(parentElement.closest(".panel"))], +at.s, +at.cell);
+  };
+  Object.assign(box, { onmouseover: look, onclick: look, onfocus: look });
 }
 
 /** In the run with the bug: cells that hold another value than in the right one, garbage aside. */
-function markDifferences([[p, k], [q, m]]) {
+function markDifferences([p, k], [q, m]) {
+  const isNothing = ({ kind }) => ["freed", "garbage", "unset"].includes(kind);
   for (const row of p.rows) {
     const theirs = q.rows.find((one) => one.name === row.name);
     for (const s of theirs ? row.slots.flatMap((_, rank) => p.drawn(row, rank, k)) : []) {
-      const { rank, part } = p.storages[s], other = q.drawn(theirs, rank, m).find((one) => q.storages[one].part === part);
-      p.states[k].cells[s].values.forEach((value, cell) => {
-        const kinds = other === undefined ? ["freed"] : [p.kind(s, cell, k), q.states[m].cells[other].values[cell] === undefined ? "freed" : q.kind(other, cell, m)];
-        if (kinds.some((kind) => ["freed", "garbage", "unset"].includes(kind)) || value === q.states[m].cells[other].values[cell]) return;
+      const { rank, part } = p.storages[s];
+      const other = q.drawn(theirs, rank, m).find((one) => q.storages[one].part === part);
+      (other === undefined ? [] : p.states[k].cells[s]).forEach(({ value }, cell) => {
+        const right = q.cell(other, cell, m);
+        if (isNothing(p.cell(s, cell, k)) || isNothing(right) || value === right.value) return;
         const drawn = document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
         if (drawn) drawn.classList.add("wrong");
       });
@@ -544,122 +537,147 @@ function markDifferences([[p, k], [q, m]]) {
   }
 }
 
-function inspect([p, k], s, cell) {
-  const { rank, row, part } = p.storages[s], { values, by } = p.states[k].cells[s], [kind, e, origin] = p.label(s, cell, k), seen = p.kind(s, cell, k);
+function inspect(p, k, from, title, s, cell) {
+  const { rank, row, part } = p.storages[s], { value, kind, element: e, origin, by } = p.cell(s, cell, k);
   const whose = e === null ? "no element of the model" : `element ${e - p.param.indexOf(p.param[e])} of p${p.param[e]}`;
-  const owner = e === null ? "" : p.owners[e] === -1 ? "; every rank steps it" : `; rank ${p.owners[e]} steps it`;
-  const what = { gradient: `gradient of rank ${origin}`, share: `gradient of rank ${origin} ÷ ${p.ranks}`, sum: `sum of ranks 0 to ${origin}`,
-    average: "average over the ranks", parameter: origin === 0 ? "parameter before the first step" : `parameter after step ${origin}` }[kind] || WORDS[kind];
-  const also = seen === "garbage" ? ", which nobody reads again (garbage)" : seen === "freed" ? ", released" : seen === "stale" ? ", stale: a newer one is on its way" : "";
-  const came = p.frames[by[cell]].ended.filter(([r]) => r === rank).map(([, o]) => p.operations[o]).filter((one) => one.arrows.some((a) => a[1] === rank))
-    .map((one) => `${one.kind} from rank ${[...new Set(one.arrows.filter((a) => a[1] === rank).map((a) => a[0]))].join(", ")}`);
-  $("inspector").innerHTML = `<b>rank ${rank} · ${escape(row)}${part ? ` ${part}` : ""}[${cell}] = ${number(values[cell])}</b> · ${what}${also} · ${whose}${owner} · `
-    + (by[cell] === 0 ? "there from the start" : `written at ${p.placeText(rank, by[cell])} (line ${by[cell] + 1})${came.length ? `, arrived by ${came.join("; ")}` : ""}`);
+  const owner = e === null ? "" : p.owners[e] === -1 ? "; every rank updates it" : `; rank ${p.owners[e]} updates it`;
+  const what = {
+    gradient: `gradient of rank ${origin}`, share: `gradient of rank ${origin} ÷ ${p.ranks}`,
+    sum: `sum of ranks 0 to ${origin}`,
+    average: "average over the ranks", garbage: "garbage: nobody reads it before it is written or released",
+    stale: "stale parameter: a newer one is on its way",
+  }[kind] || WORDS[kind];
+  const came = p.frames[by].ended.filter(([r]) => r === rank).flatMap(([, o]) => {
+    const senders = p.operations[o].arrows.filter((a) => a[1] === rank).map((a) => a[0]);
+    return senders.length ? [`${p.operations[o].kind} from rank ${[...new Set(senders)].join(", ")}`] : [];
+  });
+  const written = by ? `written at ${p.placeText(rank, by)} (line ${by + 1})` : "there from the start";
+  const name = `rank ${rank} · ${escape(row)}${part && ` ${part}`}[${cell}] = ${number(value)}`;
+  $("inspector").innerHTML = `<b>${name}</b> · ${what} · ${whose}${owner} · `
+    + written + (by && came.length ? `, arrived by ${came.join("; ")}` : "");
 }
 
 function drawFooter(p) {
-  $("beats").innerHTML = beats().map((_, i) => `<a href="#${now.id}${now.beside && !p.right ? `+${now.beside}` : ""}.${i + 1}"${i === now.beat ? ' aria-current="step"' : ""} aria-label="beat ${i + 1}">${i + 1}</a>`).join("");
-  const width = $("band").clientWidth, [svg, tall] = drawOverlap(p, width, 3, now.k);
-  $("band").innerHTML = `<svg width="${width}" height="${tall}">${svg}</svg>`;
+  const link = (i) => tag("a", {
+    href: `#${now.id}.${i + 1}`, "aria-label": `beat ${i + 1}`, ...(i === now.beat && { "aria-current": "step" }),
+  }, `${i + 1}`);
+  $("beats").innerHTML = beats().map((_, i) => link(i)).join("");
+  const width = $("band").clientWidth, [svg, height] = drawOverlap(p, width, 3, now.k);
+  $("band").innerHTML = tag("svg", { width, height }, svg);
   $("slider").max = p.frames.length - 1;
   $("slider").value = now.k;
-  $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : `beat ${now.beat + 1} of ${beats().length}`;
-  const shown = DATA.programs.filter((one) => !one.hidden);
-  $("programs").innerHTML = shown.filter((one) => !one.bug).map((one) => `<a href="#${one.id}" role="tab" aria-selected="${one.id === now.id}">${escape(one.short).replace(" ", " <span>")}</span></a>`).join("");
-  const option = (one, at) => `<option value="${one.id}"${one.id === at ? " selected" : ""}>${escape(one.short)}</option>`;
-  $("bugs").innerHTML = `<option value="">–</option>${shown.filter((one) => one.bug).map((one) => option(one, now.id)).join("")}`;
-  $("beside").innerHTML = `<option value="">–</option>${shown.filter((one) => !one.bug && one.id !== now.id).map((one) => option(one, now.beside)).join("")}`;
-  $("beside").disabled = Boolean(p.right);
+  const beat = `beat ${now.beat + 1} of ${beats().length}`;
+  $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : beat;
+  const shown = DATA.programs.filter((one) => !one.hidden), isNow = (one) => one.id === now.id;
+  const tab = (one) => tag("a", { href: `#${one.id}`, role: "tab", "aria-selected": isNow(one) },
+    `${escape(one.short).replace(" ", " <span>")}</span>`);
+  const option = (one) => tag("option", { value: one.id, ...(isNow(one) && { selected: "" }) }, escape(one.short));
+  $("programs").innerHTML = shown.filter((one) => !one.bug).map(tab).join("");
+  $("bugs").innerHTML = `<option value="">–</option>${shown.filter((one) => one.bug).map(option).join("")}`;
   $("lines").setAttribute("aria-pressed", now.beat < 0);
 }
 
-/** Before a beat is shown: what will a rank hold in its row? The wrong answers are what the row holds in other beats. */
+/** Before a beat is shown: what will a rank hold in its row? Wrong answers are what the row holds in other beats. */
 function ask(to) {
   const p = player(now.id), beat = beats()[to], row = p.rows.find((one) => one.name === beat.look);
   const rank = row ? row.slots.findIndex((_, r) => p.describe(row, r, beat.frame) !== p.describe(row, r, now.k)) : -1;
   if (rank < 0) return false;
-  const right = p.describe(row, rank, beat.frame), all = new Set([right, p.describe(row, rank, now.k)]);
-  for (const one of beats()) for (let r = 0; r < p.ranks; r++) if (all.size < 3) all.add(p.describe(row, r, one.frame));
-  if (all.size < 2) return false;
+  const right = p.describe(row, rank, beat.frame);
+  const others = beats().flatMap(({ frame }) => row.slots.map((_, r) => p.describe(row, r, frame)));
+  const answers = [...new Set([right, p.describe(row, rank, now.k), ...others])].slice(0, 3).sort();
   play(false);
-  $("question").innerHTML = `<b>What will rank ${rank} hold in ${escape(row.name)}?</b>${[...all].sort().map((text) => `<button>${escape(text)}</button>`).join("")}`;
-  const buttons = [...$("question").querySelectorAll("button")];
-  buttons.forEach((button) => { button.onclick = () => {
-    const isRight = button.textContent === right;
-    button.className = isRight ? "right" : "wrong";
-    buttons.forEach((one) => { one.disabled = true; if (one.textContent === right) one.className = "right"; });
-    const on = document.createElement("button");
-    on.textContent = isRight ? "Right. Go on" : "Not so. Go on, and look";
-    on.onclick = () => { $("question").close(); toBeat(to); };
+  $("question").innerHTML = `<b>What will rank ${rank} hold in ${escape(row.name)}?</b>`
+    + answers.map((text) => `<button>${escape(text)}</button>`).join("");
+  const buttons = [...$("question").querySelectorAll("button")], on = document.createElement("button");
+  on.onclick = () => { $("question").close(); toBeat(to); };
+  const answer = ({ target }) => {
+    on.textContent = target.textContent === right ? "Right. Go on" : "Not so. Go on, and look";
+    target.className = "wrong";
+    for (const one of buttons) {
+      one.disabled = true;
+      if (one.textContent === right) one.className = "right";
+    }
     $("question").append(on);
     on.focus();
-  }; });
+  };
+  for (const button of buttons) button.onclick = answer;
   $("question").showModal();
   return true;
 }
 
 // --------------------------------------------------------------------------------------------------- controls
 
-function jump(isWanted) {
-  for (let k = now.k + 1; k < player(now.id).frames.length; k++) if (isWanted(player(now.id), k)) return toFrame(k);
-  return toFrame(player(now.id).frames.length - 1);
-}
-const isMessage = (p, k) => p.operations.some((one) => one.arrows.some((a) => a[3] === k || a[4] === k));
-const isFunction = (p, k) => p.place(0, k)[0] !== p.place(0, k - 1)[0];
-
 function keys(event) {
+  const { key, target } = event;
   if (event.ctrlKey || event.metaKey || event.altKey || $("question").open) return;
-  if (/^(SELECT|INPUT)$/.test(event.target.tagName) && event.target.type !== "checkbox") return;
-  if (event.key === " " && /^(BUTTON|INPUT|A)$/.test(event.target.tagName)) return;
-  const group = event.target.closest && event.target.closest(".cells");
-  if (group && (event.target !== group ? /^Arrow|Escape/ : /^Enter/).test(event.key)) {
-    const cells = [...group.querySelectorAll(".cell")], at = cells.indexOf(event.target);
-    const to = event.key === "Escape" ? group : cells[event.key === "Enter" ? 0 : at + (/Right|Down/.test(event.key) ? 1 : -1)];
+  if (/^(SELECT|INPUT)$/.test(target.tagName) && target.type !== "checkbox") return;
+  if (key === " " && /^(BUTTON|INPUT|A)$/.test(target.tagName)) return;
+  const group = target.closest && target.closest(".cells");
+  if (group && (target !== group ? /^Arrow|Escape/ : /^Enter/).test(key)) {
+    const cells = [...group.querySelectorAll(".cell")], by = /Right|Down/.test(key) ? 1 : -1;
+    const to = key === "Escape" ? group : cells[key === "Enter" ? 0 : cells.indexOf(target) + by];
     if (to) to.focus();
-    return event.preventDefault();
+    event.preventDefault();
+    return;
   }
+  const isLine = now.beat < 0;
   const action = {
-    " ": () => play(!now.playing), ArrowRight: () => step(1), ArrowLeft: () => step(-1), ArrowDown: () => toFrame(now.k + 1),
-    ArrowUp: () => toFrame(now.k - 1), Home: () => (now.beat < 0 ? toFrame(0) : toBeat(0)), End: () => (now.beat < 0 ? toFrame(Infinity) : toBeat(Infinity)),
-    m: () => jump(isMessage), f: () => jump(isFunction), "?": () => $("help").click(),
-  }[event.key];
-  if (!action) return undefined;
+    " ": () => play(!now.playing), ArrowRight: () => step(1), ArrowLeft: () => step(-1),
+    ArrowDown: () => toFrame(now.k + 1), ArrowUp: () => toFrame(now.k - 1), "?": () => $("help").click(),
+    Home: () => (isLine ? toFrame(0) : toBeat(0)), End: () => (isLine ? toFrame(Infinity) : toBeat(Infinity)),
+  }[key];
+  if (!action) return;
   event.preventDefault();
-  if (event.key !== " ") play(false);
-  return action();
+  if (key !== " ") play(false);
+  action();
 }
 
 function swipes() {
   let from = null;
-  document.body.addEventListener("touchstart", ({ touches }) => { from = [touches[0].clientX, touches[0].clientY]; }, { passive: true });
+  document.body.addEventListener("touchstart", ({ touches: [at] }) => { from = at; }, { passive: true });
   document.body.addEventListener("touchend", ({ changedTouches: [to] }) => {
-    const x = to.clientX - from[0], y = to.clientY - from[1];
+    const x = to.clientX - from.clientX, y = to.clientY - from.clientY;
     if (Math.abs(x) > 50 && Math.abs(x) > 2 * Math.abs(y)) { play(false); step(x < 0 ? 1 : -1); }
   });
 }
 
+/** What a link says: #4.7 is a beat, #4/118 a line. */
 function follow() {
-  const [, id, beside, mark, at] = decodeURIComponent(location.hash).match(/^#([^+/.]*)(?:\+([^/.]*))?(?:([/.])(.*))?$/) || [];
-  const known = (one) => DATA.programs.some((program) => program.id === one && !program.hidden);
-  const program = known(id) ? id : DATA.programs[0].id;
-  select(program, known(beside) ? beside : "", mark === "." ? +at - 1 || 0 : 0, mark === "/" && at !== "wrong" ? +at - 1 || 0 : undefined);
+  const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^+/.]*)[^/.]*(?:([/.])(.*))?$/) || [];
+  const isKnown = DATA.programs.some((program) => program.id === id && !program.hidden);
+  const isLine = mark === "/" && at !== "wrong";
+  select(isKnown ? id : DATA.programs[0].id, mark === "." ? +at - 1 || 0 : 0, isLine ? +at - 1 || 0 : undefined);
 }
 
 async function start() {
   const packed = Uint8Array.from(atob($("data").textContent), (sign) => sign.charCodeAt(0));
   DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
-  const sample = (kind, words) => `<span><svg width="22" height="12">${patterns(1)}<rect class="cell ${kind}" x="1" y="1" width="20" height="10" rx="${kind === "new" ? 4 : 1}" style="--own:var(--rank0)"${["gradient", "share", "moment"].includes(kind) ? ` fill="url(#${kind}0)"` : ""}/></svg>${words}</span>`;
-  $("legend").innerHTML = `<span>colour: the rank that steps it</span>${["gradient", "share", "average", "old", "new", "stale", "moment", "garbage"].map((kind) => sample(kind, WORDS[kind])).join("")}`;
+  const sample = (kind) => {
+    const rect = { class: `cell ${kind} o0`, x: 1, y: 1, width: 20, height: 10, rx: kind === "new" ? 4 : 1 };
+    if (STRIPED.includes(kind)) rect.fill = `url(#${kind}0)`;
+    return `<span>${tag("svg", { width: 22, height: 12 }, patterns(1) + tag("rect", rect))}${WORDS[kind]}</span>`;
+  };
+  const kinds = ["gradient", "share", "average", "old", "new", "stale", "moment", "garbage"];
+  $("legend").innerHTML = `<span>colour: the rank that updates it</span>${kinds.map(sample).join("")}`;
   $("helptext").innerHTML = DATA.help;
-  const stopped = (action) => () => { play(false); action(); };
-  $("slider").oninput = stopped(() => toFrame(+$("slider").value));
-  for (const [id, action] of Object.entries({ back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
-    message: () => jump(isMessage), function: () => jump(isFunction), lines: () => (now.beat < 0 && beats().length ? toBeat(nearest(now.k)) : toFrame(now.k)) })) $(id).onclick = stopped(action);
+  const isLine = () => now.beat < 0 && beats().length;
+  const actions = {
+    back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
+    lines: () => (isLine() ? toBeat(nearest(now.k)) : toFrame(now.k)),
+  };
+  for (const [id, action] of Object.entries(actions)) $(id).onclick = () => { play(false); action(); };
   $("play").onclick = () => play(!now.playing);
-  $("bugs").onchange = stopped(() => $("bugs").value && select($("bugs").value, ""));
-  $("beside").onchange = stopped(() => { now.beside = $("beside").value; draw(); });
-  $("help").onclick = () => { $("helptext").hidden = !$("helptext").hidden; $("help").setAttribute("aria-expanded", !$("helptext").hidden); };
-  $("band").onclick = ({ target }) => { const phase = target.closest(".phase"); if (phase) { play(false); toFrame(+phase.dataset.k); } };
+  $("slider").oninput = () => { play(false); toFrame(+$("slider").value); };
+  $("bugs").onchange = () => { play(false); if ($("bugs").value) select($("bugs").value); };
+  $("help").onclick = () => {
+    $("helptext").hidden = !$("helptext").hidden;
+    $("help").setAttribute("aria-expanded", !$("helptext").hidden);
+  };
+  $("band").onclick = ({ target }) => {
+    const phase = target.closest(".phase");
+    if (phase) { play(false); toFrame(+phase.dataset.k); }
+  };
+  $("panels").addEventListener("focusin", (event) => $("panels").onfocus(event));
   document.addEventListener("keydown", keys);
   window.addEventListener("resize", draw);
   window.addEventListener("hashchange", follow);

@@ -10,7 +10,7 @@ import torch
 from show import __main__ as command
 from show import clock, frames, programs, record, replicated
 from show.memory import Memory
-from show.trace import Place
+from show.trace import Event, Place
 from show.wires import Operation
 from tests.common import STAGES
 from tests.ranks import ROOT, run_module
@@ -47,7 +47,7 @@ def parameters(recording, rank):
     for number in rows.get("ParameterBuffer.flat", rows.get("parameters"))[rank]:
         for value, label in memory.cells[number]:
             kind, element, _ = recording["labels"][label]
-            if kind == "parameter":
+            if kind in ("old", "new", "stale"):
                 values[element] = value
     return [values[element] for element in sorted(values)]
 
@@ -174,7 +174,7 @@ def test_buckets_are_as_many_as_asked_for(run, world_size, buckets):
 
 def moment(line, starts=(), ends=()):
     operations = [Operation(key, "all-reduce", (), ()) for key in starts]
-    return clock.Moment((Place("loop.py", line, "train", 1),), 1, "", {}, {}, {}, True, operations, list(ends))
+    return Event((Place("loop.py", line, "train", 1),), True, "", starts=operations, ends=list(ends))
 
 
 def test_a_collective_ends_a_tick_after_the_last_rank_has_begun_it_and_who_comes_first_waits():
