@@ -95,7 +95,7 @@ class StackedByShape:
             dist.all_gather_into_tensor(gathered, mine)
             torch._foreach_copy_(params, list(gathered[: len(params)]))
 
-    def zero_grad(self, set_to_none):
+    def zero_grad(self, set_to_none=True):
         self.optimizer.zero_grad()
         for params, _, _ in self.stacks:
             for param in params:

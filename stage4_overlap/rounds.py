@@ -89,10 +89,22 @@ def host_group(process_group, device):
     """-> a group of the same ranks for tensors of the host: itself, or one of gloo beside it, made once. Collective."""
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
-        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.new_group(
-            dist.get_process_group_ranks(group), group._get_backend(device).options._timeout, "gloo",
-            use_local_synchronization=True)
+        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else gloo_beside(
+            group, group._get_backend(device).options._timeout)
     return HOST_GROUPS[group] or process_group
+
+
+def gloo_beside(group, timeout):
+    """Made as `new_group` makes one, which names it after the number of groups that this rank is in: others may be in
+    more, wait for another name, and never meet. Here the name is that of `group`."""
+    name, rank, gloo = f"{group.group_name} on the host", dist.get_rank(group), dist.ProcessGroup.BackendType.GLOO
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    beside = dist.ProcessGroup(store, rank, group.size())
+    beside._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, group.size(), timeout))
+    beside._set_default_backend(gloo)
+    beside._set_group_name(name)
+    dist.distributed_c10d._world.pg_map[beside] = ("gloo", store)  # dist.all_reduce and dist.get_backend look there
+    return beside
 
 
 def agree(now, params, wrong, groups, process_group):
