@@ -84,8 +84,7 @@ def test_a_core_equals_replicated_training(run, stage, name, groups):
     run(equals_replicated, stage, name, groups, prefetch=False, micro_batches=1)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_what_a_step_of_a_core_leaves_of_gradients(rank, stage):
     """Two steps of SGD without zero_grad(): gradients add up, as in torch, but stages 3 and 4 use them up in a step.
 
@@ -138,16 +137,14 @@ def test_the_state_of_a_core_is_spread(rank, stage):
 # ------------------------------------------------------------------------------------------- what one stage alone does
 
 
-@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("stage", [ONE, TWO])
-@on_ranks
+@on_ranks(2)
 def test_the_largest_parameter_goes_first_to_the_rank_that_owns_least(rank, stage):
     params = [nn.Parameter(torch.zeros(numel)) for numel in (11, 35, 12)]
     assert [[len(param) for param in shard] for shard in core_of(stage)(params).shards] == [[35], [12, 11]]
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
     weight = nn.Parameter(torch.arange(21.0))
     optimizer = core_of(THREE)([weight], torch.optim.SGD, lr=1.0)
@@ -211,8 +208,7 @@ def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(
         torch.testing.assert_close(layer.weight.detach(), old - 2 * (i + 1))
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_stage_4_adds_up_the_parts_in_rank_order(rank):
     """2^25 + 1 - 2^25 is 0 in fp32, and 2^25 - 2^25 + 1 is 1: each order of these over the ranks has its own sum."""
     orders = torch.tensor(list(itertools.permutations([2.0**25, 1.0, -(2.0**25)])) * 8)  # (48, 3): 16 for each rank
@@ -225,8 +221,7 @@ def test_stage_4_adds_up_the_parts_in_rank_order(rank):
     assert torch.equal(weight, -expected), weight
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank):
     """What is read first leaves first: each of 2 ranks has 16 elements of the first parameter, 32 of the second."""
     params = [nn.Parameter(torch.zeros(32 * n)) for n in (1, 2, 3, 4)]
@@ -239,8 +234,7 @@ def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank):
     assert (sent, came_back) == ([64, 48, 32, 16], [16, 16, 32, 32, 48, 48, 64, 64])
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_messages_of_stage_4_have_a_mebibyte_at_most(rank):
     weight = nn.Parameter(torch.zeros(3 * 2**18))  # 3 MiB: 1.5 for each rank
     optimizer = core_of(FOUR)([weight], torch.optim.SGD, lr=1.0)
@@ -252,8 +246,7 @@ def test_messages_of_stage_4_have_a_mebibyte_at_most(rank):
     assert (sent, came_back) == ([1, 0.5], [1, 1, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
     """Prefetched, and read by no forward pass since: the next step changes the memory that is sent from."""
     params = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(4))

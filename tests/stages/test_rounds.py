@@ -82,8 +82,7 @@ def test_random_schedules(rank):
                 assert moved_by(params, [moved]), (seed, actions[: position + 1])
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_a_step_is_given_up_though_one_rank_has_let_nothing_leave(rank):
     """One rank has its gradients in no_sync, those of the others have left: to give the step up is for all of them."""
     params, optimizer = zeros(rank)
@@ -96,8 +95,7 @@ def test_a_step_is_given_up_though_one_rank_has_let_nothing_leave(rank):
     assert moved_by(params, [[1] * 6])
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_what_is_assigned_when_gradients_of_no_sync_have_left_is_too_late(rank):
     """What waited for its round waits no longer when it has left: a gradient that is there then is a user's."""
     params, optimizer = zeros(rank)
@@ -115,8 +113,7 @@ def test_what_is_assigned_when_gradients_of_no_sync_have_left_is_too_late(rank):
     assert moved_by(params, [[1] * 6])
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_a_setting_that_one_rank_alone_has_is_an_error_on_every_rank(rank):
     for owner, told in ((0, "0.5 on rank 0 and None on rank 1"), (2, "None on rank 0 and 0.5 on rank 2")):
         params, optimizer = zeros(rank)
@@ -162,8 +159,7 @@ def test_passes_after_one_that_failed(rank, checkpointed):
     assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(rank):
     """Between backward() and step(), with ranks that used other parameters: it leaves nothing behind."""
     params, optimizer = zeros(rank, find_unused_parameters=True)
@@ -179,8 +175,7 @@ def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(rank):
     assert moved_by(params, [[1] * 6])
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_messages_of_two_optimizers_do_not_mix(rank):
     """Rank 0 goes backward through the parameters of the first one first, the others through those of the second.
 
@@ -196,8 +191,7 @@ def test_messages_of_two_optimizers_do_not_mix(rank):
         assert moved_by(params, [[i + 1] * 2])
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_messages_of_the_user_are_not_taken_for_gradients(rank):
     """The user's own irecv, which has torch's default tag, and was there before any of the optimizer's."""
     group = dist.new_group()
@@ -211,8 +205,7 @@ def test_messages_of_the_user_are_not_taken_for_gradients(rank):
     assert got.tolist() == [100.0 + other] * 5 and moved_by(params, [[1] * 3] * 2)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_gloo_by_another_name_sums_in_fp32_too(rank):
     """-> the averaged gradient, in groups whose backend is gloo by these names."""
     torch.manual_seed(rank.rank)
@@ -226,8 +219,7 @@ def test_gloo_by_another_name_sums_in_fp32_too(rank):
     assert torch.equal(*found) and not torch.equal(found[0], found[0].bfloat16().float())
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 @on_its_device
 def test_graphs_through_what_was_not_stepped(rank):
     """Graphs through parameters that a step leaves alone, since they are unused or frozen, live on, as in torch."""
@@ -251,8 +243,7 @@ def test_graphs_through_what_was_not_stepped(rank):
     features.sum().backward()
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 @on_its_device
 def test_an_interrupt_where_a_bucket_leaves(rank):
     """Ctrl-C where a bucket leaves, on every rank: what is given up is gone, and the rest is as if it had not been."""

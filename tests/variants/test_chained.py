@@ -105,8 +105,7 @@ def test_each_has_its_scheduler(run, stage):
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks
+@on_ranks(2, 4)
 def test_experts_count_once_whoever_holds_them(rank, norm_type):
     """Each pair of ranks, or each rank, has another expert; the reference has all of them, and all data."""
     groups = [[0], [1]] if rank.world_size == 2 else [[0, 1], [2, 3]]
@@ -137,8 +136,7 @@ def test_experts_count_once_whoever_holds_them(rank, norm_type):
     assert "save and load them one by one" in error_of(lambda: checkpoint.full_state_dict(optimizer))
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     first, second = [(0, 2), (0, 1), (1, 2)][rank.rank]

@@ -504,8 +504,7 @@ def test_a_bucket_of_whole_matrices_has_something_of_each_rank():
         assert all(max(bucket.lengths) < 0.65 * bucket.numel for bucket in buckets)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_a_bucket_goes_back_while_the_next_one_is_stepped(rank):
     """In the order of the forward pass: when a matrix is stepped, those before it have left."""
     params = [nn.Parameter(torch.ones(8, 8)) for _ in range(6)]
@@ -536,8 +535,7 @@ def test_an_optimizer_that_counts_its_calls_is_refused_where_it_is_called_for_ea
         optimizer_of(variant)([nn.Parameter(torch.ones(8, 8)) for _ in range(3)], CountsCalls)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_muon_refuses_a_dtensor_on_every_rank_before_anything_changes(rank):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     own = nn.Parameter(torch.full((3,), float(rank.rank)))
