@@ -109,7 +109,7 @@ class WhenAsked:
 
 
 def deliver_when_asked(optimizer):
-    """Parameters of stage 4 arrive when somebody waits for them, not before: who reads them too early reads old ones."""
+    """Parameters of stage 4 arrive when somebody waits for them, not before: who reads them early reads old ones."""
     transport = optimizer.buckets[0].transport  # of all buckets
     all_gather = transport.all_gather
     transport.all_gather = lambda shards: [WhenAsked(lambda: all_gather(shards))]
