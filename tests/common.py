@@ -115,39 +115,57 @@ def deliver_when_asked(optimizer):
     transport.all_gather = lambda shards: [WhenAsked(lambda: all_gather(shards))]
 
 
-def add(a, b):
-    """Of two gradients, either of which may be None."""
-    return b if a is None else a if b is None else a + b
+def add(total, grad, dtype=None):
+    """In `dtype`, or in the gradients' own. Either may be None."""
+    grad = grad if grad is None or dtype is None else grad.to(dtype)
+    return grad if total is None else total if grad is None else total + grad
 
 
 class Replicated:
-    """What one process does with the batches of all ranks: the reference. Weights are those of rank 0."""
+    """What one process does with the batches of all ranks: the reference. Weights are those of rank 0.
 
-    def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, **kwargs):
+    Parameters of 16 bits have main parameters, in fp32, which are stepped: what they are rounded to is the model's.
+    `net`: seed -> the model. `grad_dtype`: in which gradients add up on a rank. `sum_dtype`: in which over the ranks.
+    """
+
+    def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, grad_dtype=None,
+                 sum_dtype=None, **kwargs):
         self.world_size, self.device = rank.world_size, rank.device
-        self.model = Net(seed=0).to(rank.device)
-        self.optimizer = optimizer_cls(groups(self.model), **kwargs)
+        self.grad_dtype, self.sum_dtype = grad_dtype, sum_dtype
+        self.model = net(seed=0).to(rank.device)
+        self.main = {param: param.detach().float() for param in trainable(self.model) if param.itemsize < 4}
+        groups = list(groups(self.model))
+        if self.main:
+            groups = [one if isinstance(one, dict) else {"params": [one]} for one in groups]
+            groups = [{**group, "params": [self.main.get(p, p) for p in group["params"]]} for group in groups]
+        self.optimizer = optimizer_cls(groups, **kwargs)
 
     def backward(self, *steps, loss_of=loss_of):
-        """Gradients averaged over the ranks, in rank order, summed over `steps` as accumulation does. -> mean loss."""
-        total = 0
-        for step in steps:
-            mean = None
-            for rank in range(self.world_size):
+        """Gradients added up over `steps`, and their average over the ranks, in rank order. -> mean loss"""
+        params, total, means = trainable(self.model), 0, []
+        for rank in range(self.world_size):
+            sums = [None] * len(params)
+            for step in steps:
                 loss = loss_of(self.model, *batch(step, rank, device=self.device))
-                grads = torch.autograd.grad(loss, trainable(self.model), allow_unused=True)
-                grads = [None if grad is None else grad / self.world_size for grad in grads]
-                mean = grads if mean is None else [add(a, b) for a, b in zip(mean, grads)]
+                grads = torch.autograd.grad(loss, params, allow_unused=True)
+                sums = [add(old, new, self.grad_dtype) for old, new in zip(sums, grads)]
                 total += loss.detach() / self.world_size
-            for param, grad in zip(trainable(self.model), mean):
-                if grad is not None:
-                    param.grad = grad if param.grad is None else param.grad + grad
+            shares = [None if grad is None else grad / self.world_size for grad in sums]
+            means = [add(old, new, self.sum_dtype) for old, new in zip(means or [None] * len(params), shares)]
+        for param, grad in zip(params, means):
+            if grad is not None:
+                main = self.main.get(param, param)
+                main.grad = add(main.grad, grad, main.dtype)
         return total
 
     def step(self, *steps):
+        """-> the loss of `steps`; without any the gradients that are there are stepped."""
         loss = self.backward(*steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        with torch.no_grad():
+            for param, main in self.main.items():
+                param.copy_(main)
         return loss
 
 
@@ -194,14 +212,15 @@ def train(model, optimizer, rank, *steps):
 class Pair:
     """A model that all ranks train with the optimizer of `stage`, and beside it one that a process trains alone.
 
-    `own`: arguments that the stage's optimizer alone has. What is called here is called of both.
+    `own`: arguments that the stage's optimizer alone has; `rounds`: that Replicated alone has. What is called here is
+    called of both.
     """
 
-    def __init__(self, rank, stage, optimizer_cls=torch.optim.AdamW, groups=trainable, seeds=None, own=None,
-                 prefetch=False, **kwargs):
+    def __init__(self, rank, stage, optimizer_cls=torch.optim.AdamW, groups=trainable, seeds=None, net=Net, own=None,
+                 rounds=None, prefetch=False, **kwargs):
         self.rank, kwargs = rank, kwargs or ADAMW
-        self.model = Net(*seeds or [rank.rank]).to(rank.device)  # the constructor broadcasts what rank 0 has
-        self.replicated = Replicated(rank, optimizer_cls, groups, **kwargs)
+        self.model = net(*seeds or [rank.rank]).to(rank.device)  # the constructor broadcasts what rank 0 has
+        self.replicated = Replicated(rank, optimizer_cls, groups, net, **rounds or {}, **kwargs)
         self.optimizer = optimizer_of(stage)(groups(self.model), optimizer_cls, **own or {}, **kwargs)
         if prefetch:
             self.optimizer.prefetch_params(self.model)
@@ -218,14 +237,15 @@ class Pair:
     def clip(self, max_norm, norm_type=2.0):
         """-> the norm, which is the same of both."""
         norm = self.optimizer.clip_grad_norm_(max_norm, norm_type)
-        expected = nn.utils.clip_grad_norm_(trainable(self.replicated.model), max_norm, norm_type)
+        main = [self.replicated.main.get(param, param) for param in trainable(self.replicated.model)]
+        expected = nn.utils.clip_grad_norm_(main, max_norm, norm_type)
         assert torch.allclose(norm, expected, rtol=1e-5, equal_nan=True), (norm, expected)
         return norm
 
     def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.replicated.step()
 
     def train(self, *steps):
         for step in steps:

@@ -20,8 +20,7 @@ from harness.gpt import GPT, GPTConfig, share_layers
 from harness.reference import DistributedOptimizer as Replicated
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
-from tests.common import STAGES, on_ranks, optimizer_of
-from tests.stages.test_overlap import deliver_when_asked
+from tests.common import STAGES, deliver_when_asked, on_ranks, optimizer_of
 
 
 class Block(nn.Module):
