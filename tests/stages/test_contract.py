@@ -13,26 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from tests.common import (
-    ADAMW,
-    OPTIMIZERS,
-    SGD,
-    STAGES,
-    UNFUSED,
-    Net,
-    Pair,
-    assert_same,
-    backward,
-    batch,
-    exact,
-    loss_of,
-    on_ranks,
-    optimizer_of,
-    parameter_of,
-    situation,
-    train,
-    trainable,
-)
+from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, situation, trainable
+from tests.pairs import ADAMW, SGD, UNFUSED, Pair, assert_same, backward, exact, parameter_of, train
 
 FUSED = {"fused": True}
 
@@ -97,19 +79,21 @@ def test_frozen_parameters_are_broadcast_and_can_be_unfrozen_later(rank, stage):
     pair.assert_same()
 
 
-@on_ranks
-def test_sixteen_elements_or_fewer_than_there_are_ranks_by_hand(rank, stage):
+def steps_by_hand(rank, make, shapes):
     """All 0 at first, gradient r + 1 on rank r, lr 0.1: the mean gradient of d ranks is (d + 1) / 2."""
-    for shapes in ([(16,)], [()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]):
-        with situation(shapes):
-            weights = [nn.Parameter(torch.full(shape, float(rank.rank), device=rank.device)) for shape in shapes]
-            optimizer = optimizer_of(stage)(weights, torch.optim.SGD, lr=0.1)
-            for step in (1, 2):
-                (sum(weight.sum() for weight in weights) * (rank.rank + 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                for weight in weights:
-                    torch.testing.assert_close(weight, torch.full_like(weight, -0.1 * step * (rank.world_size + 1) / 2))
+    weights = [nn.Parameter(torch.full(shape, float(rank.rank), device=rank.device)) for shape in shapes]
+    optimizer = make(weights, torch.optim.SGD, lr=0.1)
+    for step in (1, 2):
+        (sum(weight.sum() for weight in weights) * (rank.rank + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight in weights:
+            torch.testing.assert_close(weight, torch.full_like(weight, -0.1 * step * (rank.world_size + 1) / 2))
+
+
+@on_ranks(shapes=[[(16,)], [()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]])
+def test_sixteen_elements_or_fewer_than_there_are_ranks_by_hand(rank, stage, shapes):
+    steps_by_hand(rank, optimizer_of(stage), shapes)
 
 
 @on_ranks(3)
@@ -304,19 +288,22 @@ def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked(rank, stage):
 # ------------------------------------------------------------------------------------------------------------- state
 
 
-@on_ranks
-def test_state_is_sharded(rank, stage):
+def moments_are_sharded(rank, make, state_of):
     """AdamW's two moments of every element once; scalars, the step counts, are not sharded and not counted."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))).to(rank.device)
-    optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
+    optimizer = make(model.parameters(), **ADAMW)
     model(torch.ones(2, 16, device=rank.device)).sum().backward()
     optimizer.step()
-    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors = [t for state in state_of(optimizer).values() for t in state.values() if torch.is_tensor(t)]
     counts, numel = [None] * rank.world_size, 12 * (16 * 16 + 16)
     dist.all_gather_object(counts, sum(t.numel() for t in tensors if t.dim()))
     assert sum(counts) == 2 * numel, f"{counts} elements of moments, and {numel} of parameters"
     assert max(counts) <= 2 * (numel / rank.world_size + 16 * 16)  # 1/d, up to one matrix
+
+
+@on_ranks
+def test_state_is_sharded(rank, stage):
+    moments_are_sharded(rank, optimizer_of(stage), lambda optimizer: optimizer.state)
 
 
 @on_ranks

@@ -10,27 +10,16 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
-from tests.common import (
-    OPTIMIZERS,
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    loss_of,
-    on_ranks,
-    one_rank_of,
-    situation,
-)
+from tests.common import OPTIMIZERS, STAGES, Net, on_ranks, one_rank_of, optimizer_of
+from tests.pairs import UNFUSED, Pair, assert_same
+from tests.stages.test_contract import moments_are_sharded, steps_by_hand
 
-UNFUSED = {"foreach": False}
 ONE, TWO, THREE, FOUR = STAGES
 
 
@@ -51,31 +40,28 @@ def by_dimension(model):
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.03}]
 
 
+def all_trained(seed):
+    """What every batch uses, the layer too that others freeze."""
+    return Net(seed).requires_grad_(True)
+
+
 def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     """A constant schedule would hide that the rate isn't passed on: it falls by a tenth a step."""
-    optimizer_cls, kwargs = OPTIMIZERS[name][0], {**OPTIMIZERS[name][1], **UNFUSED}
-    model, reference = Net(seed=rank.rank), Replicated(rank, optimizer_cls, groups, **kwargs)
-    for one in (model, reference.model):
-        one.frozen.requires_grad_(True)  # all are trained, and every batch uses all
-    optimizer = core_of(stage)(groups(model), optimizer_cls, **small_buckets(stage), **kwargs)
-    if prefetch:
-        optimizer.prefetch_params(model)
-    else:
-        assert_same(model, reference.model, exact=True)  # the constructor has broadcast those of rank 0
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (optimizer, reference.optimizer)]
+    optimizer_cls, kwargs = OPTIMIZERS[name]
+    pair = Pair(rank, stage, optimizer_cls, groups, net=all_trained, own=small_buckets(stage), prefetch=prefetch,
+                of=core_of, **kwargs, **UNFUSED)
+    if not prefetch:
+        assert_same(*pair.models, exact=True)  # the constructor has broadcast those of rank 0
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in pair.optimizers]
     for step in range(4):
-        steps = range(step * micro_batches, (step + 1) * micro_batches)
-        for micro in steps:
-            loss_of(model, *batch(micro, rank.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step(*steps)
+        pair.backward(*range(step * micro_batches, (step + 1) * micro_batches))
+        pair.step()
         for schedule in schedules:
             schedule.step()
     if prefetch:
-        assert any(bucket.param_sync for bucket in optimizer.buckets)  # the last step's are still under way
-        optimizer.finish_param_sync()
-    assert_same(model, reference.model, exact=rank.world_size <= 2 and micro_batches == 1)
+        assert any(bucket.param_sync for bucket in pair.optimizer.buckets)  # the last step's are still under way
+        pair.optimizer.finish_param_sync()
+    pair.assert_same(micro_batches == 1)
 
 
 @pytest.mark.parametrize("groups, name", [(nn.Module.parameters, "AdamW"), (by_dimension, "AdamW"),
@@ -107,31 +93,14 @@ def test_prefetch_in_the_core(run, micro_batches):
     run(equals_replicated, FOUR, "AdamW", nn.Module.parameters, prefetch=True, micro_batches=micro_batches)
 
 
-@on_ranks
-def test_a_core_with_fewer_parameters_or_elements_than_ranks(rank, stage):
-    """The gradient of rank r is r + 1 everywhere: the mean is (d + 1) / 2."""
-    for shapes in ([()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]):
-        with situation(shapes):
-            params = [nn.Parameter(torch.full(shape, float(rank.rank))) for shape in shapes]
-            optimizer = core_of(stage)(params, torch.optim.SGD, lr=1.0)
-            for _ in range(2):
-                (sum(param.sum() for param in params) * (rank.rank + 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert all(value == -(rank.world_size + 1) for param in params for value in param.flatten())
+@on_ranks(shapes=[[()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]])
+def test_a_core_with_fewer_parameters_or_elements_than_ranks(rank, stage, shapes):
+    steps_by_hand(rank, core_of(stage), shapes)
 
 
 @on_ranks
 def test_the_state_of_a_core_is_spread(rank, stage):
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
-    optimizer = core_of(stage)(model.parameters(), lr=0.01)
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    tensors = [value for state in optimizer.optimizer.state.values() for value in state.values()]
-    counts, numel = [None] * rank.world_size, 12 * (16 * 16 + 16)
-    dist.all_gather_object(counts, sum(tensor.numel() for tensor in tensors if tensor.dim()))
-    assert sum(counts) == 2 * numel
-    assert max(counts) <= 2 * (numel / rank.world_size + 16 * 16)  # 1/d, up to one matrix
+    moments_are_sharded(rank, core_of(stage), lambda optimizer: optimizer.optimizer.state)
 
 
 # ------------------------------------------------------------------------------------------- what one stage alone does
@@ -170,11 +139,13 @@ def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
 @pytest.mark.parametrize("dtype, grad_dtype", [(torch.float32, None), (torch.bfloat16, None),
                                                (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("d", [2, 64])
-def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dtype):
-    """Not a byte. As one of d ranks whose messages go nowhere: gloo's own reduce-scatter makes a copy."""
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dtype, of):
+    """Not a byte, nor in the guard. As one of d ranks whose messages go nowhere: gloo's own reduce-scatter makes a
+    copy."""
     with one_rank_of(d), Memory("cpu") as memory:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)
-        optimizer = core_of(THREE)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)
+        optimizer = of(THREE)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)
         for step in range(3):
             model(torch.ones(2, 64, dtype=dtype)).sum().backward()
             memory.reset_peak()

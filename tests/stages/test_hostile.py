@@ -13,28 +13,20 @@ import re
 import pytest
 import torch
 
-from tests.common import (
+from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.pairs import (
     ADAMW,
     SGD,
     SMALL,
-    STAGES,
     UNFUSED,
-    Net,
     Pair,
     Replicated,
     assert_same,
     backward,
-    batch,
-    error_of,
     exact,
-    loss_of,
-    on_ranks,
-    one_rank_of,
-    optimizer_of,
     parameter_of,
     sgd_of,
     train,
-    trainable,
 )
 from tests.stages.test_contract import Lamb
 
@@ -140,25 +132,6 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
     later.backward()
     optimizer.step()
     assert weight.unique().tolist() == [-15 if stage == THREE else -1.5 - 15]
-
-
-@pytest.mark.parametrize("stage, kwargs", [*((s, UNUSED.get(s, {})) for s in STAGES), (FOUR, {})])
-@on_ranks(3)
-def test_a_rank_without_a_backward_pass(rank, stage, kwargs):
-    """Rank 1 has run out of data: its gradients count as zero, and the mean is over all ranks.
-
-    A parameter that no rank uses is not stepped; in stage 3 its gradient is zero, and it decays.
-    """
-    weight, unused = parameter_of(1, rank), parameter_of(1, rank)
-    optimizer = sgd_of(stage, [("w", weight), ("unused", unused)], weight_decay=0.5, **kwargs)
-    if rank.rank != 1:
-        weight.sum().backward()
-    if stage == FOUR and not kwargs:
-        assert "no gradient on some rank for parameter w, unused:" in error_of(optimizer.step)
-    else:
-        optimizer.step()
-        assert weight.tolist() == pytest.approx([1 - 2 / 3 - 0.5] * 5)
-        assert unused.tolist() == [0.5 if stage == THREE else 1.0] * 5
 
 
 NORMS = [(None, False), (None, True), (2.0, True), (2.0, False), (1.0, False), (torch.inf, False)]

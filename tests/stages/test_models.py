@@ -20,25 +20,18 @@ from torch.nn import functional as F
 
 from checkpoint import full_state_dict
 from harness.ledger import Ledger
-from tests.common import (
+from tests.common import STAGES, Net, batch, error_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.pairs import (
     SGD,
     SMALL,
-    STAGES,
-    Net,
     Pair,
     Replicated,
     assert_same,
     backward,
-    batch,
     deliver_when_asked,
-    error_of,
-    on_ranks,
-    one_rank_of,
-    optimizer_of,
     parameter_of,
     sgd_of,
     train,
-    trainable,
 )
 from tests.ranks import ROOT
 

@@ -18,27 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
-from harness.memory import Memory
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.drops import UNDER_WAY
 from stage4_overlap.transport import GlooTransport, Transport
-from tests.common import (
-    SMALL,
-    STAGES,
-    Pair,
-    assert_same,
-    batch,
-    deliver_when_asked,
-    exact,
-    loss_of,
-    on_its_device,
-    on_ranks,
-    one_rank_of,
-    parameter_of,
-    sgd_of,
-    situation,
-)
+from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, one_rank_of, situation
+from tests.pairs import SMALL, Pair, assert_same, deliver_when_asked, exact, parameter_of, sgd_of
 from tests.ranks import ROOT
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
@@ -516,28 +501,6 @@ def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(
     sum(param.sum() for param in params).backward()  # and training can go on
     optimizer.step()
     assert all(param.eq(0).all() for param in params)
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize("dtype, formula", [(torch.float32, lambda d: 4 + 12 / d),
-                                            (torch.bfloat16, lambda d: 2 + 16 / d)], ids=["fp32", "bf16"])
-def test_bytes_a_parameter_are_those_of_the_formula(dtype, formula):
-    for d in (2, 64):
-        with one_rank_of(d), Memory("cpu") as memory:
-            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, dtype=dtype) for _ in range(4)))
-            optimizer = DistributedOptimizer(model.parameters(), **ADAMW)
-            for _ in range(2):
-                model(torch.ones(1, 2048, dtype=dtype)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            largest = max(bucket.flat_params.nbytes for bucket in optimizer.buckets)
-            assert optimizer.bucket_buffer_bytes == 2 * largest  # two buckets travel, and are reduced in place
-            counted = memory.live - 2 * largest
-            numel = sum(param.numel() for param in model.parameters())
-            assert counted / numel == pytest.approx(formula(d), rel=0.01), d
-            del model, optimizer
 
 
 # ------------------------------------------------------------------------------------------------------------- overlap

@@ -21,7 +21,6 @@ from stage4_overlap.awaited import AwaitedBucket
 from tests.common import (
     STAGES,
     Net,
-    assert_same,
     batch,
     error_of,
     loss_of,
@@ -31,14 +30,13 @@ from tests.common import (
     optimizer_of,
     trainable,
 )
-
-ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
+from tests.pairs import SMALL, assert_same, parameter_of, sgd_of
 
 
 def zeros(rank, n=6, **kwargs):
     """Parameters of zeros, a bucket each, stepped by SGD with a learning rate of 1."""
-    params = [torch.nn.Parameter(torch.zeros(5, device=rank.device)) for _ in range(n)]
-    return params, DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM, **kwargs)
+    params = [parameter_of(0, rank) for _ in range(n)]
+    return params, sgd_of(STAGES[3], params, **SMALL, **kwargs)
 
 
 def moved_by(params, uses):
@@ -169,7 +167,7 @@ def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(rank):
     del optimizer
     for param in params:
         param.grad = None
-    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM)
+    optimizer = sgd_of(STAGES[3], params, **SMALL)
     sum(param.sum() for param in params).backward()
     optimizer.step()
     assert moved_by(params, [[1] * 6])
