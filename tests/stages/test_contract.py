@@ -437,67 +437,64 @@ def inference_parameter(rank):
         return nn.Parameter(torch.ones(3, device=rank.device))
 
 
-REFUSALS = {
-    "empty": (lambda r: ([], {}), ValueError, "empty"),
-    "empty group": (lambda r: ([{"params": []}], {}), ValueError, "empty"),
-    "a tensor": (lambda r: (parameter(r, 3), {}), TypeError, "iterable"),
-    "not iterable": (lambda r: (7, {}), TypeError, "iterable"),
-    "not tensors": (lambda r: ([parameter(r, 3), "weight"], {}), TypeError, "parameter 1 .*str"),
-    "duplicate": (lambda r: (shared_twice(r), {}), ValueError, "parameter 2 .*duplicate of parameter 1"),
-    "duplicate across groups": (lambda r: ([{"params": [p]} for p in shared_twice(r)], {}),
-                                ValueError, "parameter 0 of group 2.*duplicate"),
-    "sparse": (lambda r: ([parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()], {}),
-               ValueError, "parameter 1 .*sparse"),
-    "not a leaf": (lambda r: ([parameter(r, 3), parameter(r, 3) * 2], {}), ValueError, "parameter 1 .*leaf"),
-    "a result that keeps its gradient": (lambda r: ([parameter(r, 3), retained(r)], {}),
-                                         ValueError, "parameter 1 .*leaf"),
-    "the same memory": (lambda r: (in_the_same_memory(r), {}),
-                        ValueError, "parameters 0 of group 0 and 1 of group 0 share memory"),
-    "overlapping memory": (lambda r: ([parameter(r, 3), *overlapping(r)], {}),
-                           ValueError, "parameters 1 of group 0 and 2 of group 0 share memory"),
-    "a set": (lambda r: ({parameter(r, 3), parameter(r, 3)}, {}), TypeError, "a set has no order"),
-    "a set in a group": (lambda r: ([{"params": {parameter(r, 3), parameter(r, 3)}}], {}),
-                         TypeError, "a set has no order"),
-    "integers": (lambda r: ([parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)], {}),
-                 ValueError, "parameter 1 .*int64"),
-    "8 bits": (lambda r: ([parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)], {}),
-               ValueError, "parameter 1 .*float8_e4m3fn"),
-    "of inference_mode": (lambda r: ([parameter(r, 3), inference_parameter(r)], {}),
-                          ValueError, "parameter 1 .*inference_mode"),
-    "no group": (lambda r: ([parameter(r, 3)], {"process_group": [0]}),
-                 TypeError, "process_group must be a ProcessGroup, .* not a list"),
-    "several devices": (lambda r: ([parameter(r, 3), nn.Parameter(torch.ones(3, device="meta"))], {}),
-                        ValueError, "parameter 1 .*meta"),
-    "no backend": (lambda r: ([nn.Parameter(torch.ones(3, device="meta"))], {}),
-                   ValueError, "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
-    "negative lr": (lambda r: ([parameter(r, 3)], {"lr": -1.0}), ValueError, "learning rate"),
-    # Those on which the ranks disagree
-    "another shape": (lambda r: ([parameter(r, 4), parameter(r, 3 + (r.rank == 1))], {}), ValueError, "parameter"),
-    "another order": (lambda r: ([parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], {}),
-                      ValueError, "parameter"),
-    "another dtype": (lambda r: ([parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], {}),
-                      ValueError, "float64"),
-    "another name": (lambda r: ([("ab"[r.rank == 1], parameter(r, 3))], {}), ValueError, "rank 0 has a .*rank 1 b "),
-    "frozen elsewhere": (lambda r: ([parameter(r, 3).requires_grad_(r.rank != 1)], {}),
-                         ValueError, "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
-    "another number": (lambda r: ([parameter(r, 3) for _ in range(2 + (r.rank == 1))], {}), ValueError, "rank 1"),
-    "another lr": (lambda r: ([parameter(r, 3)], {"lr": 0.1 * (1 + (r.rank == 1))}),
-                   ValueError, "rank 0 has lr=0.1, rank 1 lr=0.2"),
-    "another optimizer": (lambda r: ([parameter(r, 3)], {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else Lamb}),
-                          ValueError, r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>"),
-    "bad on one rank": (lambda r: (shared_twice(r) if r.rank == 1 else [parameter(r, 3)], {}), ValueError, "duplicate"),
+TYPE_ERRORS = {  # what is refused: (the parameters on a rank, words of the error, other arguments)
+    "a tensor": (lambda r: parameter(r, 3), "iterable"),
+    "not iterable": (lambda r: 7, "iterable"),
+    "not tensors": (lambda r: [parameter(r, 3), "weight"], "parameter 1 .*str"),
+    "a set": (lambda r: {parameter(r, 3), parameter(r, 3)}, "a set has no order"),
+    "a set in a group": (lambda r: [{"params": {parameter(r, 3), parameter(r, 3)}}], "a set has no order"),
+    "no group": (lambda r: [parameter(r, 3)], "process_group must be a ProcessGroup, .* not a list",
+                 lambda r: {"process_group": [0]}),
+}
+VALUE_ERRORS = {
+    "empty": (lambda r: [], "empty"),
+    "empty group": (lambda r: [{"params": []}], "empty"),
+    "duplicate": (shared_twice, "parameter 2 .*duplicate of parameter 1"),
+    "duplicate across groups": (lambda r: [{"params": [p]} for p in shared_twice(r)],
+                                "parameter 0 of group 2.*duplicate"),
+    "sparse": (lambda r: [parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()],
+               "parameter 1 .*sparse"),
+    "not a leaf": (lambda r: [parameter(r, 3), parameter(r, 3) * 2], "parameter 1 .*leaf"),
+    "a result that keeps its gradient": (lambda r: [parameter(r, 3), retained(r)], "parameter 1 .*leaf"),
+    "the same memory": (in_the_same_memory, "parameters 0 of group 0 and 1 of group 0 share memory"),
+    "overlapping memory": (lambda r: [parameter(r, 3), *overlapping(r)],
+                           "parameters 1 of group 0 and 2 of group 0 share memory"),
+    "integers": (lambda r: [parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)],
+                 "parameter 1 .*int64"),
+    "8 bits": (lambda r: [parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)],
+               "parameter 1 .*float8_e4m3fn"),
+    "of inference_mode": (lambda r: [parameter(r, 3), inference_parameter(r)], "parameter 1 .*inference_mode"),
+    "several devices": (lambda r: [parameter(r, 3), nn.Parameter(torch.ones(3, device="meta"))],
+                        "parameter 1 .*meta"),
+    "no backend": (lambda r: [nn.Parameter(torch.ones(3, device="meta"))],
+                   "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
+    "negative lr": (lambda r: [parameter(r, 3)], "learning rate", lambda r: {"lr": -1.0}),
+    # Those on which rank 1 disagrees
+    "another shape": (lambda r: [parameter(r, 4), parameter(r, 3 + (r.rank == 1))], "parameter"),
+    "another order": (lambda r: [parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], "parameter"),
+    "another dtype": (lambda r: [parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], "float64"),
+    "another name": (lambda r: [("ab"[r.rank == 1], parameter(r, 3))], "rank 0 has a .*rank 1 b "),
+    "frozen elsewhere": (lambda r: [parameter(r, 3).requires_grad_(r.rank != 1)],
+                         "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
+    "another number": (lambda r: [parameter(r, 3) for _ in range(2 + (r.rank == 1))], "rank 1"),
+    "another lr": (lambda r: [parameter(r, 3)], "rank 0 has lr=0.1, rank 1 lr=0.2",
+                   lambda r: {"lr": 0.1 * (1 + (r.rank == 1))}),
+    "another optimizer": (lambda r: [parameter(r, 3)],
+                          r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>",
+                          lambda r: {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else Lamb}),
+    "bad on one rank": (lambda r: shared_twice(r) if r.rank == 1 else [parameter(r, 3)], "duplicate"),
 }
 
 
-@on_ranks(3, of=REFUSALS)
+@on_ranks(3, of={**TYPE_ERRORS, **VALUE_ERRORS})
 def test_refuses_before_anything_changes(rank, stage, of):
     """On every rank, also what is wrong on one of them."""
-    make, exception, message = REFUSALS[of]
-    params, kwargs = make(rank)
+    make, message, *more = TYPE_ERRORS.get(of) or VALUE_ERRORS[of]
+    params = make(rank)
     tensors = [p for p in params if torch.is_tensor(p) and not p.is_meta] if isinstance(params, list) else []
     before = [t.detach().clone() for t in tensors]
-    with pytest.raises(exception, match=message):
-        optimizer_of(stage)(params, **kwargs)
+    with pytest.raises(TypeError if of in TYPE_ERRORS else ValueError, match=message):
+        optimizer_of(stage)(params, **(more[0](rank) if more else {}))
     assert all(torch.equal(t.detach().to_dense(), b.to_dense()) for t, b in zip(tensors, before))
 
 
