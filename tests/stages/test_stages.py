@@ -6,18 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.common import (
-    STAGES,
-    Net,
-    batch,
-    error_of,
-    loss_of,
-    on_ranks,
-    one_rank_of,
-    optimizer_of,
-    situation,
-    trainable,
-)
+from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import ADAMW, Pair, parameter_of, sgd_of, train
 
 ONE, TWO, THREE, FOUR = STAGES
@@ -204,26 +193,23 @@ def test_parameters_and_shards_begin_at_multiples_of_64_bytes(stage, dtype, star
 
 
 @pytest.mark.parametrize("stage", [THREE, FOUR])
-@on_ranks
-def test_fused_kernels_round_a_shard_as_they_round_the_whole(rank, stage):
+@on_ranks(optimizer_cls=[torch.optim.AdamW, torch.optim.SGD], seed=range(8))
+def test_fused_kernels_round_a_shard_as_they_round_the_whole(rank, stage, optimizer_cls, seed):
     """Sizes that fill no vector, in shards that cut them. Equal gradients: their sum is the same in any order."""
-    generator, d = torch.Generator().manual_seed(0), rank.world_size
-    for optimizer_cls in (torch.optim.AdamW, torch.optim.SGD):
-        for _ in range(8):
-            sizes = torch.randint(1, 200, (6,), generator=generator).tolist()
-            params = [torch.randn(numel, generator=generator).to(rank.device) for numel in sizes]
-            ours, plain = ([param.clone().requires_grad_() for param in params] for _ in range(2))
-            optimizer = optimizer_of(stage)(ours, optimizer_cls, lr=0.01, fused=True)
-            reference = optimizer_cls(plain, lr=0.01, fused=True)
-            for step in range(2):
-                for param, expected in zip(ours, plain):
-                    grad = torch.randn(param.shape, generator=generator).to(rank.device)
-                    (param * grad).sum().backward()
-                    expected.grad = sum([grad / d] * d)
-                optimizer.step()
-                reference.step()
-                with situation((optimizer_cls, sizes, step)):
-                    assert all(torch.equal(param, expected) for param, expected in zip(ours, plain))
+    generator, d = torch.Generator().manual_seed(seed), rank.world_size
+    sizes = torch.randint(1, 200, (6,), generator=generator).tolist()
+    params = [torch.randn(numel, generator=generator).to(rank.device) for numel in sizes]
+    ours, plain = ([param.clone().requires_grad_() for param in params] for _ in range(2))
+    optimizer = optimizer_of(stage)(ours, optimizer_cls, lr=0.01, fused=True)
+    reference = optimizer_cls(plain, lr=0.01, fused=True)
+    for step in range(2):
+        for param, expected in zip(ours, plain):
+            grad = torch.randn(param.shape, generator=generator).to(rank.device)
+            (param * grad).sum().backward()
+            expected.grad = sum([grad / d] * d)
+        optimizer.step()
+        reference.step()
+        assert all(map(torch.equal, ours, plain)), (sizes, step)
 
 
 @on_ranks(2)
