@@ -434,9 +434,11 @@ def test_messages_where_the_collectives_are_native(frozen, kwargs, in_backward):
         optimizer = sgd_of(FOUR, params, **SMALL, **kwargs)
         if frozen:
             params[frozen].requires_grad_(False)
+        waiting = []
+        params[0].register_hook(lambda _: waiting.append(len(optimizer.queue)))
         with Ledger() as ledger:
             sum(param.sum() for param in params if param.requires_grad).backward()
-        assert ledger.collectives == in_backward
+        assert ledger.collectives == in_backward and waiting == [1]
         with Ledger() as ledger:
             optimizer.step()
     assert ledger.collectives == {"all_reduce": 1, "all_gather": 4}
