@@ -5,7 +5,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import threading
 
 import pytest
 import torch
@@ -88,62 +87,12 @@ def loss_of(model, x, y):
 one_rank_of = alone.rank_0_of  # of d: the real code runs, and nothing is sent
 
 
-def leave_late(optimizer, seconds=0.2):
-    """On this rank the parameters of stage 4 leave late: whoever reads too early on another one reads old ones."""
-    optimizer.optimizer.register_step_post_hook(lambda *_: threading.Event().wait(seconds))
-
-
-def add(a, b):
-    """Of two gradients, either of which may be None."""
-    return b if a is None else a if b is None else a + b
-
-
-class Replicated:
-    """What one process does with the batches of all ranks: the reference. Weights are those of rank 0."""
-
-    def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, **kwargs):
-        self.world_size, self.device = rank.world_size, rank.device
-        self.model = Net(seed=0).to(rank.device)
-        self.optimizer = optimizer_cls(groups(self.model), **kwargs)
-
-    def backward(self, *steps, loss_of=loss_of):
-        """Gradients averaged over the ranks, in rank order, summed over `steps` as accumulation does. -> mean loss."""
-        total = 0
-        for step in steps:
-            mean = None
-            for rank in range(self.world_size):
-                loss = loss_of(self.model, *batch(step, rank, device=self.device))
-                grads = torch.autograd.grad(loss, trainable(self.model), allow_unused=True)
-                grads = [None if grad is None else grad / self.world_size for grad in grads]
-                mean = grads if mean is None else [add(a, b) for a, b in zip(mean, grads)]
-                total += loss.detach() / self.world_size
-            for param, grad in zip(trainable(self.model), mean):
-                if grad is not None:
-                    param.grad = grad if param.grad is None else param.grad + grad
-        return total
-
-    def step(self, *steps):
-        loss = self.backward(*steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
-
-
 def padding(flat, pieces):
     """The elements of `flat`, (numel,), that lie in none of `pieces`, of (offset, number)."""
     is_padding = torch.ones_like(flat, dtype=torch.bool)
     for offset, numel in pieces:
         is_padding[offset : offset + numel] = False
     return flat[is_padding]
-
-
-def assert_same(model, reference, exact):
-    """Every parameter equal to the reference's: to the bit, or where sums may be in another order, up to rounding."""
-    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        difference = (param.detach() - expected.detach()).abs().max().item()
-        assert torch.equal(param, expected) if exact else torch.allclose(param, expected, rtol=1e-4, atol=2e-6), (
-            f"parameter {name} differs by {difference:.3g} from replicated training"
-        )
 
 
 # ------------------------------------------------------------------------------------- how a test of stages is written
@@ -188,15 +137,6 @@ def situation(name):
         yield
     except Exception as error:
         raise AssertionError(f"{name}: {type(error).__name__} {error}") from error
-
-
-def parameter_of(value, rank, n=5):
-    return torch.nn.Parameter(torch.full((n,), float(value), device=rank.device))
-
-
-def sgd_of(stage, params, **kwargs):
-    """A step of it subtracts the mean gradient."""
-    return optimizer_of(stage)(params, torch.optim.SGD, lr=1.0, **kwargs)
 
 
 def error_of(function, *exceptions):

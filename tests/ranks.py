@@ -23,6 +23,9 @@ import torch.distributed as dist
 
 from harness.workers import start_forkserver
 
+# torchrun's own entry would not do: it starts a Python for each rank, which imports torch for seconds, and where one
+# rank fails it ends the others, while many tests are about what those notice. Hence what torchrun's environment and a
+# new Python would be is made in the fork: by private names of forkserver, and by leaving out what it has imported.
 ROOT = Path(__file__).resolve().parents[1]
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")

@@ -42,18 +42,8 @@ from tests.checkpoint import (
     wrapped,
 )
 from tests.checkpoint.test_states import Stack
-from tests.common import (
-    OPTIMIZERS,
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    loss_of,
-    on_ranks,
-    optimizer_of,
-    trainable,
-)
+from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, trainable
+from tests.pairs import Replicated, assert_same
 from tests.ranks import run_module
 
 F, B, H = torch.float32, torch.bfloat16, torch.float16

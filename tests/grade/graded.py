@@ -53,7 +53,7 @@ def told(check, came, cause=None, also=None, expected=None):
 def mistake(base, method, *lines, **more):
     """Of a function, which becomes a class: `base`, with the function for `method`, is wrong."""
     return lambda function: told(*lines, **more)(
-        type(function.__name__, (base,), {method: function, "__doc__": function.__doc__}))
+        type(function.__name__, (base,), {method: function}))
 
 
 class Right:
@@ -219,14 +219,12 @@ class Whole(Stage1):
 @mistake(Right, "average", BY_HAND, "0.3 wherever it has moved: 2 times as far",
          "the gradients are summed and not averaged: divide by the number of ranks")
 def Summed(self, grad):
-    """Sums gradients where the mean is due. AdamW hardly notices."""
     dist.all_reduce(grad, group=self.group)
 
 
 @mistake(Right, "average", BY_HAND, "0.075 wherever it has moved: 1/2 as far",
          "the gradients are divided by the number of ranks twice")
 def AveragedTwice(self, grad):
-    """Divides before the sum, and after it."""
     grad /= self.d
     Right.average(self, grad)
 
@@ -257,33 +255,28 @@ def Noop(self):
          "nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
          "what was stepped was overwritten by a rank that")
 def NotTheOwner(self, param, owner):
-    """Broadcasts each parameter from a rank that has not stepped it."""
     Right.send(self, param, (owner + 1) % self.d)
 
 
 @mistake(Right, "owned", BY_HAND, "elements 12-15 have moved on no rank", "nobody owns these parameters")
 def Nobodys(self):
-    """The last parameter has no owner."""
     return [param for param in Right.owned(self) if param is not self.params[-1]]
 
 
 @mistake(Right, "__init__", BY_HAND, "0.0015 wherever it has moved: 0.01 times the mean gradient",
          "lr and weight_decay of the constructor do not reach the inner optimizer")
 def ForgetsLr(self, params, optimizer_cls, *, process_group=None, lr, **kwargs):
-    """Hands on no hyperparameters."""
     Right.__init__(self, params, optimizer_cls, process_group=process_group)
 
 
 @mistake(Right, "average", BY_HAND, "0.75 wherever it has moved: 5 times as far", "the figures don't give one away")
 def FiveTimes(self, grad):
-    """Steps with five times the gradient: nothing tells why."""
     Right.average(self, grad)
     grad *= 5
 
 
 @mistake(Right, "average", BY_HAND, "-0.15 wherever it has moved: -1 times", "step against the gradient")
 def Adds(self, grad):
-    """Steps along the gradient, and not against it."""
     Right.average(self, grad)
     grad.neg_()
 
@@ -304,7 +297,6 @@ def DropsTheRest(self, numel):
 
 @mistake(Right, "send", BY_HAND, "in elements 0-15: the mean gradient", "a gradient was taken for a parameter")
 def GradientForParameter(self, param, owner):
-    """Sends the averaged gradient where the parameter is due."""
     Right.send(self, param.grad, owner)
     param.copy_(param.grad)
 
@@ -312,7 +304,6 @@ def GradientForParameter(self, param, owner):
 @mistake(Right, "average", BY_3, "0.35 wherever it has moved: 1.5 times the mean gradient",
          "the sum of the gradients is divided by 2: the number of ranks is 3 here")
 def Half(self, grad):
-    """Divides the sum by 2, whatever the number of ranks."""
     dist.all_reduce(grad, group=self.group)
     grad /= 2
 
@@ -363,7 +354,6 @@ def OtherRoots(self, param, owner):
 @mistake(Right, "send", BY_HAND, "rank 1: ValueError: the shard of rank 1 has the wrong size", also=f"in {FILE}",
          expected=NO_EXCEPTION)
 def Raises(self, param, owner):
-    """An exception on rank 1, while rank 0 waits for it."""
     if self.rank == 1:
         raise ValueError("the shard of rank 1 has the wrong size")
     Right.send(self, param, owner)
@@ -372,7 +362,6 @@ def Raises(self, param, owner):
 @mistake(Right, "step", BY_HAND, "rank r: RuntimeError: a leaf Variable that requires grad is being",
          "step() and the constructor must run under torch.no_grad()", also=f"in {FILE}", expected=NO_EXCEPTION)
 def WithGrad(self):
-    """No torch.no_grad() around the step."""
     for param in self.owned():
         param -= 0.1 * param.grad
 
@@ -380,7 +369,6 @@ def WithGrad(self):
 @mistake(Right, "step", BY_HAND, "rank r: SystemExit: 0", "the program that trains decides when a rank ends",
          also=f"in {FILE}", expected=NO_EXCEPTION)
 def Exits(self):
-    """step() ends the process."""
     sys.exit(0)
 
 
@@ -396,7 +384,6 @@ def Leaves(self, grad):
 @told("the interface", "DistributedOptimizer has no step()",
       "docs/exercise.md lists the methods that each level asks for", expected="methods step() and zero_grad()")
 class NoStep(Right):
-    """The step has another name."""
     step = None
 
     def update(self):
@@ -406,14 +393,12 @@ class NoStep(Right):
 @mistake(Right, "__init__", "the interface", "DistributedOptimizer(optimizer): too many positional arguments", "docs/",
          expected="DistributedOptimizer(params, optimizer_cls, *, process_group=None, **")
 def OtherArguments(self, optimizer):
-    """Takes an optimizer, and not a class and its arguments."""
     Right.__init__(self, optimizer.param_groups[0]["params"], type(optimizer), **optimizer.defaults)
 
 
 @mistake(Right, "__init__", "all ranks start from rank 0's parameters", "elements 0-15 of rank 1 are 1",
          "parameters are broadcast from rank 0", expected="the constructor gives every rank the")
 def NoBroadcast(self, params, *args, **kwargs):
-    """Every rank keeps the parameters that it was started with."""
     params = list(params)
     own = [param.detach().clone() for param in params]
     Right.__init__(self, params, *args, **kwargs)
@@ -426,7 +411,6 @@ def NoBroadcast(self, params, *args, **kwargs):
       "so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
       "what the inner optimizer steps was copied before the broadcast", expected="the constructor gives every rank the")
 class CopiesTooEarly(Right):
-    """Main parameters are copied before rank 0's have arrived."""
     def __init__(self, params, *args, **kwargs):
         params = list(params)
         self.main = {param: torch.nn.Parameter(param.detach().clone()) for param in params}
@@ -462,7 +446,6 @@ def KeepsGrads(self):
 
 @told(ADAMW, "after step 2, ", "the optimizer's state is new in each step")
 class NewState(Right):
-    """Makes the inner optimizer anew in each step, and with it the state."""
     def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
         self.make = lambda: optimizer_cls([{"params": self.owned()}], **kwargs)
         super().__init__(params, optimizer_cls, process_group=process_group, **kwargs)
@@ -477,7 +460,6 @@ class NewState(Right):
          "gradients come in another order on rank 1: what leaves must leave in one order",
          expected="every element moves by lr × mean gradient, 0.15, 0.3, 0.6, 1.2 of the parameters")
 def AsTheyCome(self, param):
-    """Buckets leave as they come, in another order on every rank."""
     bucket = self.bucket_of[param]
     bucket.ready.add(param)
     if bucket.is_full():
@@ -487,7 +469,6 @@ def AsTheyCome(self, param):
 @mistake(Right, "__init__", "one parameter, 3 ranks", "rank r: ValueError: optimizer got an empty parameter list",
          "a rank owns nothing here", also="in tests/grade/graded.py", expected=NO_EXCEPTION)
 def NothingOwned(self, params, optimizer_cls, *, process_group=None, **kwargs):
-    """Doesn't think of a rank that owns nothing."""
     Right.__init__(self, params, optimizer_cls, process_group=process_group, **kwargs)
     self.optimizer = optimizer_cls(self.owned(), **kwargs)
 
@@ -500,7 +481,6 @@ def NoWait(self, module, _):
 
 @mistake(Right, "owned", STATE, "66560 of its 66560 elements more than once: 100%", "every rank steps every parameter")
 def Unsharded(self):
-    """Trains like the reference, and is sharded in name only: every rank steps everything."""
     return self.params
 
 
@@ -523,7 +503,6 @@ def PadsMuch(self):
 @mistake(Right, "send", BYTES, "with 4 ranks, 4.00 · 4Ψ · (d-1)/d bytes, in 32 all_reduce",
          "an all-reduce takes twice the bytes of a broadcast")
 def AllReducesParams(self, param, owner):
-    """Brings the parameters to all ranks as a sum with zeros: right, and twice the bytes of a broadcast."""
     if self.rank != owner:
         param.zero_()
     dist.all_reduce(param, group=self.group)
@@ -532,7 +511,6 @@ def AllReducesParams(self, param, owner):
 @told(GROUPS, "after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
       "every parameter is stepped with the")
 class OneGroup(Whole):
-    """The inner optimizer has one group, with the constructor's hyperparameters."""
     def shard(self, groups):
         super().shard([{**self.defaults, "params": [param for group in groups for param in group["params"]]}])
 
@@ -543,7 +521,6 @@ class OneGroup(Whole):
 @mistake(Whole, "step_own", GROUPS, "after step 1, 0.weight, 0.bias … moved with group 0's lr and",
          "the first group's lr is taken for all")
 def FirstLr(self):
-    """Hands on the first group's lr to all groups."""
     for own in self.optimizer.param_groups:
         own["lr"] = self.param_groups[0]["lr"]
     self.optimizer.step()
@@ -553,7 +530,6 @@ def FirstLr(self):
          "after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
          "the weight decay of a group is lost")
 def LostDecay(self):
-    """Every group has its own lr, and the constructor's weight decay."""
     for group, own in zip(self.param_groups, self.optimizer.param_groups):
         own.update(lr=group["lr"], weight_decay=self.defaults["weight_decay"])
     self.optimizer.step()
@@ -582,7 +558,6 @@ def LateLr(self):
 @mistake(Whole, "step_own", "a scheduler that writes betas, too", "after step 2, ",
          "the scheduler's lr arrives, its betas don't")
 def OnlyLr(self):
-    """Hands on lr alone: a scheduler that writes betas is not heard."""
     for group, own in zip(self.param_groups, self.optimizer.param_groups):
         own["lr"] = group["lr"]
     self.optimizer.step()
@@ -590,7 +565,6 @@ def OnlyLr(self):
 
 @told("three micro-batches equal one large batch", "after step 1, ", "micro-batches that were averaged are sent again")
 class SendsAgain(Whole):
-    """Averages after each backward pass, and adds what was averaged before to it again."""
     def shard(self, groups):
         super().shard(groups)
         self.sums = {}
@@ -616,7 +590,6 @@ class SendsAgain(Whole):
 @mistake(Whole, "no_sync", "the same, inside no_sync()", "after step 1, ", "only the last micro-batch counts")
 @contextlib.contextmanager
 def DropsMicroBatches(self):
-    """Gradients of inside no_sync() are gone when it ends."""
     yield
     self.zero_grad()
 
@@ -660,7 +633,6 @@ class UnfilledBuffer(GradBuffer):
 @told("parameters of 16 bits", "nothing has moved, on any rank",
       "the inner optimizer's gradients are all 0: main gradients must be filled")
 class Unfilled(Stage3):
-    """16-bit main gradients are never filled."""
     buffer_class = UnfilledBuffer
 
 
@@ -672,25 +644,21 @@ class NotCopiedBucket(Bucket):
 @told("parameters of 16 bits", "nothing has moved, on any rank",
       "the inner optimizer stepped copies (main parameters), which were not copied to the mode")
 class NotCopied(Stage4):
-    """16-bit parameters: what was stepped in fp32 is not copied to the model."""
     bucket_class = NotCopiedBucket
 
 
 @mistake(Whole, "clipped", CLIP, "0.38", "each rank takes the norm of its own shard")
 def ClipsItsShard(self):
-    """Takes the norm of what this rank owns, and not of all."""
     return self.shards[self.rank]
 
 
 @mistake(Whole, "clip_grad_norm_", CLIP, "0.57", "the norm is of this rank's own gradients: average them")
 def ClipsItsOwn(self, max_norm):
-    """Clips each rank's own gradients, before they are averaged."""
     return torch.nn.utils.clip_grad_norm_(self.clipped(), max_norm)
 
 
 @mistake(Whole, "clip_grad_norm_", CLIP, "0.05000 on rank 0, 0.05000", "the norm after clipping")
 def NormAfter(self, max_norm):
-    """Returns the norm after clipping."""
     return Whole.clip_grad_norm_(self, max_norm).clamp(max=max_norm)
 
 
@@ -709,7 +677,6 @@ def NormSqrtD(self, max_norm):
 @mistake(Whole, "clip_grad_norm_", CLIP, "after step 1, ", "the norm is right, and the gradients were not scaled",
          expected=ONE_PROCESS)
 def ClipsNothing(self, max_norm):
-    """Returns the norm, and scales nothing."""
     return Whole.clip_grad_norm_(self, float("inf"))
 
 
@@ -726,7 +693,6 @@ def LosesItsState(self, state_dict):
 @told(BY_HAND, "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
       "nothing is sent after the inner optimizer has stepped: what it steps must travel after")
 class GathersBefore(Padded):
-    """Gathers what the inner optimizer has not stepped yet."""
     def stepped(self):
         pass
 
@@ -738,7 +704,6 @@ class GathersBefore(Padded):
 @told(BY_HAND, "not moved: elements 0-3, 8-11 on rank 0, elements 4-7, 12-15 on rank 1",
       "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too")
 class StaleOwn(Padded):
-    """Steps copies, and copies to the model what came from the others."""
     def owned(self):
         self.main = {param: torch.nn.Parameter(param.detach().clone()) for param in super().owned()}
         return self.main.values()
@@ -759,7 +724,6 @@ class StaleOwn(Padded):
 @mistake(Right, "send", BY_HAND, None, "a collective with async_op=True returns a work: wait() for it",
          expected="every ")
 def WaitsForNothing(self, param, owner):
-    """Starts broadcasts, and reads on: what has come by then is a matter of luck."""
     dist.broadcast(param, group=self.group, group_src=owner, async_op=True)
 
 
@@ -796,7 +760,6 @@ def NeverEmpties(self):
 @mistake(Stage4, "wait_for_own_params", FIRST, "it has waited for 8 of 8 messages",
          "a module waits for its own parameters alone")
 def WaitsForAll(self, module, _):
-    """The root of the model waits for all of its parameters: nothing overlaps."""
     for param in module.parameters():
         if param in self.bucket_of:
             self.bucket_of[param].finish_param_sync()
@@ -839,14 +802,12 @@ def ClipsAlways(self, max_norm):
 @mistake(Whole, "load_state_dict", RESUME, "after step 3, ",
          "the lr of a scheduler is lost: state_dict() has the groups'")
 def ForgetsTheScheduler(self, saved):
-    """The state goes on, and the lr is the constructor's."""
     self.optimizer.load_state_dict(saved[0])
 
 
 @mistake(Whole, "load_state_dict", RESUME, "after step 3, ",
          "the lr that is loaded is that of the last step: a scheduler has")
 def ResumesLate(self, saved):
-    """Takes the lr from the inner optimizer, which has that of the last step."""
     self.optimizer.load_state_dict(saved[0])
     for group, own in zip(self.param_groups, self.optimizer.param_groups):
         group.update(hyperparameters(own))

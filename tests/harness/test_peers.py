@@ -14,7 +14,8 @@ from harness.owner_reduce import owner_buckets
 from harness.reference import DistributedOptimizer
 from harness.rows import ONE_PARAMETER, Choice
 from stage4_overlap import optimizer
-from tests.common import Net, Replicated, assert_same, batch, loss_of, on_its_device, trainable
+from tests.common import Net, batch, loss_of, on_its_device, trainable
+from tests.pairs import Replicated, assert_same
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [Choice("ddp", 0.01), Choice("ddp + torch ZeRO", 0.01), Choice("ddp + stage 1", ONE_PARAMETER),

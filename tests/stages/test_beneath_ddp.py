@@ -8,8 +8,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.ledger import Ledger
-from tests.common import STAGES, Net, Replicated, batch, loss_of, on_its_device, optimizer_of, trainable
+from tests.common import STAGES, Net, batch, loss_of, on_its_device, optimizer_of, trainable
 from tests.pages.test_samples import FILES, PROGRAMS
+from tests.pairs import Replicated
 from tests.ranks import ROOT, run_ranks
 
 RUNGS = {"rung 0": "harness.reference", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}

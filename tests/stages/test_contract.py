@@ -13,64 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from tests.common import (
-    OPTIMIZERS,
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    loss_of,
-    on_ranks,
-    optimizer_of,
-    situation,
-    trainable,
-)
+from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, situation, trainable
+from tests.pairs import ADAMW, SGD, UNFUSED, Pair, assert_same, backward, exact, parameter_of, train
 
-# torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently: a parameter cut
-# elsewhere than at a multiple of 64 bytes is then not what the whole one would be. Unfused, all are rounded alike.
-UNFUSED = {"foreach": False}
 FUSED = {"fused": True}
-ADAMW = {"lr": 0.01, "weight_decay": 0.1, **UNFUSED}
-
-
-def backward(model, rank, *steps):
-    for step in steps:
-        loss = loss_of(model, *batch(step, rank.rank, device=rank.device))
-        loss.backward()
-    return loss
-
-
-def train(model, optimizer, rank, *steps):
-    for step in steps:
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def exact(rank):
-    """Sums over two ranks commute. Over three or more their order depends on the layout: equal up to rounding."""
-    return rank.world_size <= 2
-
-
-class Pair:
-    """A model that all ranks train with the optimizer of `stage`, and beside it one that a process trains alone."""
-
-    def __init__(self, rank, stage, optimizer_cls=torch.optim.AdamW, groups=trainable, seeds=None, **kwargs):
-        self.rank, kwargs = rank, kwargs or ADAMW
-        self.model = Net(*seeds or [rank.rank]).to(rank.device)  # the constructor broadcasts what rank 0 has
-        self.replicated = Replicated(rank, optimizer_cls, groups, **kwargs)
-        self.optimizer = optimizer_of(stage)(groups(self.model), optimizer_cls, **kwargs)
-        self.optimizers = self.optimizer, self.replicated.optimizer
-        self.models = self.model, self.replicated.model
-
-    def train(self, *steps):
-        for step in steps:
-            train(self.model, self.optimizer, self.rank, step)
-            self.replicated.step(step)
-
-    def assert_same(self, is_exact=True):
-        assert_same(*self.models, is_exact and exact(self.rank))
 
 
 # ------------------------------------------------------------------------------------------------------------ equality
@@ -93,15 +39,32 @@ def test_equals_replicated_training(rank, stage, how):
             assert not any(map(torch.equal, trainable(pair.model), before))
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
-def test_a_graph_from_before_the_constructor_is_refused(rank, stage):
-    """The broadcast has replaced what the graph has read: torch's error on every rank, no gradient of old weights."""
-    weight = nn.Parameter(torch.full((4,), 1.0 + rank.rank, device=rank.device))
-    loss = (weight**2).sum()
+GRAPHS = [*((stage, {}) for stage in STAGES), (STAGES[3], {"prefetch": True}),
+          (STAGES[3], {"prefetch": True, "own": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}})]
+
+
+@pytest.mark.parametrize("stage, how", GRAPHS)
+@on_ranks(2)
+def test_a_graph_that_has_read_older_parameters_is_refused(rank, stage, how):
+    """torch's own error, of each parameter and on each rank: else gradients would be those of values never seen.
+
+    The graph is from before the constructor, which broadcasts, or from before a step.
+    """
+    weight = parameter_of(rank.rank, rank)
+    graphs = [(weight**2).sum()]
     optimizer_of(stage)([weight], lr=0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    pair = Pair(rank, stage, torch.optim.SGD, **how, **SGD)
+    if "own" in how:  # what is not used is not stepped: autograd must be told when it is, again
+        (pair.model.scale * pair.model.up.bias.sum()).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    for step in range(2):
+        graphs += [(param**2).sum() for param in trainable(pair.model)]
+        train(pair.model, pair.optimizer, rank, step)
+        for graph in graphs:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                graph.backward()
+        graphs = []
 
 
 @on_ranks
@@ -116,23 +79,24 @@ def test_frozen_parameters_are_broadcast_and_can_be_unfrozen_later(rank, stage):
     pair.assert_same()
 
 
-@on_ranks
-def test_sixteen_elements_or_fewer_than_there_are_ranks_by_hand(rank, stage):
+def steps_by_hand(rank, make, shapes):
     """All 0 at first, gradient r + 1 on rank r, lr 0.1: the mean gradient of d ranks is (d + 1) / 2."""
-    for shapes in ([(16,)], [()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]):
-        with situation(shapes):
-            weights = [nn.Parameter(torch.full(shape, float(rank.rank), device=rank.device)) for shape in shapes]
-            optimizer = optimizer_of(stage)(weights, torch.optim.SGD, lr=0.1)
-            for step in (1, 2):
-                (sum(weight.sum() for weight in weights) * (rank.rank + 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                for weight in weights:
-                    torch.testing.assert_close(weight, torch.full_like(weight, -0.1 * step * (rank.world_size + 1) / 2))
+    weights = [nn.Parameter(torch.full(shape, float(rank.rank), device=rank.device)) for shape in shapes]
+    optimizer = make(weights, torch.optim.SGD, lr=0.1)
+    for step in (1, 2):
+        (sum(weight.sum() for weight in weights) * (rank.rank + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight in weights:
+            torch.testing.assert_close(weight, torch.full_like(weight, -0.1 * step * (rank.world_size + 1) / 2))
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(shapes=[[(16,)], [()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]])
+def test_sixteen_elements_or_fewer_than_there_are_ranks_by_hand(rank, stage, shapes):
+    steps_by_hand(rank, optimizer_of(stage), shapes)
+
+
+@on_ranks(3)
 def test_process_group_of_some_ranks(rank, stage):
     """Ranks 1 and 2 train in a process group of their own; rank 0 takes no part."""
     group = dist.new_group([1, 2])
@@ -153,8 +117,7 @@ def two_groups(model):
     return [{"params": matrices}, {"params": vectors, "lr": 0.003, "weight_decay": 0.0}]
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_named_parameters_and_a_learning_rate_that_begins_at_zero(rank, stage):
     def named(model):
         return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -221,8 +184,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_every_scheduler_of_torch(rank, stage):
     for name, schedule in SCHEDULERS.items():
         with situation(name):
@@ -266,23 +228,20 @@ def accumulate(rank, stage, with_no_sync):
     pair = Pair(rank, stage)
     for first in (0, 3):  # two accumulations: nothing of the first is left in the second
         with pair.optimizer.no_sync() if with_no_sync else contextlib.nullcontext():
-            backward(pair.model, rank, first, first + 1)
-        train(pair.model, pair.optimizer, rank, first + 2)
-        pair.replicated.step(first, first + 1, first + 2)
+            pair.backward(first, first + 1)
+        pair.train(first + 2)
     if with_no_sync:
         with pair.optimizer.no_sync():
-            train(pair.model, pair.optimizer, rank, 6)  # and no backward pass outside: nothing is lost
-        pair.replicated.step(6)
+            pair.train(6)  # and no backward pass outside: nothing is lost
     pair.assert_same(is_exact=False)
 
 
-@pytest.mark.parametrize("with_no_sync", [True, False], ids=["no_sync", "every backward"])
-def test_three_micro_batches_equal_one_large_batch(run, stage, with_no_sync):
-    run(accumulate, stage, with_no_sync)
+@on_ranks(with_no_sync=[True, False])
+def test_three_micro_batches_equal_one_large_batch(rank, stage, with_no_sync):
+    accumulate(rank, stage, with_no_sync)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_zero_grad_forgets_gradients_reduced_or_not(rank, stage):
     pair = Pair(rank, stage)
     backward(pair.model, rank, 7)
@@ -297,24 +256,16 @@ def test_zero_grad_forgets_gradients_reduced_or_not(rank, stage):
 def clip(rank, stage, norm_type, max_norm):
     pair = Pair(rank, stage)
     for step in range(3):
-        backward(pair.model, rank, step)
-        pair.replicated.backward(step)
-        norm = pair.optimizer.clip_grad_norm_(max_norm, norm_type)
-        expected = nn.utils.clip_grad_norm_(trainable(pair.replicated.model), max_norm, norm_type)
-        assert torch.allclose(norm, expected, rtol=1e-5), (norm, expected)
+        pair.backward(step)
+        norm = pair.clip(max_norm, norm_type)
         assert max_norm > 1 or norm > max_norm  # 0.05 clips
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.step()
     pair.assert_same(is_exact=False)
 
 
-@on_ranks
-def test_clipping_equals_torch_on_the_whole_model(rank, stage):
-    for norm_type in (1.0, 2.0, torch.inf):
-        for max_norm in (0.05, 1e6):
-            with situation(f"norm of order {norm_type}, at most {max_norm}"):
-                clip(rank, stage, norm_type, max_norm)
+@on_ranks(norm_type=[1.0, 2.0, torch.inf], max_norm=[0.05, 1e6])
+def test_clipping_equals_torch_on_the_whole_model(rank, stage, norm_type, max_norm):
+    clip(rank, stage, norm_type, max_norm)
 
 
 @on_ranks
@@ -328,29 +279,31 @@ def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked(rank, stage):
             pair.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
         assert not pair.optimizer.clip_grad_norm_(1.0).isfinite()
         pair.optimizer.zero_grad()
-    backward(pair.model, rank, 1)
+    pair.backward(1)
     assert pair.optimizer.clip_grad_norm_(1e6, error_if_nonfinite=True).isfinite()
-    pair.optimizer.step()
-    pair.replicated.step(1)
+    pair.step()
     pair.assert_same()
 
 
 # ------------------------------------------------------------------------------------------------------------- state
 
 
-@on_ranks
-def test_state_is_sharded(rank, stage):
+def moments_are_sharded(rank, make, state_of):
     """AdamW's two moments of every element once; scalars, the step counts, are not sharded and not counted."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))).to(rank.device)
-    optimizer = optimizer_of(stage)(model.parameters(), **ADAMW)
+    optimizer = make(model.parameters(), **ADAMW)
     model(torch.ones(2, 16, device=rank.device)).sum().backward()
     optimizer.step()
-    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors = [t for state in state_of(optimizer).values() for t in state.values() if torch.is_tensor(t)]
     counts, numel = [None] * rank.world_size, 12 * (16 * 16 + 16)
     dist.all_gather_object(counts, sum(t.numel() for t in tensors if t.dim()))
     assert sum(counts) == 2 * numel, f"{counts} elements of moments, and {numel} of parameters"
     assert max(counts) <= 2 * (numel / rank.world_size + 16 * 16)  # 1/d, up to one matrix
+
+
+@on_ranks
+def test_state_is_sharded(rank, stage):
+    moments_are_sharded(rank, optimizer_of(stage), lambda optimizer: optimizer.state)
 
 
 @on_ranks
@@ -374,8 +327,7 @@ def test_resumes_from_its_state_dict(rank, stage):
     assert_same(fresh, pair.replicated.model, exact(rank))
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_state_may_be_looked_at(rank, stage):
     """The state of a parameter that another rank steps is not here; to ask for it does no harm."""
     model = Net(seed=0).to(rank.device)
@@ -413,27 +365,20 @@ def pop_state(optimizer, param):
         optimizer.state.pop(param)
 
 
-RESETS = [del_state, zero_all_states, assign_all_states, pop_state]
-
-
-@on_ranks
-def test_the_state_of_a_parameter_can_be_reset(rank, stage):
+@on_ranks(reset=[del_state, zero_all_states, assign_all_states, pop_state])
+def test_the_state_of_a_parameter_can_be_reset(rank, stage, reset):
     """As people reset dead neurons: each rank what it steps of them."""
-    for reset_state in RESETS:
-        with situation(reset_state.__name__):
-            pair = Pair(rank, stage)
-            for step in range(4):
-                pair.train(step)
-                for optimizer, model in zip(pair.optimizers, pair.models):
-                    reset_state(optimizer, model.up.weight)
-            pair.assert_same()
-            known = {id(param) for param in trainable(pair.model)}
-            assert {id(param) for param in pair.optimizer.state} <= known
-            assert len(pair.optimizer.state) <= len(known)
+    pair = Pair(rank, stage)
+    for step in range(4):
+        pair.train(step)
+        for optimizer, model in zip(pair.optimizers, pair.models):
+            reset(optimizer, model.up.weight)
+    pair.assert_same()
+    known = {id(param) for param in trainable(pair.model)}
+    assert {id(param) for param in pair.optimizer.state} <= known and len(pair.optimizer.state) <= len(known)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_state_dict_of_another_rank_is_refused(rank, stage):
     optimizer = optimizer_of(stage)([nn.Parameter(torch.ones(8, device=rank.device)) for _ in range(4)], **ADAMW)
     everyone = [None] * rank.world_size
@@ -443,18 +388,6 @@ def test_state_dict_of_another_rank_is_refused(rank, stage):
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
-
-
-def refused(rank, stage, which):
-    """Whether each of these raises its error, with the parameters as they were."""
-    for name, (make, exception, message) in globals()[which].items():
-        with situation(name):
-            params, kwargs = make(rank)
-            tensors = [p for p in params if torch.is_tensor(p) and not p.is_meta] if isinstance(params, list) else []
-            before = [t.detach().clone() for t in tensors]
-            with pytest.raises(exception, match=message):
-                optimizer_of(stage)(params, **kwargs)
-            assert all(torch.equal(t.detach().to_dense(), b.to_dense()) for t, b in zip(tensors, before))
 
 
 def parameter(rank, *shape, **kwargs):
@@ -501,67 +434,65 @@ def inference_parameter(rank):
         return nn.Parameter(torch.ones(3, device=rank.device))
 
 
-REFUSALS = {
-    "empty": (lambda r: ([], {}), ValueError, "empty"),
-    "empty group": (lambda r: ([{"params": []}], {}), ValueError, "empty"),
-    "a tensor": (lambda r: (parameter(r, 3), {}), TypeError, "iterable"),
-    "not iterable": (lambda r: (7, {}), TypeError, "iterable"),
-    "not tensors": (lambda r: ([parameter(r, 3), "weight"], {}), TypeError, "parameter 1 .*str"),
-    "duplicate": (lambda r: (shared_twice(r), {}), ValueError, "parameter 2 .*duplicate of parameter 1"),
-    "duplicate across groups": (lambda r: ([{"params": [p]} for p in shared_twice(r)], {}),
-                                ValueError, "parameter 0 of group 2.*duplicate"),
-    "sparse": (lambda r: ([parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()], {}),
-               ValueError, "parameter 1 .*sparse"),
-    "not a leaf": (lambda r: ([parameter(r, 3), parameter(r, 3) * 2], {}), ValueError, "parameter 1 .*leaf"),
-    "a result that keeps its gradient": (lambda r: ([parameter(r, 3), retained(r)], {}),
-                                         ValueError, "parameter 1 .*leaf"),
-    "the same memory": (lambda r: (in_the_same_memory(r), {}),
-                        ValueError, "parameters 0 of group 0 and 1 of group 0 share memory"),
-    "overlapping memory": (lambda r: ([parameter(r, 3), *overlapping(r)], {}),
-                           ValueError, "parameters 1 of group 0 and 2 of group 0 share memory"),
-    "a set": (lambda r: ({parameter(r, 3), parameter(r, 3)}, {}), TypeError, "a set has no order"),
-    "a set in a group": (lambda r: ([{"params": {parameter(r, 3), parameter(r, 3)}}], {}),
-                         TypeError, "a set has no order"),
-    "integers": (lambda r: ([parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)], {}),
-                 ValueError, "parameter 1 .*int64"),
-    "8 bits": (lambda r: ([parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)], {}),
-               ValueError, "parameter 1 .*float8_e4m3fn"),
-    "of inference_mode": (lambda r: ([parameter(r, 3), inference_parameter(r)], {}),
-                          ValueError, "parameter 1 .*inference_mode"),
-    "no group": (lambda r: ([parameter(r, 3)], {"process_group": [0]}),
-                 TypeError, "process_group must be a ProcessGroup, .* not a list"),
-    "several devices": (lambda r: ([parameter(r, 3), nn.Parameter(torch.ones(3, device="meta"))], {}),
-                        ValueError, "parameter 1 .*meta"),
-    "no backend": (lambda r: ([nn.Parameter(torch.ones(3, device="meta"))], {}),
-                   ValueError, "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
-    "negative lr": (lambda r: ([parameter(r, 3)], {"lr": -1.0}), ValueError, "learning rate"),
+TYPE_ERRORS = {  # what is refused: (the parameters on a rank, words of the error, other arguments)
+    "a tensor": (lambda r: parameter(r, 3), "iterable"),
+    "not iterable": (lambda r: 7, "iterable"),
+    "not tensors": (lambda r: [parameter(r, 3), "weight"], "parameter 1 .*str"),
+    "a set": (lambda r: {parameter(r, 3), parameter(r, 3)}, "a set has no order"),
+    "a set in a group": (lambda r: [{"params": {parameter(r, 3), parameter(r, 3)}}], "a set has no order"),
+    "no group": (lambda r: [parameter(r, 3)], "process_group must be a ProcessGroup, .* not a list",
+                 lambda r: {"process_group": [0]}),
 }
-DISAGREEMENTS = {  # of the ranks
-    "another shape": (lambda r: ([parameter(r, 4), parameter(r, 3 + (r.rank == 1))], {}), ValueError, "parameter"),
-    "another order": (lambda r: ([parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], {}),
-                      ValueError, "parameter"),
-    "another dtype": (lambda r: ([parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], {}),
-                      ValueError, "float64"),
-    "another name": (lambda r: ([("ab"[r.rank == 1], parameter(r, 3))], {}), ValueError, "rank 0 has a .*rank 1 b "),
-    "frozen elsewhere": (lambda r: ([parameter(r, 3).requires_grad_(r.rank != 1)], {}),
-                         ValueError, "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
-    "another number": (lambda r: ([parameter(r, 3) for _ in range(2 + (r.rank == 1))], {}), ValueError, "rank 1"),
-    "another lr": (lambda r: ([parameter(r, 3)], {"lr": 0.1 * (1 + (r.rank == 1))}),
-                   ValueError, "rank 0 has lr=0.1, rank 1 lr=0.2"),
-    "another optimizer": (lambda r: ([parameter(r, 3)], {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else Lamb}),
-                          ValueError, r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>"),
-    "bad on one rank": (lambda r: (shared_twice(r) if r.rank == 1 else [parameter(r, 3)], {}), ValueError, "duplicate"),
+VALUE_ERRORS = {
+    "empty": (lambda r: [], "empty"),
+    "empty group": (lambda r: [{"params": []}], "empty"),
+    "duplicate": (shared_twice, "parameter 2 .*duplicate of parameter 1"),
+    "duplicate across groups": (lambda r: [{"params": [p]} for p in shared_twice(r)],
+                                "parameter 0 of group 2.*duplicate"),
+    "sparse": (lambda r: [parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()],
+               "parameter 1 .*sparse"),
+    "not a leaf": (lambda r: [parameter(r, 3), parameter(r, 3) * 2], "parameter 1 .*leaf"),
+    "a result that keeps its gradient": (lambda r: [parameter(r, 3), retained(r)], "parameter 1 .*leaf"),
+    "the same memory": (in_the_same_memory, "parameters 0 of group 0 and 1 of group 0 share memory"),
+    "overlapping memory": (lambda r: [parameter(r, 3), *overlapping(r)],
+                           "parameters 1 of group 0 and 2 of group 0 share memory"),
+    "integers": (lambda r: [parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)],
+                 "parameter 1 .*int64"),
+    "8 bits": (lambda r: [parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)],
+               "parameter 1 .*float8_e4m3fn"),
+    "of inference_mode": (lambda r: [parameter(r, 3), inference_parameter(r)], "parameter 1 .*inference_mode"),
+    "several devices": (lambda r: [parameter(r, 3), nn.Parameter(torch.ones(3, device="meta"))],
+                        "parameter 1 .*meta"),
+    "no backend": (lambda r: [nn.Parameter(torch.ones(3, device="meta"))],
+                   "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
+    "negative lr": (lambda r: [parameter(r, 3)], "learning rate", lambda r: {"lr": -1.0}),
+    # Those on which rank 1 disagrees
+    "another shape": (lambda r: [parameter(r, 4), parameter(r, 3 + (r.rank == 1))], "parameter"),
+    "another order": (lambda r: [parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], "parameter"),
+    "another dtype": (lambda r: [parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], "float64"),
+    "another name": (lambda r: [("ab"[r.rank == 1], parameter(r, 3))], "rank 0 has a .*rank 1 b "),
+    "frozen elsewhere": (lambda r: [parameter(r, 3).requires_grad_(r.rank != 1)],
+                         "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
+    "another number": (lambda r: [parameter(r, 3) for _ in range(2 + (r.rank == 1))], "rank 1"),
+    "another lr": (lambda r: [parameter(r, 3)], "rank 0 has lr=0.1, rank 1 lr=0.2",
+                   lambda r: {"lr": 0.1 * (1 + (r.rank == 1))}),
+    "another optimizer": (lambda r: [parameter(r, 3)],
+                          r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>",
+                          lambda r: {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else Lamb}),
+    "bad on one rank": (lambda r: shared_twice(r) if r.rank == 1 else [parameter(r, 3)], "duplicate"),
 }
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_refuses_before_anything_changes(run, stage):
-    run(refused, stage, "REFUSALS")
-
-
-@pytest.mark.parametrize("world_size", [3])
-def test_ranks_that_disagree_are_refused_on_every_rank(run, stage):
-    run(refused, stage, "DISAGREEMENTS")
+@on_ranks(3, of={**TYPE_ERRORS, **VALUE_ERRORS})
+def test_refuses_before_anything_changes(rank, stage, of):
+    """On every rank, also what is wrong on one of them."""
+    make, message, *more = TYPE_ERRORS.get(of) or VALUE_ERRORS[of]
+    params = make(rank)
+    tensors = [p for p in params if torch.is_tensor(p) and not p.is_meta] if isinstance(params, list) else []
+    before = [t.detach().clone() for t in tensors]
+    with pytest.raises(TypeError if of in TYPE_ERRORS else ValueError, match=message):
+        optimizer_of(stage)(params, **(more[0](rank) if more else {}))
+    assert all(torch.equal(t.detach().to_dense(), b.to_dense()) for t, b in zip(tensors, before))
 
 
 class Noted(torch.optim.AdamW):
@@ -571,14 +502,12 @@ class Noted(torch.optim.AdamW):
         super().__init__(params, **kwargs)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_only_plain_arguments_are_compared(rank, stage):
     optimizer_of(stage)([parameter(rank, 3)], Noted, lr=0.1, notes=({"rank": rank.rank},))
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_sparse_gradients_are_refused_or_right(rank, stage):
     """Refused by name, or right: a gradient that is lost is neither."""
     embedding = nn.Embedding(6, 3, sparse=True).to(rank.device)
@@ -593,8 +522,7 @@ def test_sparse_gradients_are_refused_or_right(rank, stage):
         assert embedding.weight[2].eq(0).all() and embedding.weight.sum() == 15
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_mixed_dtypes_are_refused_or_right(rank, stage):
     """Stages 1 and 2 put all gradients into one tensor."""
     params = [parameter(rank, 3), parameter(rank, 3, dtype=torch.float64)]

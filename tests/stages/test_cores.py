@@ -10,27 +10,16 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
-from tests.common import (
-    OPTIMIZERS,
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    loss_of,
-    on_ranks,
-    one_rank_of,
-    situation,
-)
+from tests.common import OPTIMIZERS, STAGES, Net, on_ranks, one_rank_of, optimizer_of
+from tests.pairs import UNFUSED, Pair, assert_same
+from tests.stages.test_contract import moments_are_sharded, steps_by_hand
 
-UNFUSED = {"foreach": False}
 ONE, TWO, THREE, FOUR = STAGES
 
 
@@ -51,31 +40,28 @@ def by_dimension(model):
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.03}]
 
 
+def all_trained(seed):
+    """What every batch uses, the layer too that others freeze."""
+    return Net(seed).requires_grad_(True)
+
+
 def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     """A constant schedule would hide that the rate isn't passed on: it falls by a tenth a step."""
-    optimizer_cls, kwargs = OPTIMIZERS[name][0], {**OPTIMIZERS[name][1], **UNFUSED}
-    model, reference = Net(seed=rank.rank), Replicated(rank, optimizer_cls, groups, **kwargs)
-    for one in (model, reference.model):
-        one.frozen.requires_grad_(True)  # all are trained, and every batch uses all
-    optimizer = core_of(stage)(groups(model), optimizer_cls, **small_buckets(stage), **kwargs)
-    if prefetch:
-        optimizer.prefetch_params(model)
-    else:
-        assert_same(model, reference.model, exact=True)  # the constructor has broadcast those of rank 0
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (optimizer, reference.optimizer)]
+    optimizer_cls, kwargs = OPTIMIZERS[name]
+    pair = Pair(rank, stage, optimizer_cls, groups, net=all_trained, own=small_buckets(stage), prefetch=prefetch,
+                of=core_of, **kwargs, **UNFUSED)
+    if not prefetch:
+        assert_same(*pair.models, exact=True)  # the constructor has broadcast those of rank 0
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in pair.optimizers]
     for step in range(4):
-        steps = range(step * micro_batches, (step + 1) * micro_batches)
-        for micro in steps:
-            loss_of(model, *batch(micro, rank.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step(*steps)
+        pair.backward(*range(step * micro_batches, (step + 1) * micro_batches))
+        pair.step()
         for schedule in schedules:
             schedule.step()
     if prefetch:
-        assert any(bucket.param_sync for bucket in optimizer.buckets)  # the last step's are still under way
-        optimizer.finish_param_sync()
-    assert_same(model, reference.model, exact=rank.world_size <= 2 and micro_batches == 1)
+        assert any(bucket.param_sync for bucket in pair.optimizer.buckets)  # the last step's are still under way
+        pair.optimizer.finish_param_sync()
+    pair.assert_same(micro_batches == 1)
 
 
 @pytest.mark.parametrize("groups, name", [(nn.Module.parameters, "AdamW"), (by_dimension, "AdamW"),
@@ -84,8 +70,7 @@ def test_a_core_equals_replicated_training(run, stage, name, groups):
     run(equals_replicated, stage, name, groups, prefetch=False, micro_batches=1)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_what_a_step_of_a_core_leaves_of_gradients(rank, stage):
     """Two steps of SGD without zero_grad(): gradients add up, as in torch, but stages 3 and 4 use them up in a step.
 
@@ -108,46 +93,27 @@ def test_prefetch_in_the_core(run, micro_batches):
     run(equals_replicated, FOUR, "AdamW", nn.Module.parameters, prefetch=True, micro_batches=micro_batches)
 
 
-@on_ranks
-def test_a_core_with_fewer_parameters_or_elements_than_ranks(rank, stage):
-    """The gradient of rank r is r + 1 everywhere: the mean is (d + 1) / 2."""
-    for shapes in ([()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]):
-        with situation(shapes):
-            params = [nn.Parameter(torch.full(shape, float(rank.rank))) for shape in shapes]
-            optimizer = core_of(stage)(params, torch.optim.SGD, lr=1.0)
-            for _ in range(2):
-                (sum(param.sum() for param in params) * (rank.rank + 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert all(value == -(rank.world_size + 1) for param in params for value in param.flatten())
+@on_ranks(shapes=[[()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]])
+def test_a_core_with_fewer_parameters_or_elements_than_ranks(rank, stage, shapes):
+    steps_by_hand(rank, core_of(stage), shapes)
 
 
 @on_ranks
 def test_the_state_of_a_core_is_spread(rank, stage):
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
-    optimizer = core_of(stage)(model.parameters(), lr=0.01)
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    tensors = [value for state in optimizer.optimizer.state.values() for value in state.values()]
-    counts, numel = [None] * rank.world_size, 12 * (16 * 16 + 16)
-    dist.all_gather_object(counts, sum(tensor.numel() for tensor in tensors if tensor.dim()))
-    assert sum(counts) == 2 * numel
-    assert max(counts) <= 2 * (numel / rank.world_size + 16 * 16)  # 1/d, up to one matrix
+    moments_are_sharded(rank, core_of(stage), lambda optimizer: optimizer.optimizer.state)
 
 
 # ------------------------------------------------------------------------------------------- what one stage alone does
 
 
-@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("stage", [ONE, TWO])
-@on_ranks
+@on_ranks(2)
 def test_the_largest_parameter_goes_first_to_the_rank_that_owns_least(rank, stage):
     params = [nn.Parameter(torch.zeros(numel)) for numel in (11, 35, 12)]
     assert [[len(param) for param in shard] for shard in core_of(stage)(params).shards] == [[35], [12, 11]]
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
     weight = nn.Parameter(torch.arange(21.0))
     optimizer = core_of(THREE)([weight], torch.optim.SGD, lr=1.0)
@@ -173,11 +139,13 @@ def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
 @pytest.mark.parametrize("dtype, grad_dtype", [(torch.float32, None), (torch.bfloat16, None),
                                                (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("d", [2, 64])
-def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dtype):
-    """Not a byte. As one of d ranks whose messages go nowhere: gloo's own reduce-scatter makes a copy."""
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dtype, of):
+    """Not a byte, nor in the guard. As one of d ranks whose messages go nowhere: gloo's own reduce-scatter makes a
+    copy."""
     with one_rank_of(d), Memory("cpu") as memory:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)
-        optimizer = core_of(THREE)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)
+        optimizer = of(THREE)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)
         for step in range(3):
             model(torch.ones(2, 64, dtype=dtype)).sum().backward()
             memory.reset_peak()
@@ -211,8 +179,7 @@ def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(
         torch.testing.assert_close(layer.weight.detach(), old - 2 * (i + 1))
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_stage_4_adds_up_the_parts_in_rank_order(rank):
     """2^25 + 1 - 2^25 is 0 in fp32, and 2^25 - 2^25 + 1 is 1: each order of these over the ranks has its own sum."""
     orders = torch.tensor(list(itertools.permutations([2.0**25, 1.0, -(2.0**25)])) * 8)  # (48, 3): 16 for each rank
@@ -225,35 +192,24 @@ def test_stage_4_adds_up_the_parts_in_rank_order(rank):
     assert torch.equal(weight, -expected), weight
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
-def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank):
-    """What is read first leaves first: each of 2 ranks has 16 elements of the first parameter, 32 of the second."""
-    params = [nn.Parameter(torch.zeros(32 * n)) for n in (1, 2, 3, 4)]
+MEBI = 2**18  # elements
+
+
+@on_ranks(2, numels_sent_came_back=[([32, 64, 96, 128], [64, 48, 32, 16], [16, 16, 32, 32, 48, 48, 64, 64]),
+                                    ([3 * MEBI], [MEBI, MEBI // 2], [MEBI, MEBI, MEBI // 2, MEBI // 2])])
+def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank, numels_sent_came_back):
+    """What is read first leaves first: each of 2 ranks has half of a parameter. A message has a MiB at most."""
+    numels, *expected = numels_sent_came_back
+    params = [nn.Parameter(torch.zeros(numel)) for numel in numels]
     optimizer = core_of(FOUR)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
     with Ledger() as ledger:
         sum(param.sum() for param in params).backward()
         optimizer.step()
-    sent, came_back = ([entry.size // 4 for entry in ledger.entries if entry.kind == kind]
-                       for kind in ("send", "broadcast"))
-    assert (sent, came_back) == ([64, 48, 32, 16], [16, 16, 32, 32, 48, 48, 64, 64])
+    assert expected == [[entry.size // 4 for entry in ledger.entries if entry.kind == kind]
+                        for kind in ("send", "broadcast")]
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
-def test_messages_of_stage_4_have_a_mebibyte_at_most(rank):
-    weight = nn.Parameter(torch.zeros(3 * 2**18))  # 3 MiB: 1.5 for each rank
-    optimizer = core_of(FOUR)([weight], torch.optim.SGD, lr=1.0)
-    with Ledger() as ledger:
-        weight.sum().backward()
-        optimizer.step()
-    sent, came_back = ([entry.size / 2**20 for entry in ledger.entries if entry.kind == kind]
-                       for kind in ("send", "broadcast"))
-    assert (sent, came_back) == ([1, 0.5], [1, 1, 0.5, 0.5])
-
-
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
     """Prefetched, and read by no forward pass since: the next step changes the memory that is sent from."""
     params = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(4))

@@ -15,13 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
-import stage4_overlap
 from harness.gpt import GPT, GPTConfig, share_layers
 from harness.reference import DistributedOptimizer as Replicated
+from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
 from tests.common import STAGES, on_ranks, optimizer_of
-from tests.stages.test_overlap import deliver_when_asked
+from tests.pairs import SMALL, deliver_when_asked, sgd_of
 
 
 class Block(nn.Module):
@@ -61,11 +61,18 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def build(rank, **kwargs):
+def build(rank, optimizer_cls=torch.optim.AdamW, dtype=torch.float32, **kwargs):
+    """-> the model, cut, and the optimizer of its data-parallel ranks."""
     model, mesh = tensor_parallel(rank)
-    groups = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0003, **kwargs}
-    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.01, **groups)
-    return model, optimizer
+    settings = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0003, "lr": 0.01, **kwargs}
+    return model, DistributedOptimizer(model.to(dtype).named_parameters(), optimizer_cls, **settings)
+
+
+def all_of(thing):
+    """-> that of each of the four ranks."""
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, thing)
+    return everyone
 
 
 def loss_of(rank, model, step, replica):
@@ -168,9 +175,7 @@ def test_parameters_that_are_absent_from_the_graph(rank):
 @on_ranks(4)
 def test_16_bit_parameters_have_fp32_main_parameters(rank):
     """The fp32 sum of 16-bit gradients goes to fp32 main parameters, of which the model has what they round to."""
-    model = tensor_parallel(rank)[0].bfloat16()
-    groups = {"process_group": mesh_of(rank)["dp"].get_group(), "bucket_cap_mb": 0.0005, "lr": 0.01}
-    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.AdamW, **groups)
+    model, optimizer = build(rank, dtype=torch.bfloat16, bucket_cap_mb=0.0005)
     main_params = {name: whole(param).float() for name, param in model.named_parameters()}
     reference = torch.optim.AdamW(main_params.values(), lr=0.01)
     for step in range(3):
@@ -179,7 +184,7 @@ def test_16_bit_parameters_have_fp32_main_parameters(rank):
         for name, param in model.named_parameters():
             grad = param.grad.redistribute(placements=param.placements) if isinstance(param, DTensor) else param.grad
             own = whole(grad).clone().div_(2).float()  # of this replica
-            dist.all_reduce(own, group=groups["process_group"])
+            dist.all_reduce(own, group=optimizer.process_group)
             main_params[name].grad = own
         optimizer.step()
         optimizer.zero_grad()
@@ -198,7 +203,7 @@ def test_a_gpt_with_shared_weights(rank):
     plain.load_state_dict(model.state_dict())
     group = share_layers(model, 2, rank)
     assert model.head.weight is model.token_embedding.weight and isinstance(model.head.weight, DTensor)
-    optimizer = stage4_overlap.DistributedOptimizer(model.parameters(), lr=0.01, process_group=group, eps=1e-6)
+    optimizer = DistributedOptimizer(model.parameters(), lr=0.01, process_group=group, eps=1e-6)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-6)
     optimizer.prefetch_params(model)
     for step in range(3):
@@ -249,9 +254,7 @@ WRITES = {
 @on_ranks(4)
 def test_what_is_written_into_16_bit_dtensors_is_not_undone(rank):
     """What is written into 16-bit parameters, through a DTensor or past it, the next step begins with."""
-    model = tensor_parallel(rank)[0].bfloat16()
-    groups = {"process_group": mesh_of(rank)["dp"].get_group(), "lr": 2.0**-10, "bucket_cap_mb": 1e-6}
-    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.SGD, **groups)
+    model, optimizer = build(rank, torch.optim.SGD, torch.bfloat16, **SMALL, lr=2.0**-10)
     optimizer.prefetch_params(model)
     for how, write in WRITES.items():
         with torch.no_grad():
@@ -272,8 +275,7 @@ def test_a_graph_with_older_dtensors_is_refused(rank):
     model, mesh = tensor_parallel(rank)
     x = data(rank, 0, 0)[0].requires_grad_()
     before_constructor = model.first(x).square().sum()  # through a DTensor, and no other parameter
-    groups = {"process_group": mesh["dp"].get_group(), "lr": 1.0}
-    optimizer = stage4_overlap.DistributedOptimizer(model.named_parameters(), torch.optim.SGD, **groups)
+    optimizer = sgd_of(STAGES[3], model.parameters(), process_group=mesh["dp"].get_group())
     before_step = model.first(x).square().sum()
     backward(rank, model, 0)
     optimizer.step()
@@ -330,7 +332,7 @@ def test_what_it_can_not_do_is_said_in_one_line(rank):
     model, mesh = tensor_parallel(rank)
     named, dp = list(model.named_parameters()), mesh["dp"].get_group()
     with pytest.raises(ValueError, match=r'parameter first.weight is spread .* process_group=mesh\["dp"\]'):
-        stage4_overlap.DistributedOptimizer(named)
+        DistributedOptimizer(named)
     for stage in STAGES[:3]:
         with pytest.raises(ValueError, match="parameter first.weight is a DTensor: use stage 4"):
             optimizer_of(stage)(named, process_group=dp)
@@ -338,9 +340,9 @@ def test_what_it_can_not_do_is_said_in_one_line(rank):
         checkpoint.save("never", model, torch.optim.SGD(named))
     strided = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Shard(0)])  # as by FSDP2
     with pytest.raises(ValueError, match="parameter 0 of group 0 is spread over ranks of process_group already"):
-        stage4_overlap.DistributedOptimizer([nn.Parameter(strided)], process_group=dp)
+        DistributedOptimizer([nn.Parameter(strided)], process_group=dp)
     uneven = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh["tp"], [Shard(0)]))  # 2 rows here, 1 row there
-    optimizer = stage4_overlap.DistributedOptimizer([uneven], torch.optim.SGD, lr=1.0, process_group=dp)
+    optimizer = sgd_of(STAGES[3], [uneven], process_group=dp)
     uneven.to_local().sum().backward()
     optimizer.step()
     assert torch.equal(whole(uneven), torch.zeros(3, 2))
@@ -353,29 +355,15 @@ def test_a_dtensor_of_something_transposed(rank):
     weight = nn.Parameter(distribute_tensor(torch.rand(6, 4, device=rank.device).t(), mesh["tp"], [Shard(1)]))
     assert not weight.is_contiguous() and local(weight).is_contiguous()
     before = whole(weight).clone()
-    groups = {"process_group": mesh["dp"].get_group(), "lr": 1.0}
-    optimizer = stage4_overlap.DistributedOptimizer([weight], torch.optim.SGD, **groups)
+    optimizer = sgd_of(STAGES[3], [weight], process_group=mesh["dp"].get_group())
     (weight * weight).sum().backward()
     optimizer.step()
     assert torch.allclose(whole(weight), -before)
 
 
 @on_ranks(4)
-def test_the_state_of_a_tensor_parallel_neighbour_is_refused(rank):
-    """It looks alike."""
-    model, optimizer = build(rank)
-    backward(rank, model, 0)
-    optimizer.step()
-    everyone = [None] * 4
-    dist.all_gather_object(everyone, optimizer.state_dict())
-    optimizer.load_state_dict(everyone[rank.rank])
-    with pytest.raises(ValueError, match="other shards, by another bucket_cap_mb, grad_dtype or tensor-parallel rank"):
-        optimizer.load_state_dict(everyone[rank.rank ^ 1])
-
-
-@on_ranks(4)
-def test_the_loss_of_a_closure_may_be_a_dtensor(rank):
-    """The mean over the data-parallel ranks of 1 + 2 and 3 + 4."""
+def test_the_loss_of_a_closure_may_be_a_dtensor_and_the_state_of_a_tensor_parallel_neighbour_is_refused(rank):
+    """The mean over the data-parallel ranks of 1 + 2 and 3 + 4. The state looks alike."""
     model, optimizer = build(rank)
     mesh = mesh_of(rank)["tp"]
 
@@ -384,6 +372,10 @@ def test_the_loss_of_a_closure_may_be_a_dtensor(rank):
         return DTensor.from_local(torch.tensor(rank.rank + 1.0), mesh, [Partial()])
 
     assert optimizer.step(closure).item() == 5.0
+    everyone = all_of(optimizer.state_dict())
+    optimizer.load_state_dict(everyone[rank.rank])
+    with pytest.raises(ValueError, match="other shards, by another bucket_cap_mb, grad_dtype or tensor-parallel rank"):
+        optimizer.load_state_dict(everyone[rank.rank ^ 1])
 
 
 class Uneven(nn.Module):
@@ -405,8 +397,8 @@ def build_uneven(rank):
         parallelize_module(block, mesh["tp"], {
             "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
             "down": RowwiseParallel(output_layouts=Shard(1))})
-    groups = {"process_group": mesh["dp"].get_group(), "bucket_cap_mb": 0.0003}
-    return model, optimizer_of(STAGES[3])(model.parameters(), **groups)
+    group = mesh["dp"].get_group()
+    return model, DistributedOptimizer(model.parameters(), process_group=group, bucket_cap_mb=0.0003)
 
 
 @on_ranks(4)
@@ -416,8 +408,7 @@ def test_buckets_are_the_same_where_parts_are_not(rank):
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank.rank // 2)).to(rank.device)
     model(x.chunk(2, dim=1)[rank.rank % 2]).square().sum().backward()
     optimizer.step()
-    buckets = [None] * 4
-    dist.all_gather_object(buckets, [len(bucket.params) for bucket in optimizer.buckets])
+    buckets = all_of([len(bucket.params) for bucket in optimizer.buckets])
     assert all(other == buckets[0] for other in buckets) and len(buckets[0]) > 2
 
 
@@ -436,6 +427,4 @@ def test_the_norm_is_the_same_to_the_bit_where_parts_are_not(rank):
                 grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
         norms.append(optimizer.clip_grad_norm_(0.1).item())
         optimizer.step()
-    everyone = [None] * 4
-    dist.all_gather_object(everyone, norms)
-    assert all(other == norms for other in everyone) and len(set(norms)) > 25
+    assert all(other == norms for other in all_of(norms)) and len(set(norms)) > 25

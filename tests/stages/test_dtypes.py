@@ -1,5 +1,8 @@
 """16-bit parameters in stage 3: three dtype rows, each compared with replicated fp32 main parameters that are rounded
-in the same places. And what a step allocates, and what the state weighs, at any number of ranks."""
+in the same places. GradScaler in all stages. And what a step allocates, and what the state weighs, at any number of
+ranks."""
+
+import functools
 
 import pytest
 import torch
@@ -9,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, one_rank_of, optimizer_of, padding, trainable
-from tests.stages.test_contract import ADAMW, SCHEDULERS
+from tests.pairs import ADAMW, Pair, parameter_of, sgd_of
+from tests.stages.test_contract import SCHEDULERS, two_groups
 
+ONE, TWO, THREE, FOUR = STAGES
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = [(BF16, None), (BF16, FP32), (FP16, None), (FP16, FP32), (FP32, None)]  # dtype, grad_dtype
 CLIP_BY_SCALE = r"clip_grad_norm_\(max_norm \* scaler.get_scale\(\)\)"
@@ -41,35 +46,10 @@ class Mixed(torch.nn.Module):
         return self.second(x).float()
 
 
-class Rounded:
-    """Replicated training with fp32 main parameters: gradients are averaged in `grad_dtype`, parameters cast back."""
-
-    def __init__(self, model, world_size, grad_dtype, groups=trainable, **kwargs):
-        self.model, self.world_size, self.grad_dtype = model, world_size, grad_dtype
-        groups = [g if isinstance(g, dict) else {"params": [g]} for g in groups(model)]
-        self.params = [param for group in groups for param in group["params"]]
-        self.main = {param: param.detach().float().clone() for param in self.params}
-        main_groups = [{**group, "params": [self.main[param] for param in group["params"]]} for group in groups]
-        self.optimizer = torch.optim.AdamW(main_groups, **kwargs)
-
-    def backward(self, *steps):
-        total = [None] * len(self.params)
-        for rank in range(self.world_size):
-            local = [None] * len(self.params)
-            for step in steps:
-                grads = torch.autograd.grad(loss_of(self.model, *batch(step, rank)), self.params)
-                grads = [grad.to(self.grad_dtype or grad.dtype) for grad in grads]
-                local = [grad if sum_ is None else sum_ + grad for grad, sum_ in zip(grads, local)]
-            shares = [grad / self.world_size for grad in local]
-            total = [share if sum_ is None else sum_ + share for share, sum_ in zip(shares, total)]
-        for param, grad in zip(self.params, total):
-            self.main[param].grad = grad.float()
-
-    @torch.no_grad()
-    def step(self):
-        self.optimizer.step()
-        for param, main in self.main.items():
-            param.copy_(main)
+def mixed(rank, row, how=None, **kwargs):
+    dtype, grad_dtype = row
+    return Pair(rank, THREE, net=functools.partial(Mixed, dtype=dtype, how=how), own={"grad_dtype": grad_dtype},
+                rounds={"grad_dtype": grad_dtype}, **ADAMW, **kwargs)
 
 
 def assert_close(model, reference, exact):
@@ -84,21 +64,14 @@ def assert_close(model, reference, exact):
             assert difference.max() <= 2 * ADAMW["lr"] and difference.mean() <= ADAMW["lr"], (name, difference)
 
 
-def two_groups(model):
-    params = trainable(model)
-    return [{"params": [param for param in params if param.dim() > 1]},
-            {"params": [param for param in params if param.dim() < 2], "lr": 0.003, "weight_decay": 0.0}]
-
-
 @pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
 @on_ranks(row=ROWS)
 @on_its_device
 def test_equals_replicated_main_parameters_that_round_alike(rank, row, how):
-    dtype, grad_dtype = row
-    model, same = Mixed(seed=rank.rank, dtype=dtype, how=how), Mixed(seed=0, dtype=dtype)
-    reference = Rounded(same, rank.world_size, grad_dtype, groups=two_groups, **ADAMW)
-    optimizer = DistributedOptimizer(two_groups(model), grad_dtype=grad_dtype, **ADAMW)
-    schedules = [SCHEDULERS["LinearLR"](o) for o in (optimizer, reference.optimizer)]
+    pair = mixed(rank, row, how, groups=two_groups)
+    (model, same), optimizer = pair.models, pair.optimizer
+    same.how = None  # torch.autograd.grad can't go through reentrant checkpointing
+    schedules = [SCHEDULERS["LinearLR"](one) for one in pair.optimizers]
     for step in range(4):
         micro_batches = [2 * step, 2 * step + 1] if step % 2 else [2 * step]
 
@@ -110,33 +83,29 @@ def test_equals_replicated_main_parameters_that_round_alike(rank, row, how):
             return loss
 
         optimizer.step(closure)
-        reference.backward(*micro_batches)
-        reference.step()
+        pair.replicated.step(*micro_batches)
         for schedule in schedules:
             schedule.step()
         assert_close(model, same, exact=rank.world_size <= 2 and how != "reentrant")
     kinds = {buffer.flat.dtype for buffer in optimizer.buffers}
-    assert kinds == {grad_dtype or dtype, torch.float32}  # one buffer for each pair of dtypes
+    assert kinds == {row[1] or row[0], FP32}  # one buffer for each pair of dtypes
 
 
 @on_ranks(row=ROWS, norm_type=[1.0, 2.0, torch.inf])
 @on_its_device
 def test_clipping_has_the_norm_of_the_whole_model(rank, row, norm_type):
-    dtype, grad_dtype = row
-    model, same = Mixed(seed=0, dtype=dtype), Mixed(seed=0, dtype=dtype)
-    reference = Rounded(same, rank.world_size, grad_dtype, **ADAMW)
-    optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, **ADAMW)
-    loss_of(model, *batch(0, rank.rank)).backward()
-    reference.backward(0)
-    norm = optimizer.clip_grad_norm_(0.01, norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(reference.main.values(), 0.01, norm_type)
-    assert torch.allclose(norm, expected, rtol=1e-5 if rank.world_size <= 2 else 2**-7), (norm, expected)
-    optimizer.step()
-    reference.step()
-    assert_close(model, same, exact=False)
+    pair = mixed(rank, row)
+    pair.backward(0)
+    pair.clip(0.01, norm_type, rtol=1e-5 if rank.world_size <= 2 else 2**-7)
+    pair.step()
+    assert_close(*pair.models, exact=False)
 
 
 # ------------------------------------------------------------------------------------------------------- GradScaler
+
+
+def scaler_of(rank, scale=1024.0):
+    return torch.amp.GradScaler(rank.device.type, init_scale=scale, growth_interval=1000, enabled=scale != 1)
 
 
 def scaled(rank, stage, row=(FP32, None), explode=None, unscale=None, scale=2.0**6):
@@ -144,9 +113,9 @@ def scaled(rank, stage, row=(FP32, None), explode=None, unscale=None, scale=2.0*
     dtype, grad_dtype = row
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7)).to(dtype)
-    kwargs = {"grad_dtype": grad_dtype} if stage == STAGES[2] else {}
+    kwargs = {"grad_dtype": grad_dtype} if stage == THREE else {}
     optimizer = optimizer_of(stage)(model.parameters(), **kwargs, **ADAMW)
-    scaler = torch.amp.GradScaler(rank.device.type, init_scale=scale, growth_interval=1000, enabled=scale != 1)
+    scaler = scaler_of(rank, scale)
     history = []
     for step in range(4):
         x, y = batch(step, rank.rank)
@@ -195,40 +164,31 @@ def test_gradients_are_unscaled(rank, stage):
     assert all(map(torch.equal, with_scaler, without))
 
 
-def unscale_without_main_grads(scaler):
-    """unscale_ finds no gradient, those of 16-bit parameters being in main_grad: clipping would use scaled ones."""
-    weight = torch.nn.Parameter(torch.ones(7, dtype=FP16))
-    optimizer = DistributedOptimizer([weight], grad_dtype=torch.float32)
-    scaler.scale(weight.sum()).backward()
-    return optimizer
+SEES_NONE = {  # stage, arguments, dtype; backward: of parameters and rank
+    # Those of 16-bit parameters are in main_grad: clipping would use scaled ones.
+    "main_grad": (THREE, {"grad_dtype": FP32}, FP16, lambda optimizer, losses, rank: losses[0].backward()),
+    # One pass has left, and unscale_ finds the gradients of another, inside no_sync.
+    "of some": (FOUR, {"find_unused_parameters": True}, FP32, lambda optimizer, losses, rank: (
+        losses[0].backward(), backward_inside(optimizer, losses[1]))),
+    # Gradients have left on rank 0; the other ranks had none, and must hear of it.
+    "of a rank": (FOUR, {"find_unused_parameters": True}, FP32, lambda optimizer, losses, rank: (
+        rank == 0 and losses[0].backward())),
+}
 
 
-def unscale_some(scaler):
-    """One pass whose gradients have left, and one inside no_sync, whose gradients unscale_ finds."""
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    optimizer = optimizer_of(STAGES[3])(params, torch.optim.SGD, lr=0.1, find_unused_parameters=True)
-    scaler.scale(params[0].sum()).backward()
+def backward_inside(optimizer, loss):
     with optimizer.no_sync():
-        scaler.scale(params[1].sum()).backward()
-    return optimizer
-
-
-def unscale_without_a_pass(scaler):
-    """Gradients have left on rank 0; the other ranks had none, and must hear of it."""
-    param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = optimizer_of(STAGES[3])([param], torch.optim.SGD, lr=1.0, find_unused_parameters=True)
-    loss = scaler.scale(param.sum())
-    if dist.get_rank() == 0:
         loss.backward()
-    return optimizer
 
 
-@on_ranks(2, build=[unscale_without_main_grads, unscale_some, unscale_without_a_pass])
+@on_ranks(2, what=SEES_NONE)
 @on_its_device
-def test_unscale_that_sees_no_gradient_is_refused(rank, build):
+def test_unscale_that_sees_no_gradient_is_refused(rank, what):
     """On every rank, also where it sees some of the gradients, or a rank has none."""
-    scaler = torch.amp.GradScaler(rank.device.type, init_scale=1024.0)
-    optimizer = build(scaler)
+    stage, kwargs, dtype, go_backward = SEES_NONE[what]
+    params, scaler = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2)], scaler_of(rank)
+    optimizer = sgd_of(stage, params, **kwargs)
+    go_backward(optimizer, [scaler.scale(param.sum()) for param in params], rank.rank)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=CLIP_BY_SCALE):
         scaler.step(optimizer)
@@ -238,14 +198,11 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, build):
 @on_its_device
 def test_unscale_on_a_rank_that_has_no_gradient(rank, stage):
     """On rank 1 there is nothing to unscale."""
-    param = torch.nn.Parameter(torch.zeros(4))
-    unused = {"find_unused_parameters": True} if stage == STAGES[3] else {}
-    optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1.0, **unused)
-    scaler = torch.amp.GradScaler(rank.device.type, init_scale=1024.0)
+    param, scaler = parameter_of(0, rank, n=4), scaler_of(rank)
+    optimizer = sgd_of(stage, [param], **({"find_unused_parameters": True} if stage == FOUR else {}))
     loss = scaler.scale(param.sum())
     if rank.rank == 0:
-        with optimizer.no_sync():
-            loss.backward()
+        backward_inside(optimizer, loss)
     scaler.unscale_(optimizer)
     optimizer.clip_grad_norm_(100.0)
     scaler.step(optimizer)
@@ -255,50 +212,44 @@ def test_unscale_on_a_rank_that_has_no_gradient(rank, stage):
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
-def allocations(row, clip, device="cpu", rank=0):
-    """-> bytes that the third step makes, and those of the buffers."""
-    dtype, grad_dtype = row
-    model = Mixed(seed=0, dtype=dtype).to(device)
-    optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, lr=0.1, fused=True)
-    with Memory(device) as memory:
+@on_ranks(2, row=ROWS, clips=[False, True])
+def test_on_gloo_a_step_allocates_the_copy_in_which_it_reduces_and_nothing_else(rank, row, clips):
+    """After the first one, which makes the state. Without gloo: not a byte, as the core's test says."""
+    model = Mixed(seed=0, dtype=row[0]).to(rank.device)
+    optimizer = DistributedOptimizer(trainable(model), grad_dtype=row[1], lr=0.1, fused=True)
+    with Memory(rank.device) as memory:
         for step in range(3):
-            loss_of(model, *batch(step, rank, device=device)).backward()
-            if clip:
+            loss_of(model, *batch(step, rank.rank, device=rank.device)).backward()
+            if clips:
                 optimizer.clip_grad_norm_(1.0)
             before = memory.made  # not what is alive: gloo's threads let go of a copy at a moment of their own
             optimizer.step()
             made = memory.made - before
             optimizer.zero_grad()
-    return made, sum(buffer.flat.nbytes for buffer in optimizer.buffers)
+    copies = rank.backend == "gloo" and not clips  # it has reduced before
+    assert made == copies * sum(buffer.flat.nbytes for buffer in optimizer.buffers)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_step_allocates_nothing(row):
-    """After the first one, which makes the state: not a byte."""
-    for d, clip in ((2, False), (2, True), (64, False)):
-        with one_rank_of(d):
-            assert allocations(row, clip)[0] == 0, (d, clip)
+FORMULAS = [(THREE, BF16, {}, lambda d: 4 + 16 / d), (THREE, BF16, {"grad_dtype": FP32}, lambda d: 6 + 12 / d),
+            (THREE, FP32, {}, lambda d: 8 + 8 / d),
+            (FOUR, FP32, {}, lambda d: 4 + 12 / d), (FOUR, BF16, {}, lambda d: 2 + 16 / d)]
 
 
-@on_ranks(2, row=ROWS)
-def test_on_gloo_there_is_the_copy_in_which_it_reduces_and_nothing_else(rank, row):
-    made, in_buffers = allocations(row, False, rank.device, rank.rank)
-    assert made == (in_buffers if rank.backend == "gloo" else 0)
-
-
-@pytest.mark.parametrize("row, formula", [((BF16, None), lambda d: 4 + 16 / d), ((BF16, FP32), lambda d: 6 + 12 / d),
-                                          ((FP32, None), lambda d: 8 + 8 / d)], ids=["16/16", "16/32", "32/32"])
-def test_bytes_a_parameter_are_those_of_the_formula(row, formula):
-    dtype, grad_dtype = row
+@pytest.mark.parametrize("stage, dtype, kwargs, formula", FORMULAS)
+def test_bytes_a_parameter_are_those_of_the_formula(stage, dtype, kwargs, formula):
+    """Stage 4 holds two bucket buffers besides, which are reduced in place."""
     for d in (2, 64):
         with one_rank_of(d), Memory("cpu") as memory:
-            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=dtype) for _ in range(6)))
-            optimizer = DistributedOptimizer(model.parameters(), grad_dtype=grad_dtype, lr=0.1, fused=True)
+            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, dtype=dtype) for _ in range(4)))
+            optimizer = optimizer_of(stage)(model.parameters(), lr=0.1, fused=True, **kwargs)
             for _ in range(2):
-                model(torch.ones(1, 512, dtype=dtype)).sum().backward()
+                model(torch.ones(1, 2048, dtype=dtype)).sum().backward()
                 optimizer.step()
-            weight = memory.live / sum(param.numel() for param in model.parameters())
-            assert weight == pytest.approx(formula(d), rel=0.01), d
+                optimizer.zero_grad()
+            buffers = 2 * max(bucket.flat_params.nbytes for bucket in optimizer.buckets) if stage == FOUR else 0
+            assert buffers == getattr(optimizer, "bucket_buffer_bytes", 0)
+            numel = sum(param.numel() for param in model.parameters())
+            assert (memory.live - buffers) / numel == pytest.approx(formula(d), rel=0.01), d
             del model, optimizer
 
 
@@ -345,7 +296,7 @@ def test_a_change_of_gradients_after_their_synchronization(rank):
     for dtype, change, expected in ((FP32, "unscale", -5.0), (FP32, "clip", -0.125), (BF16, "clip", None)):
         weight = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
         optimizer = DistributedOptimizer([weight], torch.optim.SGD, lr=1.0)
-        scaler = torch.amp.GradScaler(rank.device.type, init_scale=4.0)
+        scaler = scaler_of(rank, 4.0)
         scaler.scale((weight * 5).sum()).backward()
         optimizer.finish_grad_sync()
         if change == "unscale":

@@ -13,31 +13,25 @@ import re
 import pytest
 import torch
 
-from tests.common import (
-    STAGES,
-    Net,
+from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.pairs import (
+    ADAMW,
+    SGD,
+    SMALL,
+    UNFUSED,
+    Pair,
     Replicated,
-    batch,
-    error_of,
-    loss_of,
-    on_ranks,
-    one_rank_of,
-    optimizer_of,
+    assert_same,
+    backward,
+    exact,
     parameter_of,
     sgd_of,
-    trainable,
+    train,
 )
-from tests.stages.test_contract import ADAMW, UNFUSED, Lamb, backward, exact, train
+from tests.stages.test_contract import Lamb
 
 ONE, TWO, THREE, FOUR = STAGES
 UNUSED = {FOUR: {"find_unused_parameters": True}}
-
-
-def same(params, expected, exact):
-    """A nan is equal to a nan, in the same place."""
-    for i, (param, other) in enumerate(zip(params, expected, strict=True)):
-        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 2e-6}
-        assert torch.allclose(param, other, equal_nan=True, **tolerance), (i, param, other)
 
 
 SCRIPTS = {  # b: backward, s: step, z: zero_grad, c: clip, +: add_param_group
@@ -72,10 +66,10 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
     def second(model):
         return {"params": [model.scale, model.head.weight, *model.embed.parameters()], "lr": 0.02}
 
-    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, **UNFUSED}  # None, zero and twice as much all differ
-    model, reference = Net(seed=0).to(rank.device), Replicated(rank, torch.optim.SGD, first, **sgd)
-    kwargs = {"find_unused_parameters": finds_unused} if stage == FOUR else {}
-    optimizer, plain = optimizer_of(stage)(first(model), torch.optim.SGD, **kwargs, **sgd), reference.optimizer
+    sgd = {**SGD, "weight_decay": 0.1, **UNFUSED}  # None, zero and twice as much all differ
+    own = {"find_unused_parameters": finds_unused} if stage == FOUR else {}
+    pair = Pair(rank, stage, torch.optim.SGD, first, seeds=[0], own=own, **sgd)
+    (model, _), (optimizer, plain), reference = pair.models, pair.optimizers, pair.replicated
 
     def stepped():
         return [param for group in plain.param_groups for param in group["params"]]
@@ -109,11 +103,11 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
         except RuntimeError as error:
             refused += letter
             assert re.match(refusals["s" if letter == "c" else letter], str(error))
-            same(model.parameters(), before, exact=True)
+            assert all(map(torch.equal, model.parameters(), before))
         else:
             expected = calls[letter][1]()
             assert letter != "c" or torch.allclose(norm, expected, rtol=1e-5), (norm, expected)
-        same(model.parameters(), reference.model.parameters(), exact=False)
+        assert_same(model, reference.model, exact=False)
         done += letter
     expected = "+" if "+" in SCRIPTS[script] else "" if finds_unused else WITHOUT_GRADIENT.get(script, "")
     assert refused == (expected if stage == FOUR else "")
@@ -140,25 +134,6 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
     assert weight.unique().tolist() == [-15 if stage == THREE else -1.5 - 15]
 
 
-@pytest.mark.parametrize("stage, kwargs", [*((s, UNUSED.get(s, {})) for s in STAGES), (FOUR, {})])
-@on_ranks(3)
-def test_a_rank_without_a_backward_pass(rank, stage, kwargs):
-    """Rank 1 has run out of data: its gradients count as zero, and the mean is over all ranks.
-
-    A parameter that no rank uses is not stepped; in stage 3 its gradient is zero, and it decays.
-    """
-    weight, unused = parameter_of(1, rank), parameter_of(1, rank)
-    optimizer = sgd_of(stage, [("w", weight), ("unused", unused)], weight_decay=0.5, **kwargs)
-    if rank.rank != 1:
-        weight.sum().backward()
-    if stage == FOUR and not kwargs:
-        assert "no gradient on some rank for parameter w, unused:" in error_of(optimizer.step)
-    else:
-        optimizer.step()
-        assert weight.tolist() == pytest.approx([1 - 2 / 3 - 0.5] * 5)
-        assert unused.tolist() == [0.5 if stage == THREE else 1.0] * 5
-
-
 NORMS = [(None, False), (None, True), (2.0, True), (2.0, False), (1.0, False), (torch.inf, False)]
 
 
@@ -167,8 +142,7 @@ NORMS = [(None, False), (None, True), (2.0, True), (2.0, False), (1.0, False), (
 def test_a_nan_or_inf_on_one_rank_is_what_torch_makes_of_it(rank, stage, value, where, norm_and_skip):
     """In a shard of the first rank, or of the last: a maximum may lose the one or the other."""
     norm_type, skip = norm_and_skip
-    model, reference = Net(seed=0).to(rank.device), Replicated(rank, **ADAMW)
-    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+    pair = Pair(rank, stage)
     bad = batch(1, rank.world_size - 1, device=rank.device)[0]  # of the last rank
 
     def loss(model, x, y):
@@ -176,18 +150,15 @@ def test_a_nan_or_inf_on_one_rank_is_what_torch_makes_of_it(rank, stage, value, 
         return loss_of(model, x, y) + (poison if torch.equal(x, bad) else 0)
 
     for step in range(4):
-        loss(model, *batch(step, rank.rank, device=rank.device)).backward()
-        reference.backward(step, loss_of=loss)
+        pair.backward(step, loss_of=loss)
         if norm_type:
-            norm = optimizer.clip_grad_norm_(0.05, norm_type)
-            expected = torch.nn.utils.clip_grad_norm_(trainable(reference.model), 0.05, norm_type)
-            assert torch.allclose(norm, expected, rtol=1e-5, equal_nan=True), (norm, expected)
-        for one in (optimizer, reference.optimizer):
+            pair.clip(0.05, norm_type)
+        for one in pair.optimizers:
             if not (skip and step == 1):
                 one.step()
             one.zero_grad()
-        same(model.parameters(), reference.model.parameters(), exact(rank) and not norm_type)
-    n_bad = sum(param.isnan().sum().item() for param in model.parameters())
+        pair.assert_same(not norm_type)
+    n_bad = sum(param.isnan().sum().item() for param in pair.model.parameters())
     assert n_bad == 0 if skip else n_bad > 1
 
 
@@ -231,7 +202,7 @@ def test_gradients_assigned_by_hand_in_any_layout(rank, stage, form, before_ther
         for param, *grads in zip(trainable(reference.model), *(grads_of(r, step) for r in present)):
             param.grad = sum(grad.to_dense().to(param) / rank.world_size for grad in grads).contiguous()
         reference.optimizer.step()
-    same(model.parameters(), reference.model.parameters(), exact(rank))
+    assert_same(model, reference.model, exact(rank))
 
 
 @on_ranks(2, after=["backward", "averaging", "averaging and zero_grad", "a step that an inf on rank 1 made all skip"])
@@ -270,7 +241,7 @@ def test_sparse_gradients_of_an_embedding(rank, stage, forget):
     torch.manual_seed(0)
     sparse = torch.nn.Embedding(7, 3, sparse=True).to(rank.device)
     dense = torch.nn.Embedding.from_pretrained(sparse.weight.detach().clone(), freeze=False)
-    sgd = {"lr": 0.5, "momentum": 0.9, **UNFUSED}
+    sgd = {**SGD, **UNFUSED}
     optimizer = optimizer_of(stage)(sparse.named_parameters(), torch.optim.SGD, **sgd)
     plain = torch.optim.SGD(dense.parameters(), **sgd)
     for step in range(3):
@@ -283,7 +254,7 @@ def test_sparse_gradients_of_an_embedding(rank, stage, forget):
         plain.step()
         (sparse if forget == "model.zero_grad" else optimizer).zero_grad()
         plain.zero_grad()
-        same(sparse.parameters(), dense.parameters(), exact=False)
+        assert_same(sparse, dense, exact=False)
 
 
 @pytest.mark.parametrize("stage", STAGES[:2])
@@ -310,7 +281,7 @@ def test_a_module_added_while_parameters_are_under_way(rank):
         return torch.nn.Linear(5, 5, bias=False).to(rank.device)
 
     model = torch.nn.ModuleList([linear()])
-    optimizer = sgd_of(FOUR, model.parameters(), bucket_cap_mb=1e-6)
+    optimizer = sgd_of(FOUR, model.parameters(), **SMALL)
     optimizer.prefetch_params(model)
     x = torch.ones(1, 5, device=rank.device)
     model[0](x).sum().backward()
@@ -350,12 +321,9 @@ def test_a_bad_group_is_refused_on_every_rank_and_leaves_no_trace(rank, stage, b
 @on_ranks(2)
 def test_an_optimizer_is_not_copied_but_its_model_is(rank, stage):
     """Whatever hooks the model has, and while parameters are under way."""
-    model, reference = Net(seed=0).to(rank.device), Replicated(rank, **ADAMW)
-    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
-    if stage == FOUR:
-        optimizer.prefetch_params(model)
-    train(model, optimizer, rank, 0)
-    reference.step(0)
+    pair = Pair(rank, stage, prefetch=stage == FOUR)
+    pair.train(0)
+    (model, expected), optimizer = pair.models, pair.optimizer
     again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for way, what in [(copy.copy, optimizer), (copy.deepcopy, optimizer), (pickle.dumps, optimizer),
@@ -363,7 +331,7 @@ def test_an_optimizer_is_not_copied_but_its_model_is(rank, stage):
         assert "use state_dict()" in error_of(lambda way=way, what=what: way(what), TypeError)
     train(model, optimizer, rank, 1)  # the copies stay as they are
     for other in again:
-        same(other.parameters(), reference.model.parameters(), exact(rank))
+        assert_same(other, expected, exact=True)
         backward(other, rank, 1)
         assert all(param.grad is not None for param in trainable(other))  # no bucket of ours has taken it
 

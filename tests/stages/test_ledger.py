@@ -40,9 +40,8 @@ PADDED_16BIT = {3: 192, 4: 128}  # 128, of multiples of 32
 FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings twice
 
 
-@pytest.mark.parametrize("world_size", [3, 4])  # uneven shards; and a rank that owns nothing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks
+@on_ranks(3, 4)  # uneven shards; and a rank that owns nothing
 def test_stages_1_and_2(rank, dtype):
     """One all-reduce of all gradients, with flags of what is used and set; then each owner broadcasts what it stepped.
 
@@ -58,10 +57,9 @@ def test_stages_1_and_2(rank, dtype):
     assert sent == round((2 * grads + padded) * (d - 1) / d)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("dtype, grad_dtype", [(torch.float32, None), (torch.bfloat16, None),
                                                (torch.bfloat16, torch.float32)], ids=str)
-@on_ranks
+@on_ranks(3, 4)
 def test_stage_3(rank, dtype, grad_dtype):
     """One reduce-scatter and one all-gather of the padded buffer; gloo's reduce-scatter counts twice."""
     d, grad, param = rank.world_size, (grad_dtype or dtype).itemsize, dtype.itemsize
@@ -71,9 +69,8 @@ def test_stage_3(rank, dtype, grad_dtype):
     assert sent == round((times * grad + param) * n * (d - 1) / d)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks
+@on_ranks(3, 4)
 def test_stage_4(rank, dtype):
     """One bucket: on gloo a part for each other rank and one from each, on NCCL one reduce-scatter, as many bytes.
 
@@ -89,8 +86,7 @@ def test_stage_4(rank, dtype):
     assert sent == round((2 * n + 2 * FLAGS) * (d - 1) / d)
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_one_rank_sends_or_gets_all_parts_but_its_own(rank):
     """3 fp32 elements are 12 bytes each, on average over the ranks."""
     part = torch.zeros(3, device=rank.device)
@@ -109,9 +105,8 @@ def test_wire_bytes_by_hand():
     assert {kind: wire_bytes(kind, 100, 4, "gloo") for kind in expected} == {**expected, "reduce_scatter": 150}
 
 
-@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("stage, norms", [*zip(STAGES, [0, 0, 1, 1])])
-@on_ranks
+@on_ranks(2)
 def test_gradients_travel_once_however_often_the_norm_is_asked_for(rank, stage, norms):
     """From stage 3 on a rank has the average of its shard only: the norm of each is gathered."""
     counts = []

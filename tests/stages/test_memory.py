@@ -130,16 +130,16 @@ def test_a_linear_layer_and_adamw(rank):
     """
     with Memory(rank.device) as memory:
         layer = torch.nn.Linear(1000, 1000, bias=False, device=rank.device)
-        assert memory.settled() == 4_000_000
+        assert memory.live == 4_000_000
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
         x = torch.ones(500, 1000, device=rank.device)  # 2 MB, and y as much
         y = layer(x)
-        assert memory.settled() == 8_000_000
+        assert memory.live == 8_000_000
         y.sum().backward()
         del x, y
-        assert memory.settled() == 8_000_000
+        assert memory.live == 8_000_000
         optimizer.step()
-        live, reserved = memory.settled(), getattr(memory, "reserved", None)
+        live, reserved = memory.live, getattr(memory, "reserved", None)
         assert live == 16_000_000 + 4  # the number of the step
         assert reserved is None or reserved > live
 

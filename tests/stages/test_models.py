@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,47 +20,30 @@ from torch.nn import functional as F
 
 from checkpoint import full_state_dict
 from harness.ledger import Ledger
-from tests.common import (
-    STAGES,
-    Net,
+from tests.common import STAGES, Net, batch, error_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.pairs import (
+    SGD,
+    SMALL,
+    Pair,
     Replicated,
     assert_same,
-    batch,
-    error_of,
-    leave_late,
-    on_ranks,
-    one_rank_of,
-    optimizer_of,
+    backward,
+    deliver_when_asked,
     parameter_of,
     sgd_of,
-    trainable,
+    train,
 )
-from tests.stages.test_contract import backward, train
+from tests.ranks import ROOT
 
 ONE, TWO, THREE, FOUR = STAGES
 PREFETCH = [*((stage, False) for stage in STAGES), (FOUR, True)]
-SGD = {"lr": 0.1, "momentum": 0.9}
-SMALL = {"bucket_cap_mb": 1e-6}  # each parameter is a bucket
 
 
-def trained(rank, stage, prefetch=False, **kwargs):
-    """-> a model, the optimizer of `stage` that trains it by SGD, and what one process makes of it."""
-    model = Net(seed=0).to(rank.device)
-    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, **SGD, **kwargs)
-    if prefetch:
-        optimizer.prefetch_params(model)
-    return model, optimizer, Replicated(rank, torch.optim.SGD, **SGD)
-
-
-def all_gone(*references):
-    """Threads of gloo's and of autograd's let go of a tensor a moment after its message: that is waited for."""
-    for _ in range(3000):
-        if all(reference() is None for reference in references):
-            return True
-        threading.Event().wait(0.02)
-    return False
-
-
+def let_go(thing):
+    """-> an event, set when nobody has `thing` any more: threads of gloo's and of autograd's let go of it late."""
+    event = threading.Event()
+    weakref.finalize(thing, event.set)
+    return event
 @on_ranks(2, is_dropped=[True, False])
 def test_another_optimizer_over_the_same_parameters(rank, stage, is_dropped):
     """Three optimizers, one after the other, of which the older ones live on, or don't."""
@@ -71,8 +53,7 @@ def test_another_optimizer_over_the_same_parameters(rank, stage, is_dropped):
         if stage == FOUR:  # parameters that are still under way would arrive on top of the new ones
             assert all(bucket.param_sync is None for one in kept for bucket in one.buckets)
             optimizer.prefetch_params(model)
-            if rank.rank == 0:
-                leave_late(optimizer)
+            deliver_when_asked(optimizer)
         kept += [] if is_dropped else [optimizer]
         for step in (2 * turn, 2 * turn + 1):
             train(model, optimizer, rank, step)
@@ -125,12 +106,12 @@ def test_an_optimizer_that_is_gone_leaves_nothing_and_is_freed_at_once(rank, sta
             del optimizer
             assert gone() is None
             backward(model, rank, 2)
-        return weakref.ref(model.up.weight)
+        return let_go(model.up.weight)
 
     gc.collect()
     gc.disable()
     try:
-        assert all_gone(*(train_two() for _ in range(5)))
+        assert all(event.wait(60) for event in [train_two() for _ in range(5)])
     finally:
         gc.enable()
 
@@ -139,16 +120,15 @@ def test_an_optimizer_that_is_gone_leaves_nothing_and_is_freed_at_once(rank, sta
 def test_an_optimizer_that_is_dropped_while_gradients_travel(rank):
     """Stage 4: messages arrive all the same, or those of the next one would be taken for them; all else is freed."""
     for step in range(3):
-        model, optimizer, expected = trained(rank, FOUR, **SMALL)
-        train(model, optimizer, rank, step)
-        expected.step(step)
-        assert_same(model, expected.model, exact=rank.world_size == 2)
-        backward(model, rank, step + 1)
-        assert optimizer.travelling
-        buckets = [weakref.ref(bucket) for bucket in optimizer.buckets]
-        del optimizer, model
+        pair = Pair(rank, FOUR, torch.optim.SGD, own=SMALL, **SGD)
+        pair.train(step)
+        pair.assert_same()
+        pair.backward(step + 1)
+        assert pair.optimizer.travelling
+        gone = [let_go(bucket) for bucket in pair.optimizer.buckets]
+        del pair
         gc.collect()
-        assert all_gone(*buckets)
+        assert all(event.wait(60) for event in gone)
 
 
 PLAIN_SCRIPT = """
@@ -167,8 +147,7 @@ dist.destroy_process_group()
 @pytest.mark.waits
 def test_python_ends_without_a_word():
     """Every stage registers its hooks in the same way."""
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, "-c", PLAIN_SCRIPT], cwd=root, capture_output=True, text=True, timeout=600)
+    run = subprocess.run([sys.executable, "-c", PLAIN_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (run.returncode, run.stdout + run.stderr) == (0, "")
 
 
@@ -338,7 +317,8 @@ MOVES = {
 @pytest.mark.parametrize("stage", [THREE, FOUR])
 @on_ranks(2, how=MOVES, when=["before backward", "after clipping"])
 def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(rank, stage, how, when):
-    model, optimizer, _ = trained(rank, stage)
+    model = Net(seed=0).to(rank.device)
+    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, **SGD)
     train(model, optimizer, rank, 0)
     if when == "after clipping":
         backward(model, rank, 1)
@@ -356,8 +336,8 @@ def test_gradients_that_are_more_than_numbers_to_add(rank, stage, how):
     on one rank makes all skip, after which model.zero_grad() is all that is called.
     """
     sgd = {**SGD, "nesterov": True, "foreach": True} if how == "nesterov" else SGD
-    model, expected = Net(seed=0).to(rank.device), Replicated(rank, torch.optim.SGD, **sgd)
-    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, **sgd)
+    pair = Pair(rank, stage, torch.optim.SGD, **sgd)
+    model, optimizer = pair.model, pair.optimizer
     scaler = torch.amp.GradScaler(rank.device.type, init_scale=64.0, enabled=how == "inf")
     for step in range(4):
         is_inf = how == "inf" and step == 1
@@ -368,29 +348,9 @@ def test_gradients_that_are_more_than_numbers_to_add(rank, stage, how):
         scaler.update()
         model.zero_grad()
         if not is_inf:
-            expected.step(step)
+            pair.replicated.step(step)
     assert how != "inf" or scaler.get_scale() == 32
-    assert_same(model, expected.model, exact=False)
-
-
-UNUSED = {"find_unused_parameters": True, **SMALL}
-
-
-@pytest.mark.parametrize("stage, prefetch, kwargs", [*((*one, {}) for one in PREFETCH), (FOUR, True, UNUSED)])
-@on_ranks(2)
-def test_a_graph_that_has_read_parameters_before_the_step_is_refused(rank, stage, prefetch, kwargs):
-    """torch's own error, of each parameter and on each rank: else gradients would be those of values never seen."""
-    model, optimizer, _ = trained(rank, stage, prefetch=prefetch, **kwargs)
-    if kwargs:  # what is not used is not stepped: autograd must be told when it is, again
-        (model.scale * model.up.bias.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for step in range(2):
-        graphs = [(param**2).sum() for param in trainable(model)]
-        train(model, optimizer, rank, step)
-        for graph in graphs:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                graph.backward()
+    pair.assert_same(is_exact=False)
 
 
 @pytest.mark.shared_guard
@@ -427,33 +387,33 @@ def test_edited_param_groups_are_refused(rank, stage, edit):
 
 @on_ranks(2)
 def test_modules_wait_for_all_that_a_function_of_torch_func_reads(rank):
-    """Stage 4: what modules have while torch.func calls them are other tensors. Rank 0 sends its parameters late."""
-    model, optimizer, expected = trained(rank, FOUR, prefetch=True, **SMALL)
-    if rank.rank == 0:
-        leave_late(optimizer)
+    """Stage 4: what modules have while torch.func calls them are other tensors."""
+    pair = Pair(rank, FOUR, torch.optim.SGD, own=SMALL, prefetch=True, **SGD)
+    deliver_when_asked(pair.optimizer)
+    model = pair.model
     for step in range(3):
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         x, y = batch(step, rank.rank, device=rank.device)
         grads = torch.func.grad(lambda params: F.mse_loss(torch.func.functional_call(model, params, (x,)), y))(params)
         for name, grad in grads.items():
             params[name].grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.step(step)
-    assert_same(model, expected.model, exact=False)
+        pair.replicated.backward(step)
+        pair.step()
+    pair.assert_same(is_exact=False)
 
 
 @on_ranks(2)
 def test_no_sync_inside_no_sync(rank):
     """Stage 4 keeps gradients between and after the two, and the next pass outside takes all of them away."""
-    model, optimizer, _ = trained(rank, FOUR)
+    params = [parameter_of(0, rank) for _ in range(2)]
+    optimizer = sgd_of(FOUR, params)
     with optimizer.no_sync():
         with optimizer.no_sync():
             pass
-        backward(model, rank, 0)
-    assert all(param.grad is not None for param in trainable(model))
-    backward(model, rank, 1)
-    assert all(param.grad is None for param in trainable(model))
+        sum(param.sum() for param in params).backward()
+    assert all(param.grad is not None for param in params)
+    sum(param.sum() for param in params).backward()
+    assert all(param.grad is None for param in params)
 
 
 @on_ranks(2, name_and_value=[("reduce_dtype", torch.float16), ("bucket_cap_mb", -3), ("bucket_cap_mb", 0)])
@@ -463,37 +423,26 @@ def test_arguments_that_mean_nothing_are_refused(rank, name_and_value):
     assert f"{name} is {value}" in refusal
 
 
-def params_of_4(**kwargs):
-    params = [torch.nn.Parameter(torch.ones(64 * (i + 1))) for i in range(4)]
-    return params, sgd_of(FOUR, params, **SMALL, **kwargs)
-
-
-def test_parameters_leave_in_the_order_of_the_forward_pass():
+@pytest.mark.parametrize("frozen, kwargs, in_backward", [
+    (None, {}, {"reduce_scatter": 4}), (3, {}, {"reduce_scatter": 4}),
+    (None, {"reduce_dtype": torch.float32}, {"send": 3 * 4, "recv": 3 * 4})])
+def test_messages_where_the_collectives_are_native(frozen, kwargs, in_backward):
+    """Buckets leave in backward, also where the parameter of the first one to leave is frozen; parameters in the order
+    of the forward pass."""
     with one_rank_of(4):
-        params, optimizer = params_of_4()
-        sum(param.sum() for param in params).backward()
+        params = [torch.nn.Parameter(torch.ones(64 * (i + 1))) for i in range(4)]
+        optimizer = sgd_of(FOUR, params, **SMALL, **kwargs)
+        if frozen:
+            params[frozen].requires_grad_(False)
+        waiting = []
+        params[0].register_hook(lambda _: waiting.append(len(optimizer.queue)))
+        with Ledger() as ledger:
+            sum(param.sum() for param in params if param.requires_grad).backward()
+        assert ledger.collectives == in_backward and waiting == [1]
         with Ledger() as ledger:
             optimizer.step()
-    sizes = [entry.size for entry in ledger.entries if entry.kind == "all_gather"]
-    assert sizes == sorted(sizes) and len(set(sizes)) == 4  # as `params`; gradients leave the other way round
-
-
-def test_reduce_dtype_exchanges_parts_where_there_is_a_native_reduce_scatter():
-    with one_rank_of(4):
-        params, optimizer = params_of_4(reduce_dtype=torch.float32)
-        with Ledger() as ledger:
-            sum(param.sum() for param in params).backward()
-            optimizer.finish_grad_sync()
-    assert ledger.collectives == {"send": 3 * 4, "recv": 3 * 4, "all_reduce": 1}  # which is the agreement
-
-
-def test_buckets_leave_in_backward_although_a_parameter_is_frozen():
-    with one_rank_of(4):
-        params, optimizer = params_of_4()
-        params[3].requires_grad_(False)  # of the first bucket to leave
-        with Ledger() as ledger:
-            sum(param.sum() for param in params[:3]).backward()
-    assert ledger.collectives == {"reduce_scatter": 4}
+    assert ledger.collectives == {"all_reduce": 1, "all_gather": 4}
+    assert [entry.size for entry in ledger.entries if entry.kind == "all_gather"] == [4 * 64 * n for n in (1, 2, 3, 4)]
 
 
 @on_ranks(4, schedule=[ScheduleGPipe, Schedule1F1B], scales=[False, True])

@@ -3,10 +3,10 @@
 import collections
 import contextlib
 import copy
+import functools
 import gc
 import io
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,16 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
-from harness.memory import Memory
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.drops import UNDER_WAY
 from stage4_overlap.transport import GlooTransport, Transport
-from tests.common import STAGES, add, batch, loss_of, on_its_device, on_ranks, one_rank_of, situation
+from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, one_rank_of, situation
+from tests.pairs import SMALL, Pair, assert_same, deliver_when_asked, exact, parameter_of, sgd_of
+from tests.ranks import ROOT
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
-ONE_PARAM = 1e-6  # a bucket_cap_mb at which each parameter is a bucket
-DTYPES = torch.float32, torch.bfloat16, torch.float16
+FOUR = STAGES[3]
 
 
 class Branches(torch.nn.Module):
@@ -39,8 +39,8 @@ class Branches(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(7, 7, dtype=dtype) for _ in range(6))
 
     def forward(self, x, order=range(6)):
-        outputs = {i: torch.tanh(self.layers[i](x)) for i in order}
-        return torch.stack([outputs[i] for i in sorted(order)]).sum(dim=0)
+        outputs = {i: torch.tanh(self.layers[i](x.to(self.layers[0].weight.dtype))) for i in order}
+        return torch.stack([outputs[i] for i in sorted(order)]).sum(dim=0).float()
 
 
 def params_of(model):
@@ -51,79 +51,22 @@ def equal(ones, others):
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-def inputs(step, rank, dtype=torch.float32):
-    return [tensor.to(rank.device, dtype) for tensor in batch(step, rank.rank)]
-
-
-class Reference:
-    """One process that has the data of all ranks: rounds what is sent to `dtype`, sums in fp32, steps fp32 copies."""
-
-    def __init__(self, model, world_size):
-        self.model, self.world_size = copy.deepcopy(model), world_size
-        self.main_params = [param.detach().float() for param in self.model.parameters()]
-        self.optimizer = torch.optim.AdamW(self.main_params, **ADAMW)
-
-    def step(self, rank, step, forward=lambda model, x, r: model(x)):
-        params = list(self.model.parameters())
-        total = [None] * len(params)
-        for r in range(self.world_size):
-            x, y = [tensor.to(rank.device, params[0].dtype) for tensor in batch(step, r)]
-            loss = torch.nn.functional.mse_loss(forward(self.model, x, r), y)
-            grads = torch.autograd.grad(loss, params, allow_unused=True)
-            total = [add(t, None if g is None else (g / self.world_size).float()) for t, g in zip(total, grads)]
-        for main_param, grad in zip(self.main_params, total):
-            main_param.grad = grad
-        self.optimizer.step()
-        with torch.no_grad():
-            for param, main_param in zip(params, self.main_params):
-                param.copy_(main_param)
-
-
-class WhenAsked:
-    """Works that begin when somebody waits for them."""
-
-    def __init__(self, start):
-        self.start = start
-
-    def wait(self):
-        self.works = self.start()
-        for work in self.works:
-            work.wait()
-
-
-def deliver_when_asked(optimizer):
-    """Parameters arrive when somebody waits for them, and never before: who reads them too early reads old ones."""
-    transport = optimizer.buckets[0].transport  # of all buckets
-    all_gather = transport.all_gather
-    transport.all_gather = lambda shards: [WhenAsked(lambda: all_gather(shards))]
-
-
 # ------------------------------------------------------------------------------------- 16 bits on the wire, fp32 sums
 
 
-def trained(rank, dtype, cap_mb, reduce_dtype=None):
-    model = Branches(seed=rank.rank, dtype=dtype).to(rank.device)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=cap_mb, reduce_dtype=reduce_dtype, **ADAMW)
-    optimizer.prefetch_params(model)
-    for step in range(4):
-        loss_of(model, *inputs(step, rank, dtype)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.finish_param_sync()
-    return params_of(model)
+def branches(rank, dtype=torch.float32, prefetch=True, **own):
+    net = functools.partial(Branches, dtype=dtype)
+    return Pair(rank, FOUR, net=net, own={**SMALL, **own}, rounds={"sum_dtype": torch.float32}, prefetch=prefetch,
+                **ADAMW)
 
 
-@on_ranks
-def test_results_do_not_depend_on_the_size_of_the_buckets(rank):
+@on_ranks(dtype=[torch.float32, torch.bfloat16, torch.float16], bucket_cap_mb=[1e-6, 0.0002, None])
+def test_results_do_not_depend_on_the_size_of_the_buckets(rank, dtype, bucket_cap_mb):
     """Parameters are to the bit those of one process."""
-    for dtype in DTYPES:
-        reference = Reference(Branches(seed=0, dtype=dtype).to(rank.device), rank.world_size)
-        for step in range(4):
-            reference.step(rank, step)
-        for cap_mb in (ONE_PARAM, 0.0002, None):
-            with situation((dtype, cap_mb)):
-                reduce_dtype = None if rank.backend == "gloo" else torch.float32
-                assert equal(trained(rank, dtype, cap_mb, reduce_dtype), params_of(reference.model))
+    reduce_dtype = None if rank.backend == "gloo" else torch.float32
+    pair = branches(rank, dtype, bucket_cap_mb=bucket_cap_mb, reduce_dtype=reduce_dtype)
+    pair.train(0, 1, 2, 3)
+    assert_same(*pair.models, exact=True)
 
 
 @on_ranks(2)
@@ -135,13 +78,14 @@ def test_a_native_reduce_scatter_gives_what_an_exchange_gives(rank):
         assert op == dist.ReduceOp.AVG
         return gloos(output, full.div_(rank.world_size), **options)
 
-    for cap_mb in (ONE_PARAM, None):
-        exchanged = trained(rank, torch.float32, cap_mb, reduce_dtype=torch.float32)
+    for bucket_cap_mb in (1e-6, None):
         native = mock.patch.object(DistributedOptimizer, "transport_for", lambda _, group, *__: Transport(group))
         with native, mock.patch.object(dist, "reduce_scatter_tensor", averaged), Ledger() as ledger:
-            reduced = trained(rank, torch.float32, cap_mb)
-        assert ledger.collectives["reduce_scatter"] == ledger.collectives["all_gather"]
-        assert equal(reduced, exchanged)
+            pair = branches(rank, bucket_cap_mb=bucket_cap_mb)
+            pair.train(0, 1, 2, 3)
+            pair.optimizer.finish_param_sync()
+        assert ledger.collectives["reduce_scatter"] == ledger.collectives["all_gather"] > 0
+        assert_same(*pair.models, exact=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- prefetch
@@ -149,10 +93,10 @@ def test_a_native_reduce_scatter_gives_what_an_exchange_gives(rank):
 
 def starts(rank, model, x=None):
     """-> the optimizer of `model`, after a step whose parameters arrive when somebody waits for them; and the input."""
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer = DistributedOptimizer(model.parameters(), **SMALL, **ADAMW)
     optimizer.prefetch_params(model)
     deliver_when_asked(optimizer)
-    x = inputs(0, rank)[0] if x is None else x
+    x = batch(0, rank.rank, device=rank.device)[0] if x is None else x
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -175,15 +119,12 @@ def test_a_module_waits_for_its_own_buckets_and_for_no_others(rank):
 
 @on_ranks(2)
 def test_without_prefetch_step_waits_for_the_parameters(rank):
-    model = Branches(seed=0).to(rank.device)
-    reference = Reference(model, rank.world_size)
-    optimizer = DistributedOptimizer(model.parameters(), **ADAMW)
-    deliver_when_asked(optimizer)
-    loss_of(model, *inputs(0, rank)).backward()
-    optimizer.step()
-    reference.step(rank, 0)
-    assert optimizer.buckets[0].param_sync is None and type(model.layers[0].weight) is torch.nn.Parameter
-    assert equal(params_of(model), params_of(reference.model))
+    pair = branches(rank, prefetch=False)
+    deliver_when_asked(pair.optimizer)
+    pair.train(0)
+    assert pair.optimizer.buckets[0].param_sync is None
+    assert type(pair.model.layers[0].weight) is torch.nn.Parameter
+    assert_same(*pair.models, exact=True)
 
 
 class Words(torch.nn.Module):
@@ -285,7 +226,7 @@ def test_what_is_frozen_or_written_into_while_it_is_under_way(rank):
 @on_its_device
 def test_a_model_without_the_hooks_can_become_torchscript(rank):
     model = Words()
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer = DistributedOptimizer(model.parameters(), **SMALL, **ADAMW)
     handles = optimizer.prefetch_params(model)
     assert optimizer.prefetch_params(model) == []  # each module has its hook
     model(torch.arange(5)).sum().backward()
@@ -350,37 +291,30 @@ class Odd(torch.nn.Module):
 
 def prefetched(rank, how, after_step=lambda: None, backend=None):
     """Four steps of a model that is compiled if there is a backend, and evaluated once in between."""
-    model = Odd(how).to(rank.device)
-    reference = Reference(model, rank.world_size)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    optimizer.prefetch_params(model)
+    pair = Pair(rank, FOUR, net=lambda seed: Odd(how), own=SMALL, prefetch=True, **ADAMW)
+    (model, reference), optimizer = pair.models, pair.optimizer
     deliver_when_asked(optimizer)
-    reference.model.how = None  # torch.autograd.grad can't go through reentrant checkpointing
+    reference.how = None  # torch.autograd.grad can't go through reentrant checkpointing
     forward = torch.compile(model, backend=backend) if backend else model
     for step in range(4):
-        x, y = inputs(step, rank)
+        x, y = batch(step, rank.rank, device=rank.device)
         loss_of(forward, x.requires_grad_(), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        pair.replicated.backward(step)
+        pair.step()
         after_step()
-        reference.step(rank, step, lambda model, x, r: model(x.requires_grad_()))
         assert any(bucket.param_sync is not None for bucket in optimizer.buckets)
         if step == 1 and not backend:
             model.eval()
             with torch.no_grad():
-                assert torch.equal(forward(x), reference.model(x))
+                assert torch.equal(forward(x), reference(x))
             model.train()
-    optimizer.finish_param_sync()
-    for param, expected in zip(model.parameters(), reference.model.parameters()):
-        # Reentrant: the two gradients of the layer that is called twice are added one by one.
-        assert torch.equal(param, expected) if how != "reentrant" else torch.allclose(param, expected, atol=1e-5)
+    # Reentrant: the two gradients of the layer that is called twice are added one by one.
+    pair.assert_same(how != "reentrant")
 
 
-@on_ranks(2)
-def test_prefetch_under_checkpointing_out_of_order_and_twice(rank):
-    for how in (None, "reentrant", "non-reentrant"):
-        with situation(how):
-            prefetched(rank, how)
+@on_ranks(2, how=[None, "reentrant", "non-reentrant"])
+def test_prefetch_under_checkpointing_out_of_order_and_twice(rank, how):
+    prefetched(rank, how)
 
 
 @on_ranks(2)
@@ -398,22 +332,18 @@ def test_a_prefetched_model_is_not_compiled_anew_in_each_step(rank):
 
 @on_ranks(2)
 def test_a_compiled_function_may_go_backward_and_step(rank):
-    model = Branches(seed=0).to(rank.device)
-    reference = Reference(model, rank.world_size)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    optimizer.prefetch_params(model)
+    pair = branches(rank)
 
     @torch.compile(backend="eager")
     def train(x, y):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss_of(pair.model, x, y).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
 
     for step in range(3):
-        train(*inputs(step, rank))
-        reference.step(rank, step)
-    optimizer.finish_param_sync()
-    assert equal(params_of(model), params_of(reference.model))
+        train(*batch(step, rank.rank, device=rank.device))
+        pair.replicated.step(step)
+    pair.assert_same()
 
 
 @on_ranks(2)
@@ -461,25 +391,19 @@ def test_gradients_keep_out_of_other_messages(rank):
     alone = dist.new_group([0])
     if rank.rank == 0:
         DistributedOptimizer(Branches(seed=1).to(rank.device).parameters(), process_group=alone, **ADAMW)
-    model = Branches(seed=0).to(rank.device)
-    reference = Reference(model, rank.world_size)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
-    tags, numel = range(990, 1400), optimizer.buckets[0].shards.shape[1]
+    pair = branches(rank, prefetch=False)
+    tags, numel = range(990, 1400), pair.optimizer.buckets[0].shards.shape[1]
     theirs = [torch.zeros(numel, device=rank.device) for _ in tags]
     for step in range(3):
         sent = [torch.full((numel,), 7.0, device=rank.device) for _ in tags]
         works = [dist.isend(tensor, 0, tag=tag) for tensor, tag in zip(sent, tags)] if rank.rank else []
-        loss_of(model, *inputs(step, rank)).backward()
+        pair.backward(step)
         works = works or [dist.irecv(tensor, 1, tag=tag) for tensor, tag in zip(theirs, tags)]
-        optimizer.step()
-        optimizer.zero_grad()
+        pair.step()
         for work in works:
             work.wait()
         assert all(tensor.eq(7).all() for tensor in theirs) or rank.rank
-        reference.step(rank, step)
-    assert equal(params_of(model), params_of(reference.model))
-    if rank.rank == 0:
-        dist.destroy_process_group(alone)  # torch names a later group of gloo by the number of groups of a rank
+    pair.assert_same()
 
 
 @on_ranks(2)
@@ -488,7 +412,7 @@ def test_a_gradient_leaves_after_all_hooks_of_its_parameter(rank):
     def halve(param):
         param.grad.mul_(0.5)
 
-    for cap_mb in (ONE_PARAM, 1):
+    for cap_mb in (1e-6, 1):
         model = Branches(seed=0).to(rank.device)
         optimizer = DistributedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, bucket_cap_mb=cap_mb)
         optimizer.prefetch_params(model)
@@ -507,7 +431,7 @@ def test_a_gradient_leaves_after_all_hooks_of_its_parameter(rank):
 def test_a_gradient_that_comes_twice_leaves_after_both_hooks(rank):
     """In re-entrant checkpoints, each a backward pass of its own: its gradient comes twice, and no other in between."""
     weight, bias = (torch.nn.Parameter(torch.full((4,), 0.5, device=rank.device)) for _ in range(2))
-    optimizer = DistributedOptimizer([bias, weight], torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM)
+    optimizer = DistributedOptimizer([bias, weight], torch.optim.SGD, lr=1.0, **SMALL)
     seen, x = [], torch.ones(4, device=rank.device, requires_grad=True)
     weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
 
@@ -534,65 +458,35 @@ USES = {
 }
 
 
-@on_ranks
-def test_unused_parameters_like_ddp(rank):
-    for name, uses in USES.items():
-        with situation(name):
-            model, other = Branches(seed=0).to(rank.device), Branches(seed=0).to(rank.device)
-            ddp = DistributedDataParallel(other, find_unused_parameters=True)
-            plain = torch.optim.AdamW(other.parameters(), **ADAMW)
-            kwargs = {"bucket_cap_mb": ONE_PARAM, "find_unused_parameters": True}
-            optimizer = DistributedOptimizer(model.parameters(), **kwargs, **ADAMW)
-            optimizer.prefetch_params(model)
-            for step in range(5):
-                x, y = inputs(step, rank)
-                for one, its_optimizer in ((ddp, plain), (model, optimizer)):
-                    torch.nn.functional.mse_loss(one(x, uses(rank.rank, step)), y).backward()
-                    its_optimizer.step()
-                    its_optimizer.zero_grad()
-            optimizer.finish_param_sync()
-            for param, expected in zip(model.parameters(), other.parameters()):
-                is_exact = rank.world_size <= 2
-                assert torch.equal(param, expected) if is_exact else torch.allclose(param, expected, atol=1e-5)
+@on_ranks(uses=USES)
+def test_unused_parameters_like_ddp(rank, uses):
+    model, other = Branches(seed=0).to(rank.device), Branches(seed=0).to(rank.device)
+    ddp = DistributedDataParallel(other, find_unused_parameters=True)
+    plain = torch.optim.AdamW(other.parameters(), **ADAMW)
+    optimizer = DistributedOptimizer(model.parameters(), find_unused_parameters=True, **SMALL, **ADAMW)
+    optimizer.prefetch_params(model)
+    for step in range(5):
+        x, y = batch(step, rank.rank, device=rank.device)
+        for one, its_optimizer in ((ddp, plain), (model, optimizer)):
+            torch.nn.functional.mse_loss(one(x, USES[uses](rank.rank, step)), y).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    assert_same(model, other, exact(rank))
 
 
-@on_ranks(2)
-def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(rank):
-    for n in (1, 9, 10):
-        with situation(n):
-            params = [torch.nn.Parameter(torch.ones(6, device=rank.device)) for _ in range(n + 1)]
-            named = [(f"layer {i}", param) for i, param in enumerate(params)]
-            optimizer = DistributedOptimizer(named, torch.optim.SGD, lr=1.0, bucket_cap_mb=ONE_PARAM)
-            sum(param.sum() for param in (params if rank.rank else params[:1])).backward()
-            names = ", ".join(f"layer {i}" for i in range(1, min(n, 9) + 1)) + " and others" * (n == 10)
-            with pytest.raises(RuntimeError, match=f"for parameter {names}: call backward.* find_unused_parameters"):
-                optimizer.step()
-            assert all(param.eq(1).all() for param in params)
-            sum(param.sum() for param in params).backward()  # and training can go on
-            optimizer.step()
-            assert all(param.eq(0).all() for param in params)
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize("dtype, formula", [(torch.float32, lambda d: 4 + 12 / d),
-                                            (torch.bfloat16, lambda d: 2 + 16 / d)], ids=["fp32", "bf16"])
-def test_bytes_a_parameter_are_those_of_the_formula(dtype, formula):
-    for d in (2, 64):
-        with one_rank_of(d), Memory("cpu") as memory:
-            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, dtype=dtype) for _ in range(4)))
-            optimizer = DistributedOptimizer(model.parameters(), **ADAMW)
-            for _ in range(2):
-                model(torch.ones(1, 2048, dtype=dtype)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            largest = max(bucket.flat_params.nbytes for bucket in optimizer.buckets)
-            assert optimizer.bucket_buffer_bytes == 2 * largest  # two buckets travel, and are reduced in place
-            counted = memory.live - 2 * largest
-            numel = sum(param.numel() for param in model.parameters())
-            assert counted / numel == pytest.approx(formula(d), rel=0.01), d
-            del model, optimizer
+@on_ranks(2, n=[1, 9, 10])
+def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(rank, n):
+    params = [parameter_of(1, rank) for _ in range(n + 1)]
+    named = [(f"layer {i}", param) for i, param in enumerate(params)]
+    optimizer = sgd_of(FOUR, named, **SMALL)
+    sum(param.sum() for param in (params if rank.rank else params[:1])).backward()
+    names = ", ".join(f"layer {i}" for i in range(1, min(n, 9) + 1)) + " and others" * (n == 10)
+    with pytest.raises(RuntimeError, match=f"for parameter {names}: call backward.* find_unused_parameters"):
+        optimizer.step()
+    assert all(param.eq(1).all() for param in params)
+    sum(param.sum() for param in params).backward()  # and training can go on
+    optimizer.step()
+    assert all(param.eq(0).all() for param in params)
 
 
 # ------------------------------------------------------------------------------------------------------------- overlap
@@ -602,7 +496,7 @@ def test_bytes_a_parameter_are_those_of_the_formula(dtype, formula):
 def test_a_bucket_is_sent_and_received_while_backward_goes_on(rank):
     """Between the layers the mean of the last one's gradients has come, and it has none; nor has the first one yet."""
     first, last = (torch.nn.Linear(4, 4, bias=False).to(rank.device) for _ in range(2))
-    optimizer = DistributedOptimizer([first.weight, last.weight], lr=0.1, bucket_cap_mb=ONE_PARAM)
+    optimizer = DistributedOptimizer([first.weight, last.weight], lr=0.1, **SMALL)
     arrived = []
 
     def look(_):
@@ -642,7 +536,7 @@ def test_the_native_reduce_scatter_where_it_is_one():
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         model = Branches(seed=0)
-        optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+        optimizer = DistributedOptimizer(model.parameters(), **SMALL, **ADAMW)
         with Ledger() as ledger:
             model(torch.ones(2, 7)).sum().backward()
             optimizer.step()
@@ -729,7 +623,7 @@ def test_an_optimizer_that_is_dropped_waits_for_its_parameters_but_not_for_ever(
 def test_works_that_are_done_stay_until_the_next(rank):
     """Were gloo's thread the last to hold one, it would need the GIL, and abort where Python ends: 6 runs of 30 did."""
     model = Branches(seed=0).to(rank.device)
-    optimizer = DistributedOptimizer(model.parameters(), bucket_cap_mb=ONE_PARAM, **ADAMW)
+    optimizer = DistributedOptimizer(model.parameters(), **SMALL, **ADAMW)
     start, works = GlooTransport.all_gather, []
 
     def watched(transport, shards):
@@ -740,11 +634,11 @@ def test_works_that_are_done_stay_until_the_next(rank):
     with mock.patch.object(GlooTransport, "all_gather", watched):
         for step in range(2):
             works.clear()
-            model(inputs(step, rank)[0]).sum().backward()
+            model(batch(step, rank.rank, device=rank.device)[0]).sum().backward()
             optimizer.step()
             assert len(works) == 12 * rank.world_size and all(work() is not None for work in works)
 
 
 def test_no_stage_waits_for_the_whole_device():
-    paths = [path for stage in STAGES for path in (Path(__file__).resolve().parents[2] / stage).glob("*.py")]
+    paths = [path for stage in STAGES for path in (ROOT / stage).glob("*.py")]
     assert len(paths) > 20 and not [path for path in paths if "synchronize(" in path.read_text()]

@@ -6,20 +6,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.common import (
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    loss_of,
-    on_ranks,
-    one_rank_of,
-    optimizer_of,
-    situation,
-    trainable,
-)
-from tests.stages.test_contract import ADAMW, backward, exact, train
+from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.pairs import ADAMW, Pair, parameter_of, sgd_of, train
 
 ONE, TWO, THREE, FOUR = STAGES
 
@@ -28,33 +16,42 @@ ONE, TWO, THREE, FOUR = STAGES
 @on_ranks(2)
 def test_beneath_ddp(rank, stage):
     """The gradients are averages already, and the norm is theirs."""
-    model, reference = Net(seed=0).to(rank.device), Replicated(rank, **ADAMW)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = optimizer_of(stage)(trainable(model), average_gradients=False, **ADAMW)
+    pair = Pair(rank, stage, own={"average_gradients": False})
+    wrapped = DistributedDataParallel(pair.model, gradient_as_bucket_view=True)
     for step in range(3):
         loss_of(wrapped, *batch(step, rank.rank, device=rank.device)).backward()
-        reference.backward(step)
-        norm = torch.nn.utils.clip_grad_norm_(trainable(reference.model), 0.1)
-        assert torch.allclose(optimizer.clip_grad_norm_(0.1), norm, rtol=1e-5)
-        for one in (optimizer, reference.optimizer):
-            one.step()
-            one.zero_grad()
-    assert_same(model, reference.model, exact=False)
+        pair.replicated.backward(step)
+        pair.clip(0.1)
+        pair.step()
+    pair.assert_same(is_exact=False)
 
 
-@pytest.mark.parametrize("stage, kwargs", [(ONE, {}), (TWO, {}), (FOUR, {"find_unused_parameters": True})])
+UNUSED = {FOUR: {"find_unused_parameters": True}}
+
+
+@pytest.mark.parametrize("stage, kwargs", [*((s, UNUSED.get(s, {})) for s in STAGES), (FOUR, {})])
 @on_ranks(3)
 def test_unused_parameters_as_in_ddp_with_find_unused_parameters(rank, stage, kwargs):
-    """`b` is used on rank 0 only, `c` nowhere: `b` counts as zero elsewhere, `c` is skipped, weight decay and all."""
-    a, b, c = (torch.nn.Parameter(torch.ones(6, device=rank.device)) for _ in range(3))
-    optimizer = optimizer_of(stage)([a, b, c], torch.optim.SGD, lr=1.0, weight_decay=0.5, **kwargs)
+    """`b` is used on rank 0 only, `c` nowhere, and rank 1 has run out of data: it makes no backward pass.
+
+    What a rank has no gradient of counts as zero there, and the mean is over all ranks; `c` is skipped, weight decay
+    and all. In stage 3 its gradient is zero, and it decays.
+    """
+    params = [parameter_of(1, rank) for _ in range(3)]
+    optimizer = sgd_of(stage, zip("abc", params), weight_decay=0.5, **kwargs)
     expected = [1.0, 1.0, 1.0]
     for _ in range(2):
-        (a.sum() + (b.sum() * 2 if rank.rank == 0 else 0)).backward()
+        if rank.rank != 1:
+            (params[0].sum() + (params[1].sum() * 2 if rank.rank == 0 else 0)).backward()
+        if stage == FOUR and not kwargs:
+            assert "no gradient on some rank for parameter a, b, c:" in error_of(optimizer.step)
+            continue
         optimizer.step()
         optimizer.zero_grad()
-        expected = [value - grad - 0.5 * value for value, grad in zip(expected, (1, 2 / 3))] + [1.0]
-    assert [a[0].item(), b[0].item(), c[0].item()] == pytest.approx(expected)
+        decay = 0.5 if stage == THREE else 0
+        expected = [value - grad - rate * value for value, grad, rate in zip(expected, (2 / 3, 2 / 3, 0),
+                                                                            (0.5, 0.5, decay))]
+    assert [param[0].item() for param in params] == pytest.approx(expected)
 
 
 class CountsInGroups(torch.optim.Optimizer):
@@ -74,7 +71,7 @@ class CountsInGroups(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_what_an_optimizer_counts_and_notes_in_its_groups(rank, stage):
-    params = [torch.nn.Parameter(torch.ones(40, device=rank.device)) for _ in range(3)]
+    params = [parameter_of(1, rank, n=40) for _ in range(3)]
     optimizer = optimizer_of(stage)(params, CountsInGroups)
     for lr in (0.1, 0.1, 0.1, 0.2):
         optimizer.param_groups[0]["lr"] = lr
@@ -105,39 +102,20 @@ def test_what_would_not_be_stepped_or_does_not_lie_in_one_piece_is_refused(stage
 @on_ranks(2)
 def test_what_p_grad_holds_at_step_counts(rank, stage):
     """p.grad may be dropped or replaced by the user."""
-    model, reference = Net(seed=0).to(rank.device), Replicated(rank, **ADAMW)
-    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
-    with optimizer.no_sync():
-        backward(model, rank, 5)
-        model.zero_grad()  # sets p.grad to None: these gradients are gone
-        backward(model, rank, 0)
-    for param in trainable(model):
+    pair = Pair(rank, stage)
+    model, reference = pair.models
+    with pair.optimizer.no_sync():
+        pair.backward(5)
+        for one in pair.models:
+            one.zero_grad()  # sets p.grad to None: these gradients are gone
+        pair.backward(0)
+    for param in [*trainable(model), *trainable(reference)]:
         param.grad = param.grad.clone() * 2
     model.scale.grad = None if stage != FOUR else torch.zeros_like(model.scale)  # None is an error in stage 4
-    for _ in range(2):
-        reference.backward(0)
     # Without gradient a parameter is not stepped in stages 1 and 2; in stage 3 the buffer is zero there.
-    reference.model.scale.grad = torch.zeros_like(model.scale) if stage in (THREE, FOUR) else None
-    optimizer.step()
-    reference.optimizer.step()
-    assert_same(model, reference.model, exact(rank))
-
-
-@on_ranks(2)
-def test_what_a_refused_backward_into_the_reduced_shard_has_added_is_not_stepped(rank):
-    weight = torch.nn.Parameter(torch.ones(3, device=rank.device))
-    optimizer = optimizer_of(THREE)([weight], torch.optim.SGD, lr=0.25)
-    weight.sum().backward()
-    optimizer.clip_grad_norm_(100.0)
-    with pytest.raises(RuntimeError, match=r"call step\(\) or the optimizer's zero_grad\(\)"):
-        (weight.sum() * 100).backward()
-    with pytest.raises(RuntimeError, match="a backward pass after finish_grad_sync.. was refused"):
-        optimizer.step()
-    optimizer.zero_grad()
-    weight.sum().backward()
-    optimizer.clip_grad_norm_(100.0)
-    optimizer.step()
-    assert weight.tolist() == [0.75] * 3
+    reference.scale.grad = torch.zeros_like(model.scale) if stage in (THREE, FOUR) else None
+    pair.step()
+    pair.assert_same()
 
 
 @pytest.mark.parametrize("stage, grad_dtype", [(ONE, None), (TWO, None), (THREE, None), (THREE, torch.float32)])
@@ -215,26 +193,23 @@ def test_parameters_and_shards_begin_at_multiples_of_64_bytes(stage, dtype, star
 
 
 @pytest.mark.parametrize("stage", [THREE, FOUR])
-@on_ranks
-def test_fused_kernels_round_a_shard_as_they_round_the_whole(rank, stage):
+@on_ranks(optimizer_cls=[torch.optim.AdamW, torch.optim.SGD], seed=range(8))
+def test_fused_kernels_round_a_shard_as_they_round_the_whole(rank, stage, optimizer_cls, seed):
     """Sizes that fill no vector, in shards that cut them. Equal gradients: their sum is the same in any order."""
-    generator, d = torch.Generator().manual_seed(0), rank.world_size
-    for optimizer_cls in (torch.optim.AdamW, torch.optim.SGD):
-        for _ in range(8):
-            sizes = torch.randint(1, 200, (6,), generator=generator).tolist()
-            params = [torch.randn(numel, generator=generator).to(rank.device) for numel in sizes]
-            ours, plain = ([param.clone().requires_grad_() for param in params] for _ in range(2))
-            optimizer = optimizer_of(stage)(ours, optimizer_cls, lr=0.01, fused=True)
-            reference = optimizer_cls(plain, lr=0.01, fused=True)
-            for step in range(2):
-                for param, expected in zip(ours, plain):
-                    grad = torch.randn(param.shape, generator=generator).to(rank.device)
-                    (param * grad).sum().backward()
-                    expected.grad = sum([grad / d] * d)
-                optimizer.step()
-                reference.step()
-                with situation((optimizer_cls, sizes, step)):
-                    assert all(torch.equal(param, expected) for param, expected in zip(ours, plain))
+    generator, d = torch.Generator().manual_seed(seed), rank.world_size
+    sizes = torch.randint(1, 200, (6,), generator=generator).tolist()
+    params = [torch.randn(numel, generator=generator).to(rank.device) for numel in sizes]
+    ours, plain = ([param.clone().requires_grad_() for param in params] for _ in range(2))
+    optimizer = optimizer_of(stage)(ours, optimizer_cls, lr=0.01, fused=True)
+    reference = optimizer_cls(plain, lr=0.01, fused=True)
+    for step in range(2):
+        for param, expected in zip(ours, plain):
+            grad = torch.randn(param.shape, generator=generator).to(rank.device)
+            (param * grad).sum().backward()
+            expected.grad = sum([grad / d] * d)
+        optimizer.step()
+        reference.step()
+        assert all(map(torch.equal, ours, plain)), (sizes, step)
 
 
 @on_ranks(2)

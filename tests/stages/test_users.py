@@ -20,20 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
 from guard.scaling import ALIVE, CELLS
-from tests.common import (
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    error_of,
-    loss_of,
-    on_ranks,
-    optimizer_of,
-    sgd_of,
-    trainable,
-)
-from tests.stages.test_contract import train
+from tests.common import STAGES, Net, batch, error_of, on_ranks, optimizer_of, trainable
+from tests.pairs import SMALL, Pair, backward, sgd_of, train
 
 ONE, TWO, THREE, FOUR = STAGES
 PREFETCH = [*((stage, False) for stage in STAGES), (FOUR, True)]
@@ -94,19 +82,16 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
 @on_ranks(2)
 def test_a_state_that_is_reset_as_in_torch(rank, stage):
     """ReLoRA's reset: zeros of the parameter's shape. Of pieces that is an error, after which a delete helps."""
-    model, reference = Net(seed=0), Replicated(rank, lr=0.01)
-    optimizer = optimizer_of(stage)(trainable(model), lr=0.01)
+    pair = Pair(rank, stage, lr=0.01)
+    model, optimizer = pair.model, pair.optimizer
     optimizer.state["steps of mine"] = 0  # a name for a key, as torch has it
-    train(model, optimizer, rank, 0)
-    reference.step(0)
+    pair.train(0)
     optimizer.state.pop("steps of mine")
     for param in trainable(model):
         state = optimizer.state.get(param)
         assert (state is None) == (param not in optimizer.state)
         assert "n" not in optimizer.state.setdefault(param, {"n": 1})  # it is there, or on another rank
-        if state is not None:
-            assert optimizer.state.pop(param) is optimizer.state.setdefault(param, state)
-    both = (optimizer, trainable(model)), (reference.optimizer, trainable(reference.model))
+    both = list(zip(pair.optimizers, map(trainable, pair.models)))
     for one, params in both:
         for param in params:
             one.state[param]["exp_avg"] = torch.zeros_like(param)
@@ -118,9 +103,8 @@ def test_a_state_that_is_reset_as_in_torch(rank, stage):
             for param in params:
                 one.state.pop(param, None) if rank.rank else one.state.__delitem__(param)
         optimizer.zero_grad()
-    train(model, optimizer, rank, 1)
-    reference.step(1)
-    assert_same(model, reference.model, exact=False)
+    pair.train(1)
+    pair.assert_same(is_exact=False)
     assert len(full_state_dict(optimizer, to_all=True)["state"]) == len(trainable(model))
 
 
@@ -132,7 +116,7 @@ def test_what_step_is_given_and_returns(rank, stage):
     optimizer = sgd_of(stage, trainable(model))
 
     def closure(result):
-        loss_of(model, *batch(0, rank.rank)).backward()
+        backward(model, rank, 0)
         return result
     for result, expected in [({"loss": 1}, {"loss": 1}), ((2, "a"), (2, "a")), (rank.rank, 0.5), (True, True)]:
         assert optimizer.step(lambda result=result: closure(result)) == expected
@@ -236,15 +220,13 @@ def test_hooks_of_all_optimizers_are_called_once_a_step(rank, stage):
 @on_ranks(2)
 def test_empty_parameter_groups_are_taken_as_torch_takes_them(rank, stage):
     """What a split into decay and no decay leaves: at first, and added later."""
-    model, reference = Net(seed=rank.rank), Replicated(rank, lr=0.01)
-    optimizer = optimizer_of(stage)([{"params": [], "weight_decay": 0.1}, {"params": trainable(model)}], lr=0.01)
+    pair = Pair(rank, stage, groups=lambda model: [{"params": [], "weight_decay": 0.1}, {"params": trainable(model)}])
+    optimizer = pair.optimizer
     optimizer.add_param_group({"params": [], "lr": 0.5})
-    for step in range(3):
-        train(model, optimizer, rank, step)
-        reference.step(step)
-    assert_same(model, reference.model, exact=True)
+    pair.train(0, 1, 2)
+    pair.assert_same()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert [len(group["params"]) for group in optimizer.param_groups] == [0, len(trainable(model)), 0]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, len(trainable(pair.model)), 0]
     error = error_of(lambda: optimizer_of(stage)([{"params": []}, {"params": []}]), ValueError)
     assert "the parameter list is empty" in error
 
@@ -299,7 +281,7 @@ def out_of_memory(*_):
 def test_after_a_failure_the_model_can_be_read_and_trained_anew(rank, stage, prefetch, waits):
     """All-gathers fail; or rank 1 is out of memory in its step, and the other waits for its parameters in vain."""
     model, group = Net(seed=0), dist.new_group(timeout=timedelta(seconds=20)) if waits else None
-    kwargs = {"bucket_cap_mb": 1e-6} if stage == FOUR else {}  # of all buckets none is waited for any more
+    kwargs = SMALL if stage == FOUR else {}  # of all buckets none is waited for any more
     optimizer = sgd_of(stage, trainable(model), process_group=group, **kwargs)
     if prefetch:
         optimizer.prefetch_params(model)
@@ -322,9 +304,8 @@ def test_after_a_failure_the_model_can_be_read_and_trained_anew(rank, stage, pre
         assert "an all-gather has failed, and parameters of this rank" in error_of(optimizer.finish_grad_sync)
     dist.barrier()
     model.load_state_dict(Net(seed=0).state_dict())  # a checkpoint
-    optimizer, reference = sgd_of(stage, trainable(model)), Replicated(rank, torch.optim.SGD, lr=1.0)
-    optimizer.zero_grad()
-    for step in range(3):
-        train(model, optimizer, rank, step)
-        reference.step(step)
-    assert_same(model, reference.model, exact=True)
+    pair = Pair(rank, stage, torch.optim.SGD, net=lambda seed: model if seed else Net(0), seeds=["trained before"],
+                lr=1.0)
+    pair.optimizer.zero_grad()
+    pair.train(0, 1, 2)
+    pair.assert_same()

@@ -12,22 +12,10 @@ from guard.chained import Chained
 from harness.gpt import GPT, GPTConfig
 from harness.muon import MUON as MUON_SETTINGS
 from harness.muon import split
-from tests.common import (
-    STAGES,
-    Net,
-    Replicated,
-    assert_same,
-    batch,
-    error_of,
-    loss_of,
-    on_ranks,
-    optimizer_of,
-    trainable,
-)
+from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.pairs import SGD, UNFUSED, Replicated, assert_same
 
-SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
-ADAMW = {"lr": 0.01, "foreach": False}
-MUON = {"lr": 0.02}
+SGD, ADAMW, MUON = {**SGD, **UNFUSED}, {"lr": 0.01, **UNFUSED}, {"lr": 0.02}
 
 
 def two_of(stage, model, optimizer_cls, kwargs):
@@ -91,22 +79,16 @@ def test_muon_for_matrices_and_adamw_for_the_rest(run, stage):
     run(one_clip, stage, torch.optim.Muon, MUON, 2.0)
 
 
-def schedulers(rank, stage):
-    model = Net(seed=0)
-    optimizer = two_of(stage, model, torch.optim.SGD, SGD)
+def test_each_has_its_scheduler(stage):
+    with one_rank_of(1):
+        optimizer = two_of(stage, Net(seed=0), torch.optim.SGD, SGD)
     for one in optimizer.optimizers:
         torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.5)
-    return [group["lr"] for group in optimizer.param_groups]
-
-
-@pytest.mark.parametrize("world_size", [1])
-def test_each_has_its_scheduler(run, stage):
-    assert run(schedulers, stage) == [[0.05, 0.005]]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks
+@on_ranks(2, 4)
 def test_experts_count_once_whoever_holds_them(rank, norm_type):
     """Each pair of ranks, or each rank, has another expert; the reference has all of them, and all data."""
     groups = [[0], [1]] if rank.world_size == 2 else [[0, 1], [2, 3]]
@@ -137,8 +119,7 @@ def test_experts_count_once_whoever_holds_them(rank, norm_type):
     assert "save and load them one by one" in error_of(lambda: checkpoint.full_state_dict(optimizer))
 
 
-@pytest.mark.parametrize("world_size", [3])
-@on_ranks
+@on_ranks(3)
 def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     first, second = [(0, 2), (0, 1), (1, 2)][rank.rank]

@@ -23,7 +23,8 @@ from harness.ledger import Ledger
 from harness.results import LossConditions, LossResult, LossRow, Row
 from harness.tables import code_lines
 from tests.checkpoint import test_checkpoint
-from tests.common import Net, Replicated, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.common import Net, batch, error_of, on_ranks, one_rank_of, optimizer_of, situation, trainable
+from tests.pairs import ADAMW, Pair, Replicated, assert_same, exact, train
 from tests.ranks import ROOT
 from tests.stages import test_contract, test_cores
 from tests.stages.test_cores import core_of
@@ -32,7 +33,6 @@ from variants import hybrid, moments16, remainder16, wire16
 from variants.__main__ import ROWS, balance, counted, loss_table, measured, table, time_cell, with_tables
 
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py"))
-ADAMW = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
 AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "finite", "blocks", "offload")),
                  "tests.variants.on_pairs_of_stage_3", "tests.variants.on_pairs"]
@@ -55,13 +55,16 @@ def test_a_variant_says_what_it_is_called_where_and_what_it_costs(path):
 
 
 @pytest.mark.parametrize("variant", AS_REPLICATED)
-def test_a_variant_equals_replicated_training(run, variant):
-    run(test_cores.equals_replicated, variant, "AdamW", test_cores.by_dimension, False, 1)
-
-
-@pytest.mark.parametrize("variant", AS_REPLICATED)
-def test_a_variant_adds_up_micro_batches(run, variant):
-    run(test_cores.equals_replicated, variant, "AdamW", nn.Module.parameters, False, 3)
+@on_ranks
+def test_a_variant_equals_replicated_training(rank, variant):
+    """The core of it, also of three micro-batches; and with the guard, which accumulates and clips."""
+    test_cores.equals_replicated(rank, variant, "AdamW", test_cores.by_dimension, False, 1)
+    test_cores.equals_replicated(rank, variant, "AdamW", nn.Module.parameters, False, 3)
+    for with_no_sync in (True, False):
+        with situation(f"guarded, no_sync: {with_no_sync}"):
+            test_contract.accumulate(rank, variant, with_no_sync)
+    with situation("guarded, clipped"):
+        test_contract.clip(rank, variant, 2.0, 0.05)
 
 
 def own_optimizer(rank, of, variant, cap_mb, optimizer_cls, shapes, kwargs):
@@ -101,19 +104,6 @@ def test_blocks_are_stepped_as_in_the_whole_tensor(run, of, world_size):
     assert worst <= (0 if world_size <= 2 else 1e-6)
 
 
-def refused(rank, variant, optimizer_cls, shape, kwargs):
-    with pytest.raises(ValueError, match="is not element-wise"):
-        optimizer_of(variant)([nn.Parameter(torch.zeros(shape))], optimizer_cls, **kwargs)
-
-
-@pytest.mark.parametrize("world_size", [1])
-def test_other_stages_refuse_what_these_variants_are_for(run):
-    run(refused, "stage4_overlap", torch.optim.Muon, (8, 8), {"lr": 0.1})
-    run(refused, "stage4_overlap", BlockSGD, (40, 40), {"lr": 0.1})
-    run(refused, "variants.blocks", torch.optim.Muon, (8, 8), {"lr": 0.1})
-    run(refused, "variants.blocks", BlocksOfLargeOnes, (96, 64), {"lr": 0.1})
-
-
 class BlocksOfLargeOnes(BlockSGD):
     """As bitsandbytes' are: only of tensors of 4096 elements or more."""
 
@@ -136,7 +126,16 @@ class BlockMoment(BlockSGD):
             self.state[param]["scale"] = torch.stack([grad.abs().max() for grad in param.grad.view(-1).split(256)])
 
 
-def keeps_no_block_state(rank):
+def test_other_stages_refuse_what_these_variants_are_for():
+    for stage, optimizer_cls, shape in [
+            ("stage4_overlap", torch.optim.Muon, (8, 8)), ("stage4_overlap", BlockSGD, (40, 40)),
+            ("variants.blocks", torch.optim.Muon, (8, 8)), ("variants.blocks", BlocksOfLargeOnes, (96, 64))]:
+        with one_rank_of(1), pytest.raises(ValueError, match="is not element-wise"):
+            optimizer_of(stage)([nn.Parameter(torch.zeros(shape))], optimizer_cls, lr=0.1)
+
+
+@on_ranks
+def test_a_state_of_blocks_is_refused_by_a_full_state(rank):
     params = [nn.Parameter(torch.ones(40, 40))]
     optimizer = optimizer_of("variants.blocks")(params, BlockMoment, lr=0.1)
     (params[0] * (rank.rank + 1) * torch.arange(1600.0).view(40, 40)).sum().backward()
@@ -145,23 +144,7 @@ def keeps_no_block_state(rank):
         full_state_dict(optimizer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_state_of_blocks_is_refused_by_a_full_state(run):
-    run(keeps_no_block_state)
-
-
 # -------------------------------------------------------------------------------------------------------- with a guard
-
-
-@pytest.mark.parametrize("variant", AS_REPLICATED)
-@pytest.mark.parametrize("with_no_sync", [True, False], ids=["no_sync", "every backward"])
-def test_a_guarded_variant_accumulates(run, variant, with_no_sync):
-    run(test_contract.accumulate, variant, with_no_sync)
-
-
-@pytest.mark.parametrize("variant", AS_REPLICATED)
-def test_a_guarded_variant_clips(run, variant):
-    run(test_contract.clip, variant, 2.0, 0.05)
 
 
 @pytest.mark.parametrize("variant", AS_REPLICATED[:-2])
@@ -169,34 +152,22 @@ def test_a_guarded_variant_goes_on_in_plain_torch_and_back(run, variant):
     run(test_checkpoint.to_plain_and_back, variant)
 
 
-def hybrid_to_plain_and_back(rank, variant):
+@pytest.mark.parametrize("variant", AS_REPLICATED[-2:])
+@on_ranks(2, 4)
+def test_hybrid_goes_on_in_plain_torch_and_back(rank, variant):
     """As above. Each group of ranks has a whole state, and its first rank passes one."""
-    reference, model = Replicated(rank, **ADAMW), Net(seed=rank.rank)
-    model.frozen.load_state_dict(reference.model.frozen.state_dict())
-    optimizer = optimizer_of(variant)(trainable(model), **ADAMW)
-    for step in range(2):
-        reference.step(step)
-        loss_of(model, *batch(step, rank.rank)).backward()
-        optimizer.step()
-    plain = Replicated(rank, **ADAMW)
-    plain.optimizer.load_state_dict(full_state_dict(optimizer, to_all=True))
-    plain.model.load_state_dict(model.state_dict())
+    pair, plain = Pair(rank, variant), Replicated(rank, **ADAMW)
+    pair.train(0, 1)
+    plain.optimizer.load_state_dict(full_state_dict(pair.optimizer, to_all=True))
+    plain.model.load_state_dict(pair.model.state_dict())
     model = copy.deepcopy(plain.model)
     optimizer = optimizer_of(variant)(trainable(model), lr=1.0)
     first = torch.distributed.get_rank(optimizer.process_group) == 0
     load_full_state_dict(optimizer, plain.optimizer.state_dict() if first else {})
-    reference.step(2)
-    plain.step(2)
-    loss_of(model, *batch(2, rank.rank)).backward()
-    optimizer.step()
-    for other in (plain, reference):
-        test_checkpoint.assert_same(model, other.model, exact=rank.world_size <= 2)
-
-
-@pytest.mark.parametrize("variant", AS_REPLICATED[-2:])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_hybrid_goes_on_in_plain_torch_and_back(run, variant):
-    run(hybrid_to_plain_and_back, variant)
+    train(model, optimizer, rank, 2)
+    for other in (plain, pair.replicated):
+        other.step(2)
+        assert_same(model, other.model, exact(rank))
 
 
 # ------------------------------------------------------------------------------------------------------- fewer bits
@@ -212,7 +183,11 @@ def drawn(generator, rank, dtype=torch.float32):
     return everyone[rank.rank], everyone
 
 
-def of_fewer_bits(rank, of, variant, on_wire, kept_in):
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("variant, on_wire, kept_in", [
+    ("variants.wire16", torch.bfloat16, torch.float32), ("variants.moments16", torch.float32, torch.bfloat16)])
+@on_ranks
+def test_what_is_rounded_is_rounded_once_and_nothing_else(rank, of, variant, on_wire, kept_in):
     """To the bit: one process that rounds what the variant rounds, and adds in rank order."""
     generator, d = torch.Generator().manual_seed(0), rank.world_size
     params, whole = ([nn.Parameter(torch.ones(shape)) for shape in ELEMENTWISE] for _ in range(2))
@@ -232,13 +207,6 @@ def of_fewer_bits(rank, of, variant, on_wire, kept_in):
         assert all(map(torch.equal, params, whole))
     moments = [state["exp_avg"].dtype for state in optimizer.state.values()]
     assert set(moments) <= {kept_in}
-
-
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-@pytest.mark.parametrize("variant, on_wire, kept_in", [
-    ("variants.wire16", torch.bfloat16, torch.float32), ("variants.moments16", torch.float32, torch.bfloat16)])
-def test_what_is_rounded_is_rounded_once_and_nothing_else(run, of, variant, on_wire, kept_in):
-    run(of_fewer_bits, of, variant, on_wire, kept_in)
 
 
 def beside_stage_4(rank, of):
@@ -278,7 +246,10 @@ def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(run, of):
 LESS = [f"variants.{name}" for name in ("wire16", "moments16")]
 
 
-def goes_on(rank, variant, dtype):
+@pytest.mark.parametrize("variant, dtype", [*((name, torch.float32) for name in LESS),
+                                            ("variants.remainder16", torch.bfloat16)])
+@on_ranks
+def test_fewer_bits_go_on_from_a_checkpoint(rank, variant, dtype):
     """Three steps, a checkpoint, two more; and the same two in a new instance that has loaded it: to the bit."""
     generator = torch.Generator().manual_seed(0)
     params, others = ([nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ELEMENTWISE] for _ in range(2))
@@ -304,38 +275,26 @@ def goes_on(rank, variant, dtype):
     assert all(map(torch.equal, params, others))
 
 
-@pytest.mark.parametrize("variant, dtype", [*((name, torch.float32) for name in LESS),
-                                            ("variants.remainder16", torch.bfloat16)])
-def test_fewer_bits_go_on_from_a_checkpoint(run, variant, dtype):
-    run(goes_on, variant, dtype)
+def largest_difference(model, other):
+    return max((a - b).abs().max() for a, b in zip(model.parameters(), other.parameters()))
 
 
-def combine_and_clip(rank, variant):
-    """Accumulation and a clip: as without rounding, to two digits."""
-    model, reference = Net(seed=0), Replicated(rank, **ADAMW)
-    optimizer = optimizer_of(variant)(trainable(model), **ADAMW)
+@on_ranks(variant=LESS)
+def test_fewer_bits_accumulate_and_clip(rank, variant):
+    """As without rounding, to two digits."""
+    pair = Pair(rank, variant)
     for first in (0, 2):
-        with optimizer.no_sync():
-            loss_of(model, *batch(first, rank.rank)).backward()
-        loss_of(model, *batch(first + 1, rank.rank)).backward()
-        reference.backward(first, first + 1)
-        norm = optimizer.clip_grad_norm_(0.05)
-        expected = torch.nn.utils.clip_grad_norm_(trainable(reference.model), 0.05)
-        assert torch.allclose(norm, expected, rtol=1e-2)
-        for each in (optimizer, reference.optimizer):
-            each.step()
-            each.zero_grad()
-    largest = max((a - b).abs().max() for a, b in zip(model.parameters(), reference.model.parameters()))
-    assert largest < 3e-3  # of steps of 0.01
+        with pair.optimizer.no_sync():
+            pair.backward(first)
+        pair.backward(first + 1)
+        pair.clip(0.05, rtol=1e-2)
+        pair.step()
+    assert largest_difference(*pair.models) < 3e-3  # of steps of 0.01
 
 
-@pytest.mark.parametrize("variant", LESS)
-def test_fewer_bits_accumulate_and_clip(run, variant):
-    run(combine_and_clip, variant)
-
-
-def remainder_and_clip(rank):
-    """The same of remainder16, beside stage 4: parameters may differ at ties, by a unit in the last place."""
+@on_ranks
+def test_remainder16_accumulates_and_clips(rank):
+    """Beside stage 4: parameters may differ at ties, by a unit in the last place."""
     both = [Net(seed=0).bfloat16() for _ in range(2)]
     optimizers = [optimizer_of(stage)(trainable(model), torch.optim.AdamW, **ADAMW)
                   for stage, model in zip(("stage4_overlap", "variants.remainder16"), both)]
@@ -354,30 +313,18 @@ def remainder_and_clip(rank):
     assert all(torch.allclose(*pair, rtol=2**-7, atol=3e-3) for pair in zip(*(model.parameters() for model in both)))
 
 
-def test_remainder16_accumulates_and_clips(run):
-    run(remainder_and_clip)
-
-
 class HybridWire16(on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, hybrid.ReplicasOfStage4,
                    wire16.ShardedOptimizer):
     """Two that combine, in a line."""
 
 
-def both_at_once(rank):
-    model, reference = Net(seed=rank.rank), Replicated(rank, **ADAMW)
-    optimizer = HybridWire16(trainable(model), torch.optim.AdamW, **ADAMW)
+@on_ranks(4)
+def test_hybrid_and_wire16_combine(rank):
+    pair = Pair(rank, None, of=lambda _: HybridWire16)
     with Ledger() as ledger:
-        for step in range(3):
-            loss_of(model, *batch(step, rank.rank)).backward()
-            optimizer.step()
-            reference.step(step)
-    assert max((a - b).abs().max() for a, b in zip(model.parameters(), reference.model.parameters())) < 1e-2
+        pair.train(0, 1, 2)
+    assert largest_difference(*pair.models) < 1e-2
     assert {entry.dtype for entry in ledger.entries if entry.kind == "send"} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("world_size", [4])
-def test_hybrid_and_wire16_combine(run):
-    run(both_at_once)
 
 
 class Moments16Remainder16(stage4_overlap.DistributedOptimizer, moments16.ShardedOptimizer,
@@ -385,8 +332,9 @@ class Moments16Remainder16(stage4_overlap.DistributedOptimizer, moments16.Sharde
     """What Megatron-LM's precision-aware optimizer keeps."""
 
 
-def least_state(rank):
-    """Gradients don't depend on parameters: main parameters are those of moments16, to the bit. -> bytes held"""
+@on_ranks
+def test_moments16_and_remainder16_combine(rank):
+    """Gradients don't depend on parameters: main parameters are those of moments16, to the bit."""
     generator = torch.Generator().manual_seed(0)
     both = [[nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ELEMENTWISE] for _ in range(2)]
     optimizers = [cls(params, torch.optim.AdamW, bucket_cap_mb=2e-3, **ADAMW) for cls, params in zip(
@@ -403,34 +351,25 @@ def least_state(rank):
     assert {state["exp_avg"].dtype for state in optimizers[1].state.values()} <= {torch.bfloat16}
 
 
-def test_moments16_and_remainder16_combine(run):
-    run(least_state)
-
-
 # ------------------------------------------------------------------------------------------------------------- finite
 
 
-def meets_nan(rank, of, value):
-    """The last rank has it, in one element of the second parameter. -> the error, of every rank"""
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@on_ranks
+def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
+    """The last rank has it, in one element of the second parameter."""
     weights = [(name, nn.Parameter(torch.ones(40))) for name in ("first", "second", "third")]
     optimizer = of("variants.finite")(weights, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
     factor = torch.ones(40)
     factor[7] = value if rank.rank == rank.world_size - 1 else 1
     sum((param * factor if name == "second" else param).sum() for name, param in weights).backward()
-    with pytest.raises(RuntimeError, match="nan or inf") as error:
-        optimizer.step()
+    line = f"a gradient is nan or inf: of parameter second on rank {rank.world_size - 1}"
+    assert error_of(optimizer.step) == line
     assert all((param == 1).all() for _, param in weights)
     sum(param.sum() for _, param in weights).backward()
     optimizer.step()
     assert all((param == 0).all() for _, param in weights)  # nothing is left of it
-    return str(error.value)
-
-
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_an_error_on_every_rank(run, of, value, world_size):
-    line = f"a gradient is nan or inf: of parameter second on rank {world_size - 1}"
-    assert set(run(meets_nan, of, value)) == {line}
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -484,28 +423,29 @@ def test_matrices_are_dealt_out_by_their_work():
     assert most == at_least == 4 * 64 / (12 * 12)
 
 
-@pytest.mark.parametrize("d", [2, 8, 32])
-def test_no_padding_of_whole_matrices_is_held(d):
-    """A GPT of 12 layers, 768 wide: a bucket has fewer matrices than there are ranks, and is no longer for that."""
-    shapes = [(3 * 768, 768), (768, 768), (4 * 768, 768), (768, 4 * 768)] * 12
+def buckets_of_a_gpt(d, n_layers, width):
+    """-> parameters, and the buckets of variants/muon.py on d ranks."""
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * n_layers
     with one_rank_of(d), FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape)) for shape in shapes]
-        buckets = core_of("variants.muon")(params, torch.optim.SGD, lr=0.1).buckets
+        return params, core_of("variants.muon")(params, torch.optim.SGD, lr=0.1).buckets
+
+
+def test_no_padding_of_whole_matrices_is_held():
+    """A bucket has fewer matrices than there are ranks, and is no longer for that."""
+    for d in (2, 8, 32):
+        params, buckets = buckets_of_a_gpt(d, n_layers=12, width=768)
         assert len(buckets) > 10
-        assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params)
+        assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params), d
 
 
 def test_a_bucket_of_whole_matrices_has_something_of_each_rank():
-    """Six layers, 384 wide, on two ranks: else all of a bucket goes one way, and half of the link is idle."""
-    shapes = [(3 * 384, 384), (384, 384), (4 * 384, 384), (384, 4 * 384)] * 6
-    with one_rank_of(2), FakeTensorMode():
-        params = [nn.Parameter(torch.empty(shape)) for shape in shapes]
-        buckets = core_of("variants.muon")(params, torch.optim.SGD, lr=0.1).buckets
-        assert all(max(bucket.lengths) < 0.65 * bucket.numel for bucket in buckets)
+    """Else all of a bucket goes one way, and half of the link is idle."""
+    _, buckets = buckets_of_a_gpt(2, n_layers=6, width=384)
+    assert all(max(bucket.lengths) < 0.65 * bucket.numel for bucket in buckets)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_a_bucket_goes_back_while_the_next_one_is_stepped(rank):
     """In the order of the forward pass: when a matrix is stepped, those before it have left."""
     params = [nn.Parameter(torch.ones(8, 8)) for _ in range(6)]
@@ -536,8 +476,7 @@ def test_an_optimizer_that_counts_its_calls_is_refused_where_it_is_called_for_ea
         optimizer_of(variant)([nn.Parameter(torch.ones(8, 8)) for _ in range(3)], CountsCalls)
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks
+@on_ranks(2)
 def test_muon_refuses_a_dtensor_on_every_rank_before_anything_changes(rank):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     own = nn.Parameter(torch.full((3,), float(rank.rank)))
