@@ -6,6 +6,7 @@ none waits for its GPU. Shown by tests/stages/test_rounds.py, `test_no_step_wait
 tests/stages/test_overlap.py, `test_unused_parameters_like_ddp`.
 """
 
+import collections
 import weakref
 
 import torch
@@ -20,6 +21,7 @@ LATE = 2  # it was assigned when that of the backward pass had left
 MOVED = 3  # its parameter has other memory than this optimizer steps
 
 HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> the one of gloo, or None
+MADE: collections.Counter = collections.Counter()  # of groups beside one of that name
 
 
 class Rounds:
@@ -96,8 +98,10 @@ def host_group(process_group, device):
 
 def gloo_beside(group, timeout):
     """Made as `new_group` makes one, which names it after the number of groups that this rank is in: others may be in
-    more, wait for another name, and never meet. Here the name is that of `group`."""
-    name, rank, gloo = f"{group.group_name} on the host", dist.get_rank(group), dist.ProcessGroup.BackendType.GLOO
+    more, wait for another name, and never meet. Here the name is that of `group`, and how many it has had."""
+    MADE[group.group_name] += 1  # the same name again meets what is left in the store of the group before
+    name = f"{group.group_name} on the host, {MADE[group.group_name]}"
+    rank, gloo = dist.get_rank(group), dist.ProcessGroup.BackendType.GLOO
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     beside = dist.ProcessGroup(store, rank, group.size())
     beside._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, group.size(), timeout))
