@@ -204,6 +204,7 @@ def travel(part, shape, dtype, device, owner, group, dst, place=None):
     rank, world_size = rank_and_size(group)
     if dst not in (None, rank):
         if owner == rank:
+            part = part.to(device)  # a count of steps is on the CPU, where NCCL has no messages
             dist.send(part.contiguous(), group=group, group_dst=dst, tag=TAG)
         return None
     there = place if place is not None and place.is_contiguous() else torch.empty(shape, dtype=dtype, device=device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 
+from harness import pictures
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.gpt import GPT, MODELS
@@ -26,6 +27,7 @@ D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
 SEQUENCE_LENGTH = 512
 COMPUTES_OVER_BYTES = 1.25  # of plain training, over DDP's all-reduce: the batch is chosen so
 WARMUP_STEPS, PROFILED_STEPS = 3, 4
+GAP_S = 5e-5
 MARK_NS = 5_000  # a kernel that marks where a phase begins is shorter, every message longer
 ADAMW = {"lr": 1e-4, "fused": True}
 
@@ -185,43 +187,59 @@ def one_step(kernels, carried):
     return RecordedStep(
         exposed_seconds=length(travels) - length(overlap(travels, busy)), seconds=(last - first) / 1e9,
         phases=[("forward", *since(first, backward)), ("backward", *since(backward, update)),
-                ("step", *since(update, last))], busy=[tuple(span) for span in busy], communication=messages)
+                ("step", *since(update, last))], busy=coarse(busy), communication=messages)
 
 
-def measure(device, model_name="medium", n_rounds=5, n_steps=5):
+def coarse(spans):
+    """Kernels with less between them than a picture shows are one span."""
+    return [(start, end - GAP_S) for start, end in union((start, end + GAP_S) for start, end in spans)]
+
+
+def measure(device, model_name="medium", n_rounds=3):
     """-> list of GpuSteps, of all ways in turn."""
     size, link = fitting_batch(model_name, device), Link(BYTES_PER_S, device)
     batch = batch_of(size, device)
     with rank_0_of(D), link.played():
-        trainings, found = {}, []
+        trainings, steps = {}, {}
         for name, build in ways(link).items():
             torch.manual_seed(0)
             with device:
                 model = GPT(MODELS[model_name])
-            trainings[name] = build(model, ADAMW)
+            trainings[name], steps[name] = build(model, ADAMW), []
             seconds_a_step(trainings[name], batch, WARMUP_STEPS)
-            found.append(GpuStep(name, model_name, D, BYTES_PER_S, size, SEQUENCE_LENGTH))
         for _ in range(n_rounds):
-            for row in found:
-                row.rounds_ms.append(1000 * seconds_a_step(trainings[row.name], batch, n_steps))
-        for row in found:
-            row.step = profiled(trainings[row.name], link, batch)
-    return found
+            for name, training in trainings.items():
+                steps[name].append(profiled(training, link, batch))
+    return [GpuStep(name, model_name, D, BYTES_PER_S, size, SEQUENCE_LENGTH, [1000 * step.seconds for step in found],
+                    sorted(found, key=lambda step: step.seconds)[len(found) // 2]) for name, found in steps.items()]
 
 
 def sheet(rows):
     ddp_rounds, first = next(row.rounds_ms for row in rows if row.name == "ddp"), rows[0]
+
+    def phase(name):
+        return lambda row: next(1000 * (end - start) for what, start, end in row.step.phases if what == name)
 
     def travels(row):
         return 1000 * length(union((one.start, one.end) for one in row.step.communication))
     return sheet_of(
         f"Whole steps of rank 0 of {first.d} on one GPU, beside a link that is played", rows,
         [("", "", "name"), ("ms/step", "measured", lambda row: median(row.rounds_ms), ".1f"),
-         ("from–to", "measured", lambda row: f"{min(row.rounds_ms):.1f}–{max(row.rounds_ms):.1f}"),
          ("x ddp", "measured", lambda row: ratio(row.rounds_ms, ddp_rounds), ".2f"),
-         ("travels\nms", "modelled", travels, ".1f"),
+         *((name, "measured", phase(name), ".1f") for name in ("forward", "backward", "step")),
+         ("in flight\nms", "modelled", travels, ".1f"),
          ("exposed\nms", "measured", lambda row: 1000 * row.step.exposed_seconds, ".1f")],
         f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}: chosen so that plain "
         f"training takes {COMPUTES_OVER_BYTES} times as long as DDP's bytes. A collective occupies a stream of its own "
-        f"for as long as its bytes take at {first.link_bytes_per_s / 1e9:.0f} GB/s, and moves nothing. Exposed: it is "
-        "on its way and no kernel computes, in one step, by torch.profiler. x ddp: median of ratios, round by round.")
+        f"for as long as its bytes take at {first.link_bytes_per_s / 1e9:.0f} GB/s, and moves nothing. Exposed: one is "
+        f"in flight and no kernel computes. Median of {len(first.rounds_ms)} recorded step(s), by the kernels that "
+        "torch.profiler saw. x ddp: of ratios, round by round.")
+
+
+DRAWN = "ddp", "stage 3 grad buffer", "stage 4 overlap"
+
+
+def picture(rows):
+    """Of some rows when what computes and what is in flight -> SVG."""
+    return pictures.svg([(row.name, row.step) for row in rows if row.name in DRAWN],
+                        f"One recorded step of rank 0 of {rows[0].d} on a GPU, beside a link that is played")

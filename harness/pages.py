@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 
-from harness import command_line, pictures, tables
+from harness import command_line, gpu_overlap, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import write
@@ -17,7 +17,7 @@ from harness.tables import Sheet
 # ------------------------------------------- What stands between the marks of the pages, by name: tables and pictures
 
 
-GPUS = "cuda.json", "bench_cuda.json"
+GPUS = ("cuda.json",)
 
 
 def made(names):
@@ -88,8 +88,9 @@ def host(found):
 
 
 def cuda():
-    result, rows = saved.load("cuda.json"), saved.load_of("cuda", "bench_cuda.json")
-    return [*texts(pick(tables.gpu_sheet(result))), *host(result.host), *bench(rows), *settings(rows)]
+    result = saved.load("cuda.json")
+    steps = [gpu_overlap.sheet(result.steps)] if result.steps else []
+    return [*texts(*steps, pick(tables.gpu_sheet(result))), *host(result.host)]
 
 
 def plans():
@@ -128,6 +129,7 @@ PICTURES = {"sixteen_bits.svg": pictures.state_picture,
             "network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
+            "gpu_overlap.svg": lambda: gpu_overlap.picture(saved.load("cuda.json").steps),
             "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
 
 

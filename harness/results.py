@@ -359,7 +359,7 @@ class GpuRow:
 
 @kept
 class GpuStep:
-    """Whole steps of rank 0 of `d`, beside a link that is played: see gpu_overlap.py. `step`: by torch.profiler."""
+    """Recorded steps of rank 0 of `d`, beside a link that is played: see gpu_overlap.py. `step`: of median length."""
     name: str
     model: str
     d: int

@@ -108,6 +108,7 @@ def gloo_beside(group, timeout):
     beside._set_default_backend(gloo)
     beside._set_group_name(name)
     dist.distributed_c10d._world.pg_map[beside] = ("gloo", store)  # dist.all_reduce and dist.get_backend look there
+    torch._C._distributed_c10d._register_process_group(name, beside)  # and compiled code here
     return beside
 
 

@@ -386,8 +386,9 @@ def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
 
 
 def test_a_result_of_another_device_is_not_shown_and_a_missing_one_is_named_with_its_command(tmp_path, monkeypatch):
-    other = results.to_json(read("bench_cuda.json"))
-    bench_with(tmp_path, monkeypatch, other)
+    other = read("bench.json")
+    other.conditions.device = "cuda"
+    bench_with(tmp_path, monkeypatch, results.to_json(other))
     with pytest.raises(SystemExit, match="^report: results/bench.json must be measured with device cpu, .*$"):
         results.load_bench()
     with pytest.raises(SystemExit, match='run make bench ARGS="--json results/bench_cuda.json" first$'):

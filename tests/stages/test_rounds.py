@@ -297,10 +297,11 @@ class OnADevice(TorchFunctionMode):
 @on_ranks(3)
 def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
     """Beside NCCL. `new_group` would name the group after how many its rank is in already, and wait for the others."""
+    rank, group = of_cpus(rank)
     if rank.rank == 0:
-        alone = dist.new_group([0], use_local_synchronization=True)
+        alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
     model, of_hosts = Net(seed=0), weakref.WeakKeyDictionary()
-    optimizer = optimizer_of(STAGES[3])(trainable(model), lr=0.01)
+    optimizer = optimizer_of(STAGES[3])(trainable(model), process_group=group, lr=0.01)
     with mock.patch.object(rounds, "backends_of", lambda _: {"cuda": "nccl"}), mock.patch.object(
             rounds, "HOST_GROUPS", of_hosts), mock.patch.object(optimizer, "find_unused_parameters", True):
         for step in range(2):
