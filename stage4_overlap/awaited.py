@@ -88,9 +88,9 @@ def hook_module(module):
 class ModuleHook:
     """Before a module is called, waits for its own parameters, and for those of containers in it, which nobody calls.
 
-    A module that reads parameters of its children waits for all parameters in it. torch's MultiheadAttention reads its
-    projection without calling it. TransformerEncoder in eval mode checks the class of its first layer's parameters. Any
-    module does so inside torch.func.grad, which makes other tensors of the parameters and bypasses __torch_function__.
+    Some modules read parameters of their children, and so wait for all parameters in them. torch's MultiheadAttention
+    reads its projection without calling it. TransformerEncoder in eval mode checks the class of its first layer's
+    parameters. Inside torch.func.grad every module waits for all: it wraps parameters, bypassing __torch_function__.
     """
 
     def __init__(self, module):

@@ -114,7 +114,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         now.is_synced = False
         if not now.is_accumulating and now.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
-        if now.is_accumulating or not now.is_open:  # or: every bucket was sent, and a re-entrant checkpoint uses it again
+        if now.is_accumulating or not now.is_open:  # not open: all buckets were sent, a re-entrant checkpoint goes on
             now.waiting.add(id(param))
             return
         bucket, (handle, all_hooks) = self.bucket_of[param], self._hooks[id(param)]
