@@ -66,7 +66,7 @@ class Chained(Together):
     finish_grad_sync, zero_grad = of_each("finish_grad_sync"), of_each("zero_grad")
 
     def step(self):
-        """Average all gradients first: otherwise the second optimizer's messages queue behind the first's parameters."""
+        """Average all gradients first, or the second optimizer's messages would queue behind the first's parameters."""
         self.finish_grad_sync()
         for optimizer in self.optimizers:
             optimizer.step()

@@ -9,7 +9,7 @@ that it defines replaces the one here, because super() is the core in both class
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
-    _param_grad_holds           what torch's clipping would find in param.grad, see guard/scaling.py; buffers have it too
+    _param_grad_holds           what torch's clipping would find in param.grad, see guard/scaling.py; also of a buffer
 
 Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
 """
