@@ -21,8 +21,8 @@ from .schema import raise_if_of_the_machine
 # (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
 # steps, large ones show clipping, and the last phases show rules that count steps.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
-# For tensors of 2**17 elements, to find rules about the number of elements, such as those of 8-bit optimizers: more than
-# 4096 or 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple.
+# For tensors of 2**17 elements, to find rules about the number of elements, such as those of 8-bit optimizers: more
+# than 4096 or 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple.
 OF_LARGE_TENSORS = [(2, False, 1.0)]
 # (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
@@ -100,7 +100,7 @@ def whole_shares_of(flat, shapes, n_ranks):
 def trials_of(make_optimizer, groups):
     """-> iterator over three Trials for each kind of group: one on small tensors, two on large ones.
 
-    The tensors have as many dimensions as the group's. Groups that differ only in lr are one kind: the largest is tried.
+    Tensors have as many dimensions as the group's. Groups that differ only in lr are one kind: the largest is tried.
     """
     def lr_of(group):
         return group.get("lr", make_optimizer.keywords.get("lr"))

@@ -53,7 +53,7 @@ def gather_scalar(scalar, group):
 
 
 def found_inf(optimizer, grad_scaler):
-    """Unscale the gradients of this rank's shards. Collective. -> whether any rank found an inf or nan in its shards."""
+    """Unscale the gradients of this rank's shards. Collective. -> whether any rank found an inf or nan."""
     state, scale = grad_scaler._per_optimizer_states[id(optimizer)], grad_scaler._get_scale_async()
     unscaled = state["stage"] is OptState.UNSCALED
     if unscaled and optimizer._grads_elsewhere:
