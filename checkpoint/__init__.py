@@ -1,27 +1,27 @@
-"""Nothing is lost: the state of a sharded optimizer as one dict, as files, and on the move to other ranks.
+"""Keeps the state of a sharded optimizer: as one dict, in files, or moved to other ranks.
 
     full_state_dict(optimizer)   load_full_state_dict(optimizer, state_dict)     one dict, as plain torch has it
     save(path, model, optimizer) load(path, model, optimizer)  latest(folder)    files, for any number of ranks
     reshard(optimizer, process_group)                                            parameters and state move, live
 
-What goes wrong with files is a class of errors.py, each a CheckpointError, on every rank.
+If something is wrong with files, every rank raises a CheckpointError, of a class in errors.py.
 
-It takes an optimizer of any stage, and where that makes sense a plain torch optimizer. No stage imports this package,
-and it imports no stage. What it asks of a stage's optimizer, and of several in guard.chained.Chained, is this face:
+The functions take an optimizer of any stage and, where that makes sense, a plain torch optimizer. No stage imports this
+package, and it imports no stage. This is the interface that it uses of a stage's optimizer and guard.chained.Chained:
 
     optimizer.param_groups       as torch has them: the whole parameters of the model
-    optimizer.optimizer          the inner torch optimizer: it steps what this rank owns, in groups like ours
+    optimizer.optimizer          the inner torch optimizer: it updates what this rank owns, in groups like ours
     optimizer.process_group      the ranks that share the work; None: all
     optimizer.rank               of this process in process_group; -1: in none since reshard()
-    optimizer.pieces()           -> [(param, start, stop, main), …]: this rank steps the flat elements start to stop of
-                                 `param`, of a DTensor those of what this rank has, and the inner optimizer knows them
-                                 as the tensor `main`. Whole parameters in stages 1 and 2, where main is param; ranges
-                                 in stages 3 and 4. It waits for parameters that are under way, and takes in what others
-                                 have written into the model.
-    optimizer.make_optimizer(groups)         another inner optimizer, to see what its state consists of
+    optimizer.pieces()           -> [(param, start, stop, main), …]: this rank updates the flat elements start to stop
+                                 of `param` (of its local part, if it is a DTensor). The inner optimizer knows them as
+                                 the tensor `main`. Stages 1 and 2 have whole parameters, and main is param; stages 3
+                                 and 4 have ranges. Waits for parameters in flight, and takes in what others have
+                                 written into the model.
+    optimizer.make_optimizer(groups)         a new inner optimizer, to find out what its state consists of
     optimizer.pass_on_hyperparameters()      outer groups -> inner groups
-    optimizer.refuse_different_settings()    an error on every rank where groups of the ranks have other values
-    optimizer.move_to(process_group)         stages 3 and 4: give up the shards, take those of the new place, no state
+    optimizer.refuse_different_settings()    an error on every rank if the groups of the ranks have different values
+    optimizer.move_to(process_group)         stages 3 and 4: exchange the shards for those of the new rank, no state
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
 """
 

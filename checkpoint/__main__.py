@@ -1,9 +1,9 @@
 """python -m checkpoint convert FOLDER [TARGET] --to torch|dcp: a checkpoint for torch's own tools.
 
 torch: one file, which torch.load(weights_only=True) reads. dcp: a folder, which torch.distributed.checkpoint reads.
-Both hold {"model": …, "optimizer": {"state": …, "param_groups": …}, "extra": […]}: the model's state_dict(), the
-optimizer's by the names of the parameters, as torch.distributed.checkpoint.state_dict has it, and the extra of each
-rank. Nothing in FOLDER is unpickled.
+Both hold {"model": …, "optimizer": {"state": …, "param_groups": …}, "extra": […]}: the state_dict() of the model; that
+of the optimizer, by names of parameters as in torch.distributed.checkpoint.state_dict; and the `extra` of each rank.
+Nothing in FOLDER is unpickled.
 """
 
 import argparse

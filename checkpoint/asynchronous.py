@@ -1,4 +1,4 @@
-"""A save that goes on behind training: a thread that writes, its process group, and failures that nobody asks for."""
+"""Saves while training goes on: the thread that writes, its process group, and failures that nobody has read."""
 
 import atexit
 import sys
@@ -12,11 +12,11 @@ from .optimizers import all_params
 from .ranks import all_gather, at_own_pace, first_line
 
 WRITERS = weakref.WeakKeyDictionary()  # the group of all ranks, or optimizer if there is none -> see `writer_of`
-UNTOLD = {}  # path of an asynchronous save that failed -> why; until somebody has heard of it
+UNTOLD = {}  # path of an asynchronous save that failed -> why; until somebody has got the error
 
 
 class Saving(Future):
-    """Of an asynchronous save."""
+    """The Future of an asynchronous save."""
 
     def __init__(self, path):
         super().__init__()
@@ -41,7 +41,7 @@ def write_behind(saving, write, *args):
 
 
 def tell_failures(what, group):
-    """Raise, on every rank, what nobody has asked the futures of earlier saves for. Collective."""
+    """Raise, on every rank, failures of earlier saves whose futures nobody has asked. Collective."""
     with at_own_pace(what, group):
         lines = [UNTOLD.pop(path) for path in list(UNTOLD)]
     for line in filter(None, all_gather("; ".join(lines), group)):
@@ -55,9 +55,9 @@ def tell_at_the_end():
 
 
 def writer_of(optimizer, group):
-    """-> a thread that writes one checkpoint after the other, and its group: what two threads send must not mix.
+    """-> a thread that writes one checkpoint after the other; its own process group, so that messages can't mix.
 
-    The next process group of the same ranks, as after reshard(), has the same: torch keeps each group to the end.
+    A later process group of the same ranks, as after reshard(), gets the same, because torch never frees a group.
     """
     device, own_group, ranks, timeout = all_params(optimizer)[0].device, None, (), None
     if dist.is_initialized():
@@ -67,8 +67,8 @@ def writer_of(optimizer, group):
     key = tuple(ranks), timeout
     if key not in writers:
         if dist.is_initialized():  # gloo, since everything is on the CPU
-            is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this, and ...
-            n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it after these
+            is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this. Then ...
+            n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it by this number
             if not is_everyone and len(set(n_groups)) > 1:
                 raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
             own_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=not is_everyone)

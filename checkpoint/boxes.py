@@ -1,7 +1,7 @@
-"""Where what a rank has of a DTensor lies in the whole: a box, which follows from mesh and placements.
+"""Where the local part of a DTensor lies in the whole tensor: a box, which follows from mesh and placements.
 
-Along each dimension the whole is cut into pieces; each box is one of them in every dimension. In files and on the move
-its elements come box after box, each flat: what a rank has is one run of these. A tensor that isn't cut is one box.
+Each dimension of the whole is cut into pieces, and a box is one piece per dimension. In files and messages a tensor is
+stored box after box, each flat, so the local part of a rank is contiguous. A tensor that isn't cut is one box.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from .errors import UnfitModel
 
 
 class Box(NamedTuple):
-    """`offsets`, `sizes`: by dimension, where in the whole. `base`: how many elements lie in the boxes before it."""
+    """`offsets`, `sizes`: place in the whole, by dimension. `base`: number of elements in the boxes before it."""
 
     offsets: tuple
     sizes: tuple
@@ -23,7 +23,7 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def overlap(self, other):
-        """-> the slices of what both have, in this box and in the other one; None: they have nothing in common."""
+        """-> slices of the common part in this box and in the other box; None if they have nothing in common."""
         starts = [*map(max, self.offsets, other.offsets)]
         stops = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes)]
         if any(start >= stop for start, stop in zip(starts, stops)):
@@ -33,9 +33,10 @@ class Box(NamedTuple):
 
 
 def cuts_of(tensor, name="a tensor") -> list[list[int]]:
-    """-> by dimension the sizes of the pieces, in order, none of them empty; of a tensor that isn't cut one each.
+    """-> for each dimension the sizes of its pieces, in order and not empty; one piece each if the tensor isn't cut.
 
-    Raises UnfitModel: it is a DTensor with elements between those of others, as FSDP2 makes of tensor-parallel ones.
+    Raises UnfitModel: a DTensor whose local elements lie between those of other ranks, as FSDP2 with tensor parallelism
+    makes.
     """
     cuts = [[size] for size in tensor.shape]
     for n, placement, _ in meshed(tensor):
@@ -47,7 +48,7 @@ def cuts_of(tensor, name="a tensor") -> list[list[int]]:
 
 
 def box_of(tensor) -> Box:
-    """What this rank has of the whole; of a tensor that isn't cut, all."""
+    """-> the box that this rank has; the whole if the tensor isn't cut."""
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     for n, placement, place in meshed(tensor):
         if placement.is_shard():
@@ -65,7 +66,7 @@ def meshed(tensor):
 
 
 def chunks(size, n):
-    """As torch.chunk, and empty ones at the end where it returns fewer."""
+    """-> n sizes, as of torch.chunk; where that returns fewer chunks, the last sizes are 0."""
     most = -(-size // n)
     return [max(0, min(most, size - most * place)) for place in range(n)]
 

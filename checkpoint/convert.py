@@ -37,13 +37,13 @@ FORMATS = {"torch": to_torch, "dcp": to_dcp}
 
 
 def convert(folder, path, to="torch") -> dict:
-    """Write what `converted` returns to `path`, which is new: all of it, or nothing. -> the same.
+    """Write what `converted` returns to the new `path`, all of it or nothing. -> what it returns.
 
     Args:
         to: a key of FORMATS.
 
     Raises:
-        OSError: the disk says no, or `path` exists.
+        OSError: the disk fails, or `path` exists.
         CheckpointError: `folder` is damaged, or no checkpoint.
     """
     path, found = Path(path), converted(folder)
@@ -60,7 +60,7 @@ def convert(folder, path, to="torch") -> dict:
 
 
 def said_by_the_disk(error):
-    """torch.save and dcp.save raise something else after that."""
+    """-> the OSError behind `error`, which torch.save and dcp.save wrap in other errors; or `error`."""
     if isinstance(error, dcp.api.CheckpointException):
         error, _ = next(iter(error.failures.values()))
     found = error
@@ -70,7 +70,7 @@ def said_by_the_disk(error):
 
 
 def converted(folder) -> dict:
-    """A checkpoint in one dict, on the CPU. Raises OSError or CheckpointError: it is damaged, or none."""
+    """-> a checkpoint as one dict, on the CPU. Raises OSError or CheckpointError: it is damaged, or no checkpoint."""
     manifest, _ = manifest_of(folder)
     reader = Reader(folder, manifest)
     tensors = TensorsOf(reader, manifest)
@@ -85,7 +85,7 @@ def converted(folder) -> dict:
 
 
 def without_deques(value):
-    """Lists in their place: torch.load(weights_only=True) knows no deques."""
+    """-> `value` with lists in place of deques, which torch.load(weights_only=True) refuses."""
     if isinstance(value, dict):
         return type(value)((key, without_deques(item)) for key, item in value.items())
     if isinstance(value, (list, collections.deque)):

@@ -1,21 +1,21 @@
-"""What can go wrong with a checkpoint, a class each: a program asks for the class, and never for words of a line."""
+"""What can go wrong with a checkpoint: one class per case, so that programs needn't parse messages."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that can't be written, or not be loaded here: one line that says why, on every rank."""
+    """A checkpoint can't be written or loaded here. The message says why, in one line, the same kind on every rank."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """It isn't complete, or not what was written, or the disk can't read it: the one before may be whole."""
+    """It is incomplete, changed since it was written, or unreadable. An earlier checkpoint may be intact."""
 
 
 class ForeignCheckpoint(CheckpointError):
-    """It is whole, and of another model or optimizer, or of another version of this program."""
+    """It is intact, but from another model or optimizer, or another version of this program."""
 
 
 class FolderInUse(CheckpointError):
-    """Another run saves there."""
+    """Another run saves in this folder."""
 
 
 class UnfitModel(CheckpointError, ValueError):
-    """The model or its optimizer is none that a checkpoint could be made of, or loaded into."""
+    """The model or its optimizer can't be saved in a checkpoint, or loaded from one."""

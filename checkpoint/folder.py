@@ -1,8 +1,8 @@
-"""One run at a time in a folder, and a name of its own for each save: two runs never mix their files.
+"""Keeps the files of two runs apart: one run at a time per folder, and a separate name for each save.
 
-A lock of Linux on a file in the folder says that a run saves there: one of the open file, which stays when this process
-reads the file too, to copy the folder say. The lock ends with the process that holds it, also on NFS. Where a file
-system has no locks, the names alone keep two runs apart.
+A run holds a Linux lock on a file in the folder. It belongs to the open file description, so it survives when this
+process opens and closes the file elsewhere, to copy the folder for example. It ends with the process that holds it,
+also on NFS. If a file system has no locks, the names alone keep two runs apart.
 """
 
 import fcntl
@@ -23,16 +23,16 @@ NUMBERS = itertools.count()
 
 
 def claim(path, owner) -> str:
-    """Make the folder in which `path` is written until it is complete, -> its name. On the rank that completes it.
+    """Make the folder in which `path` is written until it is complete. -> its name. On the rank that completes it.
 
-    What runs that are dead have left of this series is removed: step-10 and step-20 are of one series, step-10 and
-    best-10 are not. Nor are those of different process groups, which may save side by side.
+    Removes what dead runs have left of the same series: step-10 and step-20 are one series, step-10 and best-10 are
+    not. Different process groups have different series, and may save side by side.
 
     Args:
         owner: the global rank of this process.
 
     Raises:
-        OSError: the disk says no, or `path` exists.
+        OSError: the disk fails, or `path` exists.
         FolderInUse: another run saves here.
     """
     if path.parent.is_file():
@@ -66,7 +66,7 @@ def token(process) -> str:
 
 
 def hold(path, owner=0) -> bool:
-    """Whether this process may save `path` and others of its series from here on; False: there are no locks.
+    """Take the lock to save `path` and its series. -> whether this process now holds it; False: there are no locks.
 
     Raises:
         FolderInUse: another run does.
@@ -92,20 +92,20 @@ def hold(path, owner=0) -> bool:
 
 
 def opened_lock(path) -> int:
-    """-> a descriptor. No link is followed, and nothing is waited for."""
+    """-> a descriptor. Follows no link, and never blocks."""
     if path.exists() and not path.is_file() or path.is_symlink():
         raise FileExistsError(17, f"{LOCK} is no regular file: remove it")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def lock_byte(descriptor, place):
-    """Once more is no conflict."""
+    """Lock a byte of the file. Locking it again is no conflict."""
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)  # struct flock
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
 
 
 def let_go():
-    """A child that outlives this process has no part in its locks."""
+    """After a fork, give up the locks in the child, which may outlive this process."""
     for descriptor in HELD.values():
         os.close(descriptor)
     HELD.clear()

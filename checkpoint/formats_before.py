@@ -1,8 +1,8 @@
-"""The formats before this one, which load as ever; nothing writes them. Only this file knows of them.
+"""Reads the earlier formats 1 and 2, which nothing writes any more. Only this file knows them.
 
-Their manifest says where the bytes of each tensor lie, and has one checksum of each file. In format 1 these were files
-of torch.distributed.checkpoint, zip archives in which tensors lie uncompressed, and its pickled `.metadata`, which was
-never read; the manifest had no checksum of itself. In format 2 they were raw.
+Their manifest says where the bytes of each tensor lie, and has one checksum per file. Format 1 had the files of
+torch.distributed.checkpoint: zip archives with uncompressed tensors, and a pickled `.metadata`, which is never read.
+Its manifest had no checksum of itself. Format 2 had raw files.
 """
 
 import collections
@@ -16,7 +16,7 @@ FORMATS = 1, 2
 
 
 def tensors_before(folder, raw) -> dict[str, Stored]:
-    """What a manifest says of tensors, after all files have been compared with their checksums."""
+    """-> where each tensor lies, from the manifest, after comparing all files with their checksums."""
     for name, written in sorted(raw["files"].items()):
         with opened(folder, name, written["bytes"]) as file:
             crc = 0

@@ -1,7 +1,7 @@
-"""What a checkpoint says without pickle: values as JSON can hold them, and back. Nothing in it can run.
+"""Converts values to JSON and back, without pickle, so that no code in a checkpoint can run.
 
-A value that JSON has no word for is a dict of one entry, whose key says what it is: {"tuple": [1, 2]}. A tensor becomes
-whatever the caller makes of it, such as a reference to bytes in a file.
+A value that JSON doesn't have becomes a dict of one entry, whose key is its type: {"tuple": [1, 2]}. The caller decides
+what a tensor becomes, such as a reference to bytes in a file.
 """
 
 import base64
@@ -57,8 +57,8 @@ def pack(value, tensor: Callable, path=()):
     """-> `value` as JSON can hold it. `tensor(path, tensor)` -> what stands for a tensor; `path`: keys and indices.
 
     Raises:
-        NotPackable: it holds an object of another class than numbers, strings, bytes, tensors, dtypes, devices, and
-            dicts, lists, tuples, sets and deques of such.
+        NotPackable: it holds something else than numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists,
+            tuples, sets and deques of these.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -89,9 +89,9 @@ def _no_tensor(path, tensor):
 
 
 def pack_apart(value, prefix="", with_small=False):
-    """-> `value` packed, with {"tensor": prefix + path} for each tensor; and those tensors by that.
+    """-> `value` packed, with {"tensor": key} for each tensor; key -> tensor. A key is prefix + path.
 
-    `with_small`: tensors of a few elements are in what is packed.
+    `with_small`: small tensors are packed with their data instead.
     """
     apart = {}
 
@@ -112,12 +112,12 @@ def path_of(path) -> str:
 
 
 def unpack(packed, tensor: Callable, depth=0):
-    """-> the value again. `tensor(name, what)` -> the tensor for {name: what}, where `pack` was given what made that.
+    """-> the value that was packed. `tensor(name, what)` -> the tensor for {name: what}, which stands for a tensor.
 
-    `depth`: how many containers are around it.
+    `depth`: number of containers around it.
 
     Raises:
-        KeyError, TypeError, ValueError: it is nothing that `pack` makes.
+        KeyError, TypeError, ValueError: `packed` can't come from `pack`.
     """
     if type(packed) in PLAIN:
         return packed
@@ -138,7 +138,7 @@ def unpack(packed, tensor: Callable, depth=0):
 
 
 def pack_data(tensor) -> dict:
-    """A tensor with its data in it: for small ones."""
+    """-> a small tensor packed with its data."""
     tensor = tensor.detach().cpu().contiguous()
     return {"data": [name_of(tensor.dtype), list(tensor.shape), base64.b64encode(bytes_of(tensor)).decode()]}
 
@@ -159,25 +159,25 @@ def bytes_of(tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     if not tensor.numel():
         return memoryview(b"")
-    # By a storage of its own: numpy() makes the one that it is called on unfit to be resized, as a variant does.
+    # Through another storage, because numpy() makes its tensor's storage impossible to resize, as remainder16 does.
     return memoryview(torch.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).numpy())
 
 
 def need(condition, what):
-    """Raise ValueError, of which a file that is read makes damage."""
+    """Raise ValueError unless `condition`; `damage_of` turns it into a DamagedCheckpoint."""
     if not condition:
         raise ValueError(what)
 
 
 def without_doubles(pairs):
-    """For json.loads: keys of which one would be lost are refused."""
+    """For json.loads: refuse duplicate keys, of which json would drop all but one."""
     found = dict(pairs)
     need(len(found) == len(pairs), "a key comes twice")
     return found
 
 
 def checked_shape(shape) -> torch.Size:
-    """Raises ValueError unless `shape` is a list of numbers whose product is one of elements that a file may have."""
+    """Raises ValueError unless `shape` is a list of sizes with at most 2**60 elements in all."""
     need(isinstance(shape, list) and all(map(is_count, shape)), f"a shape of {str(shape)[:40]}")
     need(len(shape) <= 64 and math.prod(n for n in shape if n) <= 2**60, "a shape of too many elements")
     return torch.Size(shape)

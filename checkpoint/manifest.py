@@ -1,6 +1,6 @@
-"""What a checkpoint consists of: its manifest, of which nothing is believed before all of it has been checked.
+"""The manifest of a checkpoint, which says what it consists of, and is checked completely before use.
 
-The manifest is JSON that begins with a checksum of the rest of itself. Where tensors lie is in the headers of files.
+The manifest is JSON that begins with a checksum of the rest. The headers of the files say where tensors lie.
 """
 
 import json
@@ -37,14 +37,14 @@ ENTRIES = {"format", "byteorder", *Manifest._fields} - {"tensors"}
 
 
 def most_bytes(n_tensors) -> int:
-    """That the manifest of a model of so many tensors may have, and the headers of its files."""
+    """-> the largest size in bytes of a manifest, and of all headers, for a model of `n_tensors` tensors."""
     return MOST_BYTES + n_tensors * MOST_BYTES_A_TENSOR
 
 
 def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
-    """-> the manifest of a checkpoint, checked; and a checksum of its text.
+    """-> the checked manifest of a checkpoint; a checksum of its text.
 
-    Raises OSError, DamagedCheckpoint or ForeignCheckpoint, in one line, if it is not what `save` writes.
+    Raises OSError, DamagedCheckpoint or ForeignCheckpoint, in one line, if `save` can't have written it.
     """
     if not Path(folder).is_dir():
         raise DamagedCheckpoint("there is no such folder")
@@ -64,13 +64,13 @@ def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
 
 
 def sealed(contents) -> bytes:
-    """The text of a manifest: JSON, whose first entry is the checksum of what the text is without that."""
+    """-> the text of a manifest: JSON whose first entry is the checksum of the text without this entry."""
     text = json.dumps(contents).encode()
     return b'{"crc32": %d, %b' % (zlib.crc32(text), text[1:])
 
 
 def unsealed(text) -> dict:
-    """-> the JSON, without its checksum, of a format that is read here."""
+    """-> the JSON without its checksum, in a format that this program reads."""
     seal = re.match(rb'\{"crc32": (\d{1,10}), ', text)
     if seal:
         text = b"{" + text[seal.end() :]
@@ -97,7 +97,7 @@ def checked_file(name, what, format_):
 
 
 def check_entries(manifest):
-    """What stands in the manifest, and that each tensor in the files is of exactly one entry of it."""
+    """Check the entries of the manifest, and that each tensor in the files belongs to exactly one entry."""
     need(isinstance(manifest.optimizer, str), "optimizer")
     need(is_count(manifest.ranks) and manifest.ranks > 0, "ranks")
     need(isinstance(manifest.extra, list) and len(manifest.extra) == manifest.ranks, "extra")

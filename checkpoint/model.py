@@ -1,4 +1,4 @@
-"""The model that is saved and loaded: its tensors, by the names that they have without wrappers."""
+"""The tensors of a model, by the names that they have without wrappers."""
 
 import torch
 
@@ -15,7 +15,7 @@ def unwrapped(model):
 
 
 def bare(name):
-    return name.replace("_orig_mod.", "")  # of a layer that is compiled
+    return name.replace("_orig_mod.", "")  # a compiled layer adds this
 
 
 def state_of(model) -> dict:
@@ -29,7 +29,7 @@ def state_of(model) -> dict:
 
 
 def untied(model) -> dict:
-    """state_of(model) with each tensor once, by the first of its names."""
+    """-> state_of(model) with each tensor once, under the first of its names."""
     names = {}
     for name, tensor in state_of(model).items():
         names.setdefault(id(tensor), (name, tensor))

@@ -1,4 +1,4 @@
-"""Parameters and state move to other ranks while a program runs, and without a file. Stages 3 and 4."""
+"""Moves parameters and state to other ranks while a program runs, without a file. Stages 3 and 4."""
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,19 @@ from .states import local_states
 
 @torch.no_grad()
 def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | int | None) -> None:
-    """Move to the ranks of `process_group`, with parameters and state. Collective over all ranks there are.
+    """Move parameters and state to the ranks of `process_group`. Collective over all ranks of the program.
 
-    A rank outside of `process_group` has the parameters of this moment and no state; a later group may have it
-    again. What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
-    Of a tensor-parallel model the data-parallel dimension moves: each rank passes the new group of ranks that have the
-    same parts of DTensors as itself, and keeps its own part. For a moment each rank has a whole parameter.
+    A rank outside of `process_group` keeps the current parameters and no state; a later group may include it again.
+    What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank. For a moment each rank
+    holds one whole parameter.
 
-    Raises:
-        TypeError: the optimizer is none of stages 3 and 4.
-        RuntimeError: between backward() and step(); or ranks with the same parts are in several process groups so far,
-            or now; or some have a state for their part of a parameter, and others don't. On every rank.
+    In a tensor-parallel model only the data-parallel dimension moves: each rank passes the new group of ranks that have
+    the same parts of DTensors as itself, and keeps its own part.
+
+    Raises, on every rank:
+        TypeError: the optimizer is not of stage 3 or 4.
+        RuntimeError: between backward() and step(); or ranks with the same parts are in several process groups, before
+            or after the move; or some have a state for their part of a parameter, and others don't.
     """
     optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
@@ -45,7 +47,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
 
 
 def bring_to_all(param, sources):
-    """`sources`: (offsets, sizes) -> a rank that has this part of `param`, for the ranks that join."""
+    """Broadcast `param`, for ranks that join. `sources`: (offsets, sizes) -> a rank that has this part of `param`."""
     own = local(param)
     for part, source in sources.items():
         is_own = part == box_of(param)[:2]
@@ -53,8 +55,9 @@ def bring_to_all(param, sources):
 
 
 def agreed_sources(optimizer, process_group):
-    """-> parts -> the rank that they come from; and the parameter groups. Raises on every rank what speaks against a
-    move. Parts: what a rank has of each parameter, the same on all ranks unless there are DTensors.
+    """-> parts -> the rank that sends them; the parameter groups. Raises on every rank if a move is impossible.
+
+    Parts are what a rank has of each parameter; they are the same on all ranks unless there are DTensors.
     """
     error, to = None, []
     try:

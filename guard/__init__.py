@@ -1,5 +1,5 @@
-"""What makes a core an optimizer that one can rely on: `Guarded` in guarded.py has the order of things.
+"""Makes a core reliable: `Guarded` in guarded.py says what happens in which order.
 
-A stage's `distributed.py` has its DistributedOptimizer: what of this order is the stage's own. Everything else here are
-functions and small objects that these classes call, a concern a file.
+A stage's `distributed.py` defines its DistributedOptimizer, with what differs in this stage. The other files here hold
+functions and small objects that these classes call, one concern per file.
 """

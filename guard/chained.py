@@ -1,7 +1,7 @@
-"""A model with two optimizers, Muon for matrices and AdamW for the rest: one step, one clip.
+"""A model with two optimizers, such as Muon for matrices and AdamW for the rest: one step, one clip.
 
-Clipped one by one, each would get a norm of its own, and their ratio would change. Called ChainedOptimizer in
-Megatron-LM, which has the idea. Shown by tests/variants/test_chained.py.
+Clipping them one by one would use two norms, and change the ratio of their gradients. Source of the idea: Megatron-LM's
+ChainedOptimizer. Shown by tests/variants/test_chained.py.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def of_each(name):
 
 
 class Together:
-    """Several optimizers, with what they have as one."""
+    """Several optimizers, with all their parameter groups and all their state."""
 
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
@@ -31,16 +31,16 @@ class Together:
 
 
 class Chained(Together):
-    """Several optimizers of this project, of any stage or variant, as one. A scheduler belongs to each of them.
+    """Several optimizers of this project, of any stage or variant, as one. Each needs a scheduler of its own.
 
-    `checkpoint.save`, `load` and the full state take it as they take any optimizer, where all have one process group.
+    `checkpoint.save`, `load` and the full state accept it as they do any optimizer, if all have one process group.
 
-    Their process groups may differ: where one is smaller, as of experts, ranks outside of it have other parameters,
-    and all are counted once in the norm. The constructor is collective then.
+    Process groups may differ: experts, for example, have a smaller group, and ranks outside of it have other
+    parameters. The norm counts each parameter once. The constructor is then collective.
 
     Raises:
-        ValueError: on every rank, the smaller groups are no parts of the largest one, each rank in one of them: whose
-            parameters are the same can't be known.
+        ValueError: on every rank; the smaller groups don't divide the largest one, with each rank in one of them, so it
+            can't be known which ranks have the same parameters.
     """
 
     def __init__(self, *optimizers):
@@ -66,7 +66,7 @@ class Chained(Together):
     finish_grad_sync, zero_grad = of_each("finish_grad_sync"), of_each("zero_grad")
 
     def step(self):
-        """Gradients of all come first: what an optimizer asks the ranks waits behind parameters that another sends."""
+        """Average all gradients first, or the second optimizer's messages would queue behind the first's parameters."""
         self.finish_grad_sync()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -80,11 +80,11 @@ class Chained(Together):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients of all to a norm of at most `max_norm`, over them together. -> norm before"""
+        """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. -> norm before"""
         self.finish_grad_sync()
         norms = [optimizer._total_norm(norm_type) for optimizer in self.optimizers]
         for number, n_ranks in enumerate(self.n_ranks):
-            if n_ranks < self.process_group.size():  # n_ranks have the same norm, and together they count once
+            if n_ranks < self.process_group.size():  # n_ranks ranks have the same norm, which must count once
                 shares = gather_scalar(norms[number] * n_ranks ** (-1 / norm_type), self.process_group)
                 norms[number] = torch.linalg.vector_norm(shares, float(norm_type))
         total_norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
@@ -92,7 +92,7 @@ class Chained(Together):
             torch.nn.utils.clip_grads_with_norm_(optimizer._averaged_params(), max_norm, total_norm)
         return total_norm
 
-    # ------------------------------------------------------------------------------- what checkpoint/ asks for
+    # ------------------------------------------------------------------------------------ what checkpoint/ uses
 
     optimizer = property(lambda self: Inner(one.optimizer for one in self.optimizers))
     has_grads = property(lambda self: any(one.has_grads for one in self.optimizers))
@@ -117,7 +117,7 @@ class Inner(Together):
     """The inner optimizers, as one."""
 
     def state_dict(self):
-        """Without states, and with the places that parameters have among all."""
+        """-> a state_dict without states, in which parameters are numbered through all optimizers."""
         groups, n_before = [], 0
         for group in self.param_groups:
             groups.append({**group, "params": list(range(n_before, n_before + len(group["params"])))})

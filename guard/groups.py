@@ -1,9 +1,9 @@
-"""What is asked everywhere of parameter groups, and of their parameters; and whether the ranks have the same in them.
+"""Helpers for parameter groups, and a check that all ranks have the same hyperparameters.
 
-Situation: a scheduler that sets an lr by a rank's own loss (ReduceLROnPlateau). Ranks that step with other settings mix
-two trainings without a word, so the groups are compared wherever ranks talk anyway: in the constructor, in
-`add_param_group`, before a full state or a save, and in stage 4 before each step, as a checksum. What the inner
-optimizer has written into its groups is compared in the step that follows. Shown by tests/stages/test_users.py,
+Situation: a scheduler sets the lr from the loss of one rank (ReduceLROnPlateau). Ranks with different settings would
+silently mix two trainings. So the groups are compared whenever ranks communicate anyway: in the constructor, in
+`add_param_group`, before a full state or a save, and in stage 4, as a checksum, before each step. What the inner
+optimizer writes into its groups is compared in the following step. Shown by tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
@@ -20,7 +20,7 @@ def all_params(optimizer):
 
 
 def named_params(groups):
-    """Every parameter with a name for messages: its own where the groups have names, else its place."""
+    """-> [(name, parameter), …], for messages: its own name if the groups have names, else its place."""
     return [(group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
             for g, group in enumerate(groups) for i, param in enumerate(group["params"])]
 
@@ -35,21 +35,21 @@ def hyperparameters(group):
 
 
 def copy_hyperparameters(sources, targets):
-    """Into the groups of another optimizer, as many, whatever is in the groups `sources`."""
+    """Copy the hyperparameters of the groups `sources` into the groups `targets`, of which there are as many."""
     for source, target in zip(sources, targets):
         target.update(hyperparameters(source))
 
 
 def spread_over(param):
-    """The process groups over which the elements of a DTensor are spread; of any other tensor, none."""
+    """-> the process groups over which the elements of a DTensor are spread; for any other tensor, ()."""
     placements = enumerate(getattr(param, "placements", ()))
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 def settings_of(groups):
-    """-> what it is, as "lr of group 0", and its place if there are several -> number or text.
+    """-> dict: (name such as "lr of group 0", place in a tuple or list) -> number or text.
 
-    What is plain in the parameter groups. Tensors on a GPU would have to be waited for.
+    Only plain values and one-element CPU tensors: reading a tensor on a GPU would wait for the GPU.
     """
     found = {}
     for g, group in enumerate(groups):
@@ -63,13 +63,13 @@ def settings_of(groups):
 
 
 def checksum_of(groups):
-    """-> 31 bits; of floats what CPUs agree on, whose cosines may differ in the last bit."""
+    """-> 31 bits. Floats count with nine digits, because the cosines of two CPUs may differ in the last bit."""
     values = [value if isinstance(value, str) else f"{value:.9g}" for value in settings_of(groups).values()]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
 
 def difference_between_ranks(groups, process_group):
-    """Collective. -> a message for every rank if the settings of the ranks differ by more than rounding, or None."""
+    """-> on every rank a message if the settings of the ranks differ by more than rounding, or None. Collective."""
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, settings_of(groups), group=process_group)
     for rank, theirs in enumerate(everyone):

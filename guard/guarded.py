@@ -1,15 +1,15 @@
-"""What every stage's DistributedOptimizer does around its core, in this order.
+"""What the DistributedOptimizer of every stage does around its core, in which order.
 
-Situation: training, from the constructor to a save. The class of a stage, in its `distributed.py`, has what differs.
-What it writes anew replaces what is here: super() in either of the two is the core. It has:
+Situation: training, from the constructor to a save. The class in a stage's `distributed.py` adds what differs. A method
+that it defines replaces the one here, because super() is the core in both classes. It defines:
 
-    _refuse(named), _probe(make_optimizer, groups)   raise what the stage can't train
-    _watch_shards(groups)       what else is to do when parameters have been shared out
+    _refuse(named), _probe(make_optimizer, groups)   raise an error for what the stage can't train
+    _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
-    _take_model_changes()       main parameters follow what others wrote into the model
+    _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
-    _param_grad_holds           what torch's clipping would find there, for guard/scaling.py; also a buffer's
+    _param_grad_holds           what torch's clipping would find in param.grad, see guard/scaling.py; also of a buffer
 
 Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
 """
@@ -38,11 +38,11 @@ class Guarded(torch.optim.Optimizer):
 
     finish_grad_sync: Callable[[], None]
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
-    _known_params: Any = None  # param_ids() of what has been sharded; None while torch's constructor runs
-    _states: Any = None  # a ByParameter, from then on
+    _known_params: Any = None  # param_ids() of the sharded parameters; None while torch's constructor runs
+    _states: Any = None  # a ByParameter; None while torch's constructor runs
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
-        """-> the parameter groups, after all refusals. `settings`: the stage's own arguments, by name."""
+        """-> the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         warn_of_an_untried_torch()
         silence_torch()
         watch_torchs_clipping(self)
@@ -66,16 +66,16 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def shard(self, groups):
-        """As the core does; and note what is this rank's now."""
+        """Shard as the core does, and record what this rank now owns."""
         n_before = len(self.optimizer.param_groups)
         if any(group["params"] for group in groups):
             super().shard(groups)
-        else:  # added empty, by a split into what decays and what doesn't say
+        else:  # an empty group, as a split by weight decay may make
             for group in groups:
                 self.optimizer.add_param_group({**hyperparameters(group), "params": []})
         for group in self.optimizer.param_groups[n_before:]:
-            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's, which torch < 2.13 lacks
-        # autograd saw nothing of the broadcast: a graph that has read the old values is refused
+            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's: torch < 2.13 forgets it
+        # Autograd doesn't see the broadcast; now it refuses a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
         self._note_shards()
@@ -90,7 +90,7 @@ class Guarded(torch.optim.Optimizer):
         self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
-        """When the shards are given up: take those of this rank's place in `process_group`, without state."""
+        """After the shards were given up, take the shards of this rank in `process_group`, without state."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()
         self.process_group = process_group
@@ -101,32 +101,31 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
-        """Average the gradients, step what this rank owns, bring every rank's parameters to all. Collective.
+        """Average the gradients, update what this rank owns, send updated parameters to all ranks. Collective.
 
-        Returns the loss of `closure`, averaged over the ranks; what is no number or tensor, as it is; or None.
-        torch.amp.GradScaler.step passes itself in, as `grad_scaler`: an inf or nan on any rank makes every rank skip
-        the step, and lower its scale.
+        Returns what `closure` returns, averaged over the ranks if it is a number or a tensor; without `closure`, None.
+        torch.amp.GradScaler.step passes itself as `grad_scaler`: an inf or nan on any rank makes every rank skip the
+        step and lower its scale.
 
         Raises:
-            RuntimeError: the parameters in `param_groups` are not those that were added; or what `finish_grad_sync`
-                raises.
+            RuntimeError: `param_groups` has other parameters than were added; or what `finish_grad_sync` raises.
         """
         refuse_edited(self.param_groups, self._known_params)
         loss = None if closure is None else mean_loss(self, closure)
         self.finish_grad_sync()
         if grad_scaler is not None and found_inf(self, grad_scaler):
-            self.zero_grad()  # model.zero_grad() knows nothing of an inf that is elsewhere
+            self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
             return loss
         self._states.refuse_whole(self.param_groups)
         self._take_model_changes()
         with without_global_hooks():  # the phases of the core's step
             self.step_own()
-        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some count steps there
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
         self.sync_params()
         return loss
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients without communication. In stages 1 to 3 nothing travels before `step` anyway."""
+        """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
         return contextlib.nullcontext()
 
     @torch.no_grad()
@@ -137,7 +136,7 @@ class Guarded(torch.optim.Optimizer):
         Returns the norm before clipping, a scalar tensor.
 
         Raises:
-            RuntimeError: that norm is nan or inf, and `error_if_nonfinite`; on every rank, before gradients change.
+            RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank, before gradients change.
         """
         self.finish_grad_sync()
         norm = self._total_norm(norm_type)
@@ -150,18 +149,18 @@ class Guarded(torch.optim.Optimizer):
         return total_norm(self, norm_type)
 
     def _averaged_params(self):
-        """-> those whose averaged gradients this rank has."""
+        """-> the parameters, or main parameters, whose averaged gradients this rank has."""
         return all_params(self.optimizer)
 
     def pieces(self):
-        """-> [(param, start, stop, main), …]: this rank steps flat elements start to stop of `param`, as `main`."""
+        """-> [(param, start, stop, main), …]: this rank updates flat elements start to stop of `param`, as `main`."""
         with torch.no_grad():
             self._take_model_changes()
         return list(self._owned_ranges())
 
     @property
     def state(self):
-        """By parameter what this rank steps of it: in stages 3 and 4 flat pieces. A dict that is assigned is copied."""
+        """State by parameter, of what this rank updates: flat pieces in stages 3 and 4. An assigned dict is copied."""
         return self._states
 
     @state.setter
@@ -170,19 +169,19 @@ class Guarded(torch.optim.Optimizer):
             self._states.replace(state)
 
     def state_dict(self):
-        """This rank's part of the state, without communication: to be loaded on the same rank of as many.
+        """This rank's part of the state, without communication. Load it on the same rank, with as many ranks.
 
-        Parameters have names that say which part of which one this is. `checkpoint.full_state_dict` has the whole.
+        Each key says which part of which parameter it is. `checkpoint.full_state_dict` returns the whole state.
         """
         self.pass_on_hyperparameters()
         return state_of_rank(self)
 
     def load_state_dict(self, state_dict):
-        """Take over what `state_dict` returned on this rank. Collective.
+        """Load what `state_dict` returned on this rank. Collective.
 
         Raises:
-            ValueError: on any rank it was made by another rank, on another number of ranks, or with other shards, or
-                its state is none of this optimizer; nothing is changed.
+            ValueError: on every rank, before anything is changed, if on any rank the state_dict comes from another
+                rank, another number of ranks, other shards or another optimizer.
         """
         parts, error = [], None
         try:
@@ -199,7 +198,7 @@ class Guarded(torch.optim.Optimizer):
         copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
 
     def refuse_different_settings(self):
-        """RuntimeError on every rank if the parameter groups of the ranks differ. Collective, before a save say."""
+        """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
         difference = difference_between_ranks(self.param_groups, self.process_group)
         if difference:
             raise RuntimeError(difference)
@@ -207,12 +206,13 @@ class Guarded(torch.optim.Optimizer):
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
-    # Lightning and Fabric wrap the optimizer in an object of a class made of theirs and of ours. Methods of ours would
-    # run with the wrapper as `self`, what they assign would stay there, and `self.optimizer` is the one that is
-    # wrapped, not the inner one. So what such a class has of ours is the optimizer's: tests/stages/test_wrappers.py.
+    # Lightning and Fabric wrap the optimizer in an object whose class inherits from theirs and ours. Our methods would
+    # run with the wrapper as `self`: they would assign to the wrapper, and find the wrapped optimizer in
+    # `self.optimizer`, not the inner one. So such a class forwards our attributes to the wrapped optimizer:
+    # tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        for kind in cls.__mro__:  # it is built like any optimizer: another base of it is no wrapper
+        for kind in cls.__mro__:  # a class that is built like any optimizer is no wrapper: undo __init_subclass__
             for name in [name for name, value in vars(kind).items() if isinstance(value, OfTheOptimizer)]:
                 delattr(kind, name)
         optimizer = super().__new__(cls)
@@ -220,7 +220,7 @@ class Guarded(torch.optim.Optimizer):
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
-        """Where ours stands behind another base, `cls` may be a wrapper's."""
+        """If our class comes after another base, `cls` may be a wrapper."""
         super().__init_subclass__(**kwargs)
         for ours in cls.__bases__[1:]:
             if issubclass(ours, Guarded):
@@ -233,8 +233,8 @@ def mean_loss(optimizer, closure):
     with torch.enable_grad():
         loss = closure()
     if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
-        return loss  # None, or a dict of losses say, as it is
-    if hasattr(loss, "full_tensor"):  # a DTensor, maybe of partial sums
+        return loss  # None, or a dict of losses for example
+    if hasattr(loss, "full_tensor"):  # a DTensor, maybe with partial sums
         loss = loss.full_tensor()
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
     dist.all_reduce(loss, group=optimizer.process_group)
@@ -242,7 +242,7 @@ def mean_loss(optimizer, closure):
 
 
 class OfTheOptimizer(property):
-    """An attribute of a wrapper: that of the optimizer itself."""
+    """An attribute of a wrapper that forwards to the wrapped optimizer."""
 
     def __init__(self, name):
         super().__init__(lambda wrapper: getattr(wrapper._itself(), name),

@@ -1,8 +1,8 @@
-"""A second optimizer over the same parameters, one that is dropped while the model stays, hooks of all optimizers.
+"""Gradient hooks when optimizers are replaced or dropped, and torch's hooks for all optimizers.
 
-Parameters don't keep alive what they were trained with, and the later optimizer has the gradients. A hook of all
-optimizers is called once a step. A process group that nobody holds ends its threads in destroy_process_group(), which
-could abort Python's end. Shown by tests/stages/test_models.py, `test_python_ends_without_a_word`, and
+Parameters don't keep their optimizer alive, and of two optimizers the later one gets the gradients. torch's hooks for
+all optimizers run once per step. No process group may outlive destroy_process_group(), which ends its threads: at exit
+they could abort Python. Shown by tests/stages/test_models.py, `test_python_ends_without_a_word`, and
 tests/stages/test_users.py, `test_hooks_of_all_optimizers_are_called_once_a_step`.
 """
 
@@ -10,32 +10,33 @@ import contextlib
 import weakref
 
 import torch
-import torch._dynamo  # now: torch imports it as it builds its first optimizer, and holds the process group from then on
+import torch._dynamo  # early, because torch would import it with its first optimizer, and then hold the process group
 from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None where nothing is compiled
+compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None if nothing is being compiled
 
 
 def untraced(function):
-    """`function`, which torch.compile leaves alone, and all that it calls.
+    """-> `function`, excluded from torch.compile with everything it calls.
 
-    torch.compiler.disable()'s wrapper takes longer than a hook does: it is entered only where something is compiled.
+    The wrapper of torch.compiler.disable() takes longer than a hook, so it is used only while something is compiled.
     """
     return skip(lambda *args: (function if compiler() is None else torch.compiler.disable(function))(*args))
 
 
 def hook_gradient(param, method, takes=False):
-    """Have `method`, of an optimizer or of its buffer, called when the gradient of `param` is complete. -> handle
+    """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. -> handle
 
-    It holds that object weakly. A frozen parameter has the hook too: it may be unfrozen later. `takes`: `method` takes
-    the gradient out of `param.grad`. The hook of an earlier optimizer that does so, of any stage, is removed, or this
-    one would find none.
+    The hook holds that object weakly. A frozen parameter gets the hook too, since it may be unfrozen later.
+
+    takes: `method` takes the gradient out of `param.grad`. Then hooks of earlier optimizers that do so, of any stage,
+        are removed, or this one would find no gradient.
     """
-    # Not by weakref.WeakMethod, which prints an error for each parameter as Python ends.
+    # Not weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
 
-    @skip  # `untraced`, in one call: it is made for each parameter. A compiled function may call backward()
+    @skip  # as `untraced`, with one call less per parameter. A compiled function may call backward()
     def hook(param):
         owner = weak_owner()
         if owner is not None:
@@ -43,10 +44,10 @@ def hook_gradient(param, method, takes=False):
 
     hook.takes_gradient, hook.owner = takes, weak_owner
     hooks = param._post_accumulate_grad_hooks or {}
-    for key, other in list(hooks.items()):  # an earlier optimizer that nobody has takes its own off, at any moment
-        if getattr(other, "takes_gradient", False) is True:  # a Mock, as a hook, has all that is asked for
+    for key, other in list(hooks.items()):  # a copy: a dropped optimizer removes its own hooks, at any moment
+        if getattr(other, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute
             hooks.pop(key, None)
-    vars(param).pop("main_grad", None)  # where an earlier stage 3 has put the gradient
+    vars(param).pop("main_grad", None)  # the gradient of an earlier stage 3
     requires_grad = param.requires_grad
     handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
@@ -55,7 +56,7 @@ def hook_gradient(param, method, takes=False):
 
 @contextlib.contextmanager
 def without_global_hooks():
-    """The inner optimizer steps for ours: torch calls register_optimizer_step_post_hook()'s hooks for ours alone."""
+    """For the inner optimizer's step: hooks of register_optimizer_step_post_hook() then run only for our own step."""
     all_hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     kept = [dict(hooks) for hooks in all_hooks]
     for hooks in all_hooks:

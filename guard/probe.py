@@ -1,7 +1,8 @@
-"""An optimizer that is not element-wise, as Lamb and Muon aren't: a shard would step differently.
+"""Refuses optimizers that would update shards differently from whole tensors.
 
-Or one that steps tensors together, as Prodigy does: those of a rank would step differently. Found out by a trial on
-tensors of its own, before anything is changed. Shown by tests/stages/test_probe.py.
+Some are not element-wise, such as Lamb and Muon. Others update tensors together, such as Prodigy, so a rank's share
+would be updated differently. A trial on tensors of its own finds this out before anything is changed. Shown by
+tests/stages/test_probe.py.
 """
 
 import collections
@@ -17,41 +18,42 @@ from .groups import hyperparameters
 from .hooks import without_global_hooks
 from .schema import raise_if_of_the_machine
 
-# Steps, whether they all have the same gradient, and its magnitude. What adds up over the steps shows where gradients
-# are steady, what is cut off where they are large, and what counts steps in the end.
+# (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
+# steps, large ones show clipping, and the last phases show rules that count steps.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
-# Of 2**17 elements, for a rule by their number: more than 4096 or 65536, a power of two, a multiple of 256 or 2048, as
-# those of optimizers in 8 bits are. A third of it is no multiple.
+# For tensors of 2**17 elements, to find rules about the number of elements, such as those of 8-bit optimizers: more
+# than 4096 or 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple.
 OF_LARGE_TENSORS = [(2, False, 1.0)]
-# What may differ, relative to how far a tensor moves. An optimizer that can't step 64 bits is tried in 32.
+# (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
-PASSED: set[tuple] = set()  # trials that went well in this process: a program that builds many alike waits for one
+PASSED: set[tuple] = set()  # trials that passed in this process, so that a program with many optimizers waits once
 
 
 def check_elementwise(make_optimizer, groups, unit=1):
-    """Refuse an optimizer that steps shards of tensors otherwise than whole ones, for stages 3 and 4; see `check`.
+    """For stages 3 and 4: refuse an optimizer that updates shards differently from whole tensors; see `check`.
 
-    `unit`: tensors are cut after so many elements, or a multiple, as variants/blocks.py does.
+    unit: shards start at multiples of this number of elements in a tensor, as in variants/blocks.py.
     """
     check(make_optimizer, groups, unit, "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
 
 
 def check_one_by_one(make_optimizer, groups):
-    """Refuse an optimizer that steps tensors together otherwise than one by one, for stages 1 and 2; see `check`."""
+    """For stages 1 and 2: refuse an optimizer that updates tensors differently together than alone; see `check`."""
     check(make_optimizer, groups, None, "{} doesn't step tensors one by one: a rank's would step differently ({})")
 
 
 def check(make_optimizer, groups, unit, refusal):
-    """Try it, for each kind of group: do two and three ranks that step their shares make the same of them as one?
+    """For each kind of group, try whether two and three ranks that update a share each get the result of one rank.
 
     Args:
         make_optimizer: function of parameter groups.
-        unit: of shards, see `shards_of`; None: ranks step whole tensors.
+        unit: of shards, see `shards_of`; None: ranks update whole tensors.
+        refusal: message with places for the optimizer's name and the reason.
 
     Raises:
-        ValueError: a step fails; or ranks would make something else of their shares; or tensors with
-            requires_grad=False, as shards are, aren't stepped.
-        Exception: what torch raises where arguments are wrong.
+        ValueError: a step fails; or the results differ; or the optimizer skips tensors with requires_grad=False, which
+            shards are.
+        Exception: what torch raises for wrong arguments.
     """
     share_out = whole_shares_of if unit is None else functools.partial(shards_of, unit=unit)
     name = make_optimizer.func.__name__
@@ -76,10 +78,10 @@ def check(make_optimizer, groups, unit, refusal):
 
 
 def shards_of(flat, shapes, n_ranks, unit):
-    """-> what each rank steps of the tensors of `shapes` in `flat`, (numel,): pieces, of what lies in its shard."""
+    """-> for each rank the pieces of tensors that lie in its shard. `flat`: (numel,), the tensors of `shapes`."""
     starts = [flat.numel() * rank // n_ranks for rank in range(1, n_ranks)]
     ends = list(itertools.accumulate(map(math.prod, shapes)))
-    begins = [max((end for end in ends if end <= start), default=0) for start in starts]  # of the tensors that are cut
+    begins = [max((end for end in ends if end <= start), default=0) for start in starts]  # where the cut tensors begin
     starts = [begin + (start - begin) // unit * unit for start, begin in zip(starts, begins)]
     shares, start = [[] for _ in range(n_ranks)], 0
     for end in sorted({*starts, *ends}):
@@ -89,16 +91,16 @@ def shards_of(flat, shapes, n_ranks, unit):
 
 
 def whole_shares_of(flat, shapes, n_ranks):
-    """-> which of the tensors of `shapes` in `flat`, (numel,), each rank steps."""
+    """-> for each rank the whole tensors that it updates. `flat`: (numel,), the tensors of `shapes`."""
     tensors = flat.split([math.prod(shape) for shape in shapes])
     tensors = [tensor.view(shape).requires_grad_() for tensor, shape in zip(tensors, shapes)]
     return [tensors[rank::n_ranks] for rank in range(n_ranks)]
 
 
 def trials_of(make_optimizer, groups):
-    """-> for each kind of group a Trial on small tensors, and two on large ones, of as many dimensions as its own.
+    """-> iterator over three Trials for each kind of group: one on small tensors, two on large ones.
 
-    An lr makes no kind of its own: the largest is tried.
+    Tensors have as many dimensions as the group's. Groups that differ only in lr are one kind: the largest is tried.
     """
     def lr_of(group):
         return group.get("lr", make_optimizer.keywords.get("lr"))
@@ -111,11 +113,11 @@ def trials_of(make_optimizer, groups):
         fastest = max(alike, key=lambda group: lr_of(group) or 0)
         options, device = hyperparameters(fastest), fastest["params"][0].device
         if lr_of(fastest) is not None and not lr_of(fastest):
-            options["lr"] = 0.1  # for a difference to be seen
+            options["lr"] = 0.1  # with lr 0 no difference would show
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in n_dims]
         yield Trial(make_optimizer, options, (small * 3)[: max(3, len(small))], PHASES, device)
-        # 6144 elements: bitsandbytes keeps 8 bits from 4096 on, which halves and thirds of it haven't.
+        # 6144 elements: bitsandbytes uses 8 bits from 4096 elements on, and halves and thirds of 6144 have fewer.
         for rows, numel in (512, 2**17), (48, 6144):
             large = [(rows, *[2] * (n - 2), max(1, numel // rows >> n - 2)) for n in n_dims if n > 1] or [(numel,)]
             yield Trial(make_optimizer, options, large, OF_LARGE_TENSORS, device)
@@ -129,8 +131,8 @@ class Trial(NamedTuple):
     device: torch.device
 
     def whole(self):
-        """-> what one rank makes of it that steps everything, as without sharding, and the precision that it takes."""
-        self.optimizer_of([torch.zeros(shape, device=self.device) for shape in self.shapes])  # or torch's own error
+        """-> the result of one rank that updates everything, as without sharding; the first precision that works."""
+        self.optimizer_of([torch.zeros(shape, device=self.device) for shape in self.shapes])  # wrong arguments raise
         for precision in PRECISIONS:
             try:
                 return self.run(whole_shares_of, 1, precision[0]), precision
@@ -142,7 +144,7 @@ class Trial(NamedTuple):
 
     @torch.no_grad()
     def run(self, share_out, n_ranks, dtype):
-        """`n_ranks` ranks step a share each. -> by how far the values have moved in each phase, (numel,) each."""
+        """Let `n_ranks` ranks update a share each. -> how far the values moved in each phase, (numel,) each."""
         values = torch.linspace(-1, 1, sum(map(math.prod, self.shapes)), dtype=dtype, device=self.device)
         grads = torch.zeros_like(values)
         shares = [share_out(flat, self.shapes, n_ranks) for flat in (values, grads)]
@@ -154,7 +156,7 @@ class Trial(NamedTuple):
                 for step in range(n_steps):
                     if step == 0 or not is_steady:
                         noise = torch.randn(values.shape, generator=generator, device="cpu") * magnitude
-                    grads.copy_(noise)  # in each step: SGD with nesterov writes into gradients
+                    grads.copy_(noise)  # in each step, because SGD with nesterov writes into gradients
                     for optimizer, params, own_grads in zip(optimizers, *shares):
                         for param, grad in zip(params, own_grads):
                             param.grad = grad.detach()

@@ -1,7 +1,7 @@
-"""Parameters that can't work: refused on every rank, before anything is changed, by name.
+"""Refuses parameters that can't work, by name, on every rank, before anything is changed.
 
-Duplicates, other devices, ranks with unlike models, groups edited behind the optimizer's back. Shown by
-tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
+Examples are duplicates, several devices, different models on the ranks, and groups edited behind the optimizer's back.
+Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
 import functools
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from .groups import named_params, settings_of
 
-NEWEST = "2.14.1"  # all tests passed on it
-PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # what prints alike on every rank if it is equal
+NEWEST = "2.14.1"  # the newest torch on which all tests passed
+PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # equal values of these print the same on every rank
 
 
 def checked_groups(params, process_group, existing=(), *, refuse, settings=None):
@@ -25,16 +25,17 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
         existing: the groups that the optimizer has already.
-        refuse: function of [(name, parameter), …] that raises what this stage can't take, TypeError or ValueError.
-            -> [(name, tensor), …]: what of each parameter is on this rank.
+        refuse: function of [(name, parameter), …] that raises TypeError or ValueError for what the stage can't take.
+            -> [(name, tensor), …]: the part of each parameter that is on this rank.
         settings: the stage's arguments by name, which must be the same on every rank.
 
     Raises:
         RuntimeError: there is no process group, or this rank is not in it.
         TypeError: something is not a tensor, parameters are in a set, or `process_group` is something else.
-        ValueError: no parameters, or one that can't be sharded or stepped: a duplicate, or in the memory of another;
-            sparse, integer or of 8 bits, no leaf, of inference_mode(), with gaps in memory; on another device, or one
-            that `process_group` has no backend for. Or only some have names, or the ranks disagree.
+        ValueError: there are no parameters; or one can't be sharded or updated, because it is a duplicate, shares
+            memory with another, is sparse, integer or 8-bit, is no leaf, was made in inference_mode(), has gaps in
+            memory, or is on another device or one that `process_group` has no backend for. Or only some parameters have
+            names, or the ranks disagree.
     """
     if not dist.is_initialized():
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
@@ -52,11 +53,11 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
         if len({"param_names" in group for group in [*existing, *groups]}) > 1:
             raise ValueError("some parameter groups have names for their parameters: name all of them or none")
         named = named_params([*existing, *groups])
-        if not named:  # one group may be empty, as torch has it
+        if not named:  # as in torch, one group may be empty, but not all
             raise ValueError("the parameter list is empty: pass model.parameters()")
         _check_params(named, backends)
         if named[0][1].device.type == device:
-            device = named[0][1].device  # of several GPUs the one that is trained on
+            device = named[0][1].device  # the GPU with the model, if there are several
         here = refuse(named)
         _check_memory(here)
         lines = [f"{key}={value}" for key, value in (settings or {}).items() if _is_plain(value)]
@@ -70,7 +71,7 @@ def checked_groups(params, process_group, existing=(), *, refuse, settings=None)
 
 
 def backends_of(process_group):
-    """-> type of device -> backend, "gloo" say. A group may have several; one that was made without a name has."""
+    """-> device type -> backend, such as "cpu" -> "gloo". A group made without a backend's name has several."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
 
@@ -80,7 +81,7 @@ def param_ids(groups):
 
 
 def refuse_edited(groups, known):
-    """Who steps which parameter was decided when it was added; `known`: param_ids() at that time."""
+    """Raise RuntimeError if parameters changed since they were sharded. `known`: param_ids() at that time."""
     if param_ids(groups) != known:
         raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                            "the optimizer anew")
@@ -138,11 +139,11 @@ def _check_params(named, backends):
 
 
 def _check_memory(named):
-    """Two parameters in the same memory would be averaged and stepped as two, and written back as one."""
+    """Refuse parameters that share memory: they would be averaged and updated as two, but written back as one."""
     for name, tensor in named:
         if tensor.stride() != torch.empty_like(tensor, device="meta").stride():
             raise not_contiguous(name, tensor)
-    # without empty ones, and those of the meta device
+    # data_ptr() is 0 for empty tensors and on the meta device
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
     for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
         if other_start < start + nbytes:
@@ -176,9 +177,9 @@ def _is_plain(value):
 
 
 def agree(error, lines, process_group, device):
-    """Raise on every rank if one of them has an error, or if their descriptions of the parameters differ."""
+    """Raise on every rank if one of them has an `error`, or if the ranks have different `lines`. Collective."""
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    report = torch.tensor([error is not None, digest, -digest], device=device)  # they agree if max is min
+    report = torch.tensor([error is not None, digest, -digest], device=device)  # all digests are equal if max is min
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if not failed and largest == -minus_smallest:
@@ -196,7 +197,7 @@ def agree(error, lines, process_group, device):
 
 @functools.cache
 def warn_of_an_untried_torch(version=str(torch.__version__)):
-    """Once in a process, and under torchrun on rank 0 only. Releases that mend this one count as tried."""
+    """Warn once per process, under torchrun on rank 0 only. Patch releases of NEWEST count as tried."""
     minor, tried = (tuple(map(int, release.split(".")[:2])) for release in (version, NEWEST))
     if minor > tried and os.environ.get("RANK", "0") == "0":
         warnings.warn(f"torch {version} is newer than {NEWEST}, the newest that DistributedOptimizer was tried with",
@@ -204,8 +205,10 @@ def warn_of_an_untried_torch(version=str(torch.__version__)):
 
 
 def silence_torch():
-    """Of two collectives that have new names, which releases before 2.13 lack; and that GradScaler passes itself to
-    `step`: the only way to tell it of an inf that another rank has found. Where an optimizer is built, not at import.
+    """Silence two warnings of torch, when an optimizer is built and not at import.
+
+    One asks for new names of two collectives, which releases before 2.13 lack. The other is about GradScaler passing
+    itself to `step`, the only way to report an inf on another rank to it.
     """
     for message in (".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated",
                     "GradScaler is going to stop passing itself"):

@@ -1,8 +1,8 @@
-"""What an optimizer keeps is known before anything is believed of a file or a dict.
+"""Finds out what state an optimizer keeps, to check what a file or a dict wants to load.
 
-A fused kernel reads as many elements of a moment as its parameter has, whatever there are: one that is too small is
-memory of others. So the optimizer is stepped once beside, on a parameter of that shape, without memory where it can be,
-and what is loaded must be what that step has made. Shown by tests/checkpoint/test_states.py.
+A fused kernel reads as many elements of a moment as the parameter has, so with a moment that is too small it would read
+foreign memory. Therefore a second optimizer runs one step on a parameter of the same shape, a FakeTensor if possible.
+The state to load must look like the state after this step. Shown by tests/checkpoint/test_states.py.
 """
 
 import collections
@@ -18,12 +18,12 @@ from .groups import hyperparameters
 from .hooks import without_global_hooks
 
 LISTS = list, tuple, collections.deque
-ANYTHING = "a scalar, or of the parameter's shape"  # what a step hasn't made, as slow weights that come later
+ANYTHING = "a scalar, or of the parameter's shape"  # for entries that come after the first step, such as slow weights
 COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 class Spec(NamedTuple):
-    """A tensor as a schema knows it. `value`: of one element, where it is known."""
+    """A tensor without its data. `value`: of a scalar, if it is known."""
 
     shape: tuple
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Schema(NamedTuple):
 
 
 def described(value):
-    """With a Spec for each tensor."""
+    """-> `value` with a Spec in place of each tensor."""
     if isinstance(value, torch.Tensor):
         is_known = value.dim() == 0 and not isinstance(value, FakeTensor)
         return Spec(tuple(value.shape), value.dtype, value.item() if is_known else None)
@@ -50,9 +50,10 @@ def described(value):
 
 
 def schema_of(make_optimizer, ours, saved, shape, dtype, device) -> Schema | None:
-    """What is kept of such a parameter with the hyperparameters `ours`, of which those `saved` take the place.
+    """-> what the optimizer keeps for such a parameter, with the hyperparameters `ours` overridden by `saved`.
 
-    None: the class can't step one parameter alone. Raises ValueError: it can, but not with those that were saved.
+    None: the class can't update one parameter alone. Raises ValueError: it can, but not with the hyperparameters
+    `saved`.
     """
     schema, reason = stepped(make_optimizer, {**ours, **saved}, shape, dtype, device)
     if schema is None and stepped(make_optimizer, ours, shape, dtype, device)[0]:
@@ -61,9 +62,9 @@ def schema_of(make_optimizer, ours, saved, shape, dtype, device) -> Schema | Non
 
 
 def stepped(make_optimizer, options, shape, dtype, device):
-    """-> its Schema, or None and why."""
+    """-> (Schema, None), or (None, reason)."""
     known = inspect.signature(getattr(make_optimizer, "func", make_optimizer)).parameters
-    for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # some read values
+    for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # some optimizers need real values
         try:
             own = copy.deepcopy(options)
             with mode, without_global_hooks(), torch.no_grad():
@@ -81,20 +82,20 @@ def stepped(make_optimizer, options, shape, dtype, device):
 
 
 def raise_if_of_the_machine(failure):
-    """As it is: what says nothing of an optimizer class that is tried, as memory that has run out."""
+    """Raise `failure` again if it says nothing about the optimizer class, such as running out of memory."""
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
     if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):  # a plain RuntimeError
         raise failure
 
 
 def lead_of(shape, like):
-    """The dimensions of `shape` before those of a parameter of shape `like`; None: it doesn't end with them."""
+    """-> the dimensions of `shape` before those of a parameter of shape `like`; None if it doesn't end with them."""
     n_lead = len(shape) - len(like)
     return tuple(shape[:n_lead]) if n_lead >= 0 and tuple(shape[n_lead:]) == tuple(like) else None
 
 
 def leaves(value, path=()):
-    """-> path, value of all that is in it; of a container its class."""
+    """-> iterator over (path, value) of everything in `value`; for a container, (path, its class)."""
     is_container = type(value) in (dict, *LISTS)
     yield path, type(value) if is_container else value
     if is_container:
@@ -103,7 +104,7 @@ def leaves(value, path=()):
 
 
 def check_state(schema, state, like, name):
-    """Raise ValueError unless a described `state` of a parameter of shape `like` is what a schema says, or nothing."""
+    """Raise ValueError unless a described `state` of a parameter of shape `like` is empty or fits the schema."""
     if schema is None or not (state or schema.from_start):
         return
     expected, found = dict(leaves(schema.entries)), dict(leaves(state))
@@ -119,7 +120,7 @@ def check_state(schema, state, like, name):
 
 
 def fits(expected, found, base, like):
-    """Whether one value stands for the other. `base`: the shape of the parameter that was stepped."""
+    """Whether the value `found` may take the place of `expected`. `base`: shape of the parameter in the trial step."""
     if expected is ANYTHING or expected is None:
         return not isinstance(found, Spec) or not found.shape or lead_of(found.shape, like) is not None
     if not isinstance(expected, Spec) or not isinstance(found, Spec):
@@ -132,15 +133,15 @@ def fits(expected, found, base, like):
 
 
 def counts(value):
-    """Whether it is a number of steps, as far as it is known."""
+    """Whether `value` can be a number of steps; True if it isn't known."""
     value = getattr(value, "value", value)
     return not isinstance(value, numbers.Real) or 0 <= value < float("inf")
 
 
 def checked_state_dict(make_optimizer, inner, state_dict):
-    """A state_dict for the optimizer `inner`, with moments that lie in memory as its parameters do.
+    """-> a state_dict for the optimizer `inner`, with moments that have the strides of its parameters.
 
-    Raises ValueError, before anything is changed, unless the state is what the schema says.
+    Raises ValueError, before anything is changed, unless the state fits the schema.
     """
     ours, theirs = ([(group, key) for group in groups for key in group["params"]]
                     for groups in (inner.param_groups, state_dict["param_groups"]))

@@ -1,6 +1,6 @@
-"""The state of what this rank steps: read and reset by parameter, as ReLoRA and pruning do, and saved as a part of d.
+"""This rank's part of the state: read and reset by parameter, as ReLoRA and pruning do, and saved as one part of d.
 
-A rank has the state of what it steps: of some parameters nothing, in stages 3 and 4 of others flat pieces. Shown by
+A rank has state for what it updates: nothing of some parameters, and in stages 3 and 4 flat pieces of others. Shown by
 tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stages/test_contract.py,
 `test_resumes_from_its_state_dict`, and tests/checkpoint/test_checkpoint.py.
 """
@@ -16,15 +16,16 @@ from .schema import checked_state_dict
 
 
 class ByParameter(MutableMapping):
-    """The inner optimizer's state by parameter of the model, though what is stepped may be pieces of them.
+    """The inner optimizer's state by parameter of the model, though `inner` may update only pieces of parameters.
 
-    Of a parameter that other ranks step there is nothing, and what is written there is forgotten: all ranks write.
+    A parameter that only other ranks update has no state here, and writes to it are ignored, so that all ranks can run
+    the same code.
 
     Attributes:
-        inner: the optimizer whose state it is.
-        main_param: parameter of the model -> what this rank steps of it, the tensor that `inner` knows.
-        elsewhere: parameters of the model of which this rank steps nothing.
-        looked_at: parameters whose state somebody has asked for since the last step.
+        inner: the inner optimizer.
+        main_param: parameter of the model -> what this rank updates of it, the tensor that `inner` knows.
+        elsewhere: parameters of the model of which this rank updates nothing.
+        looked_at: parameters whose state somebody has accessed since the last step.
     """
 
     def __init__(self, inner, params, pieces):
@@ -61,7 +62,7 @@ class ByParameter(MutableMapping):
     def __len__(self):
         return len(self.inner.state)
 
-    # What MutableMapping makes of the methods above would not notice what isn't there: torch's `states` makes it.
+    # Not MutableMapping's own versions: `inner.state` is a defaultdict, so they would never find a key missing.
 
     def get(self, param, default=None):
         return self[param] if param in self else default
@@ -78,7 +79,7 @@ class ByParameter(MutableMapping):
         self.inner.state = defaultdict(dict, {self._key(key): value for key, value in state.items()})
 
     def refuse_whole(self, groups):
-        """Of a reset by zeros_like(param), say, as ReLoRA's: it would fail in the middle of the step, or not at all."""
+        """Refuse a reset to zeros_like(param), as in ReLoRA: it would fail in the middle of the step, or not at all."""
         for param in self.looked_at & self.main_param.keys():  # a key may be a name
             main = self.main_param[param]
             for key, value in self.inner.state.get(main, {}).items():
@@ -90,18 +91,18 @@ class ByParameter(MutableMapping):
 
 
 def state_of_rank(optimizer):
-    """-> what `state_dict` returns: the inner optimizer's, with names that say which part of which parameter it is.
+    """-> what `state_dict` returns: the inner optimizer's, with keys that say which part of which parameter it is.
 
-    `main_params`: where they are no part of the parameters themselves. `bounds`, of flat pieces: what two must have in
-    common to be one for the other. Of DTensors the rank in the other dimensions of the mesh, too, where another part
-    looks alike.
+    Two more entries: `main_params` has the main parameters that are not parts of the model's own parameters. `bounds`
+    says where flat pieces lie, and must be equal to load the state. For a DTensor it includes the rank in the other
+    dimensions of the mesh, because other parts look alike.
     """
     params, inner = all_params(optimizer), optimizer.optimizer
     for key in [key for key, state in inner.state.items() if isinstance(key, torch.Tensor) and not state]:
-        del inner.state[key]  # made by torch when somebody looked; maybe another rank steps it
+        del inner.state[key]  # an empty entry, made when somebody read it; maybe another rank updates the parameter
     index_of = {id(param): index for index, param in enumerate(params)}
     pieces = [(index_of[id(param)], *piece) for param, *piece in optimizer.pieces()]
-    name_of_part = {  # the words by which torch's own tools refuse it
+    name_of_part = {  # torch's own tools print these words when they refuse it
         id(main): f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
                   f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole"
         for index, start, stop, main in pieces}
@@ -117,9 +118,9 @@ def state_of_rank(optimizer):
 
 
 def state_for_rank(optimizer, state_dict):
-    """-> pairs of a main parameter and what was saved of it; and a state_dict for the inner optimizer.
+    """-> [(main parameter, its saved value), …]; a state_dict for the inner optimizer.
 
-    Raises ValueError: it is of another rank, with other shards, or of another optimizer.
+    Raises ValueError: the state_dict is from another rank, other shards, or another optimizer.
     """
     here, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict.get("world_size"))
     if made_by == (None, None):
@@ -141,10 +142,9 @@ def state_for_rank(optimizer, state_dict):
 
 
 def follow(main_param, now):
-    """Somebody has written `now` into the model. An element that main_param rounds to keeps its fp32 value.
+    """Update main_param from `now`, the values in the model. Where main_param rounds to `now`, it keeps its fp32 value.
 
-    They are the same tensor unless parameters have 16 bits, or are elsewhere: variants/offload.py has main_param on the
-    host.
+    Both are the same tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
     """
     if main_param is not now:
         main_param.copy_(torch.where((now := now.to(main_param.device)) != main_param.to(now.dtype), now, main_param))

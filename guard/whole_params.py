@@ -1,7 +1,7 @@
-"""Stages 1 and 2, where a rank steps whole parameters: all that is around those two cores.
+"""The guard of stages 1 and 2, in which each rank updates whole parameters.
 
-Gradients may be missing on some ranks, sparse, or laid out otherwise, and beneath DDP they are averaged already. A
-parameter that a rank doesn't use counts as zero there; one that no rank uses keeps None, and isn't stepped. Shown by
+Gradients may be missing on some ranks, sparse, or have other strides; beneath DDP they are averaged already. A gradient
+that a rank doesn't have counts as zero. If no rank has it, it stays None and the parameter isn't updated. Shown by
 tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters` and `test_beneath_ddp`, and
 tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
@@ -21,7 +21,7 @@ from .refuse import refuse_dtensors
 
 
 class OfWholeParams(Guarded):
-    average: Callable[..., Any]  # of the core
+    average: Callable[..., Any]  # the core's method
     _probe = staticmethod(check_one_by_one)
     has_grads = _grads_elsewhere = False
     _grads_synced = False  # whether param.grad holds the average already
@@ -35,7 +35,7 @@ class OfWholeParams(Guarded):
         super().__init__(groups, optimizer_cls, process_group=process_group, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """One flat tensor holds all gradients. -> `named`"""
+        """Refuse several dtypes, because one flat tensor holds all gradients. -> `named`"""
         refuse_dtensors(named)
         first_name, first = named[0]
         for name, param in named:
@@ -44,13 +44,13 @@ class OfWholeParams(Guarded):
         return named
 
     def _watch_shards(self, groups):
-        self._grads_synced = False  # what the new ones have in param.grad is local
+        self._grads_synced = False  # gradients of the new parameters are local
         for group in groups:
             for param in group["params"]:
                 hook_gradient(param, self._on_grad_ready)
 
     def _on_grad_ready(self, param):
-        self._grads_synced = False  # a backward pass after finish_grad_sync: what it added is local
+        self._grads_synced = False  # a backward pass after finish_grad_sync has added local gradients
 
     @property
     def _param_grad_holds(self):
@@ -65,34 +65,34 @@ class OfWholeParams(Guarded):
         """
         if self._grads_synced or not self.average_gradients:
             return
-        params = all_params(self)  # frozen ones too: maybe only here
+        params = all_params(self)  # also frozen ones, which may be frozen on this rank only
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
-        self.average([*grads, used])  # a flag for each parameter travels behind the gradients
+        self.average([*grads, used])  # one flag per parameter is sent behind the gradients
         for param, grad, is_used in zip(params, grads, used.tolist()):
             if is_used:
                 param.grad = grad
         self._grads_synced = True
 
     def _total_norm(self, norm_type):
-        """Each rank has all of them."""
+        """Without communication: each rank has all averaged gradients."""
         return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
 
     def _averaged_params(self):
         return all_params(self)
 
     def _take_model_changes(self):
-        """What is stepped are the model's own parameters."""
+        """Nothing to do: the optimizer updates the model's own parameters."""
 
     def sync_params(self):
         super().sync_params()
         self._grads_synced = False
 
     def zero_grad(self, set_to_none=True):
-        """Forget the gradients, averaged or not.
+        """Drop the gradients, averaged or not.
 
-        After `clip_grad_norm_`, `model.zero_grad()` isn't enough: gradients that are assigned by hand then are not
-        averaged, and where a backward pass follows on some ranks only, they wait for the others.
+        After `clip_grad_norm_`, `model.zero_grad()` isn't enough: gradients assigned manually afterwards would not be
+        averaged, and if only some ranks run another backward pass, they would wait for the other ranks.
         """
         super().zero_grad(set_to_none)
         self._grads_synced = False
@@ -102,9 +102,9 @@ class OfWholeParams(Guarded):
 
 
 def dense_grad(param):
-    """The gradient of `param`, or zeros, in the layout of `param`: fused kernels don't look at strides."""
+    """-> the gradient of `param`, or zeros, with the strides of `param`, because fused kernels ignore strides."""
     if param.grad is None:
         return torch.zeros_like(param)
-    grad = param.grad.to_dense()  # itself unless it is sparse
+    grad = param.grad.to_dense()  # returns the tensor itself unless it is sparse
     alike = grad.stride() == param.stride() and grad.dtype == param.dtype
     return grad if alike else torch.empty_like(param).copy_(grad)

@@ -1,4 +1,4 @@
-"""The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and grads.py here."""
+"""The class to rely on: the core of optimizer.py, made robust by guard/ and grads.py."""
 
 from typing import Any
 
@@ -18,21 +18,21 @@ from .optimizer import ShardedOptimizer
 class DistributedOptimizer(Guarded, ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
-    The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
-    construction the parameters are broadcast from rank 0, as DistributedDataParallel does, but not the model's buffers.
+    Use it in the same training loop as any torch optimizer; `step` averages the gradients over the ranks. The
+    constructor broadcasts the parameters from rank 0, as DistributedDataParallel does, but not the model's buffers.
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, one device.
         optimizer_cls: an element-wise torch optimizer class.
-        process_group: the ranks that share the work; None is all of them.
+        process_group: the ranks that share the work; None means all ranks.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
-            them in the dtype of their parameter, in `param.grad`. Either is a view of the buffer.
+            gradients in the dtype of their parameter, in `param.grad`. Either one is a view of the buffer.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently; or the gradients
-            of some parameters can't be kept in `grad_dtype`.
+        ValueError: `optimizer_cls` is not element-wise, so it would update shards differently; or the gradients of
+            some parameters can't be kept in `grad_dtype`.
     """
 
     buffer_class = GuardedBuffer
@@ -46,7 +46,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """What the buffer can't hold, gradients and parameters in turn, or main parameters can't take. -> `named`"""
+        """Refuse parameters and gradients that the buffer or main parameters can't hold. -> `named`"""
         refuse_dtensors(named)
         refuse_other_layouts(named)
         for name, param in named:
@@ -67,10 +67,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def finish_grad_sync(self) -> None:
         """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
 
-        `param.grad` is not the gradient any more, from here until `step` or `zero_grad`: to assign one, or to go
-        backward, is a RuntimeError. A parameter that received no gradient has a gradient of zero. Whether a frozen
-        one is stepped each owner decides by the gradients that it had itself: freeze a layer on all ranks or on none,
-        and before backward(). GradScaler.unscale_() must come before this.
+        From here until `step` or `zero_grad`, `param.grad` is not the gradient; assigning one or running a backward
+        pass is a RuntimeError. A missing gradient counts as zero. The owner of a frozen parameter updates it only if
+        the owner itself had a gradient for it, so freeze a layer on all ranks or on none, and before backward(). Call
+        GradScaler.unscale_() before this.
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
@@ -85,13 +85,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def sync_params(self):
         super().sync_params()
-        self.zero_grad()  # parameters were in the buffer
+        self.zero_grad()  # the buffer still holds parameters
 
     def zero_grad(self, set_to_none=True):
-        """Set the buffer to zero. Gradients stay views of it, whatever `set_to_none` says.
+        """Set the buffer to zero. Gradients stay views of the buffer, whatever `set_to_none` says.
 
-        `model.zero_grad()` is no substitute after `clip_grad_norm_`, or with `grad_dtype`: it knows nothing of the
-        shard, nor of `param.main_grad`.
+        `model.zero_grad()` is no substitute after `clip_grad_norm_` or with `grad_dtype`, because it reaches neither
+        the shard nor `param.main_grad`.
         """
         super().zero_grad(set_to_none)
 
@@ -101,7 +101,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 yield buffer.params[r.index], r.start, r.stop, main
 
     def move_to(self, process_group):
-        """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
+        """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
         for buffer in self.buffers:
             buffer.let_go()
         self.buffers.clear()

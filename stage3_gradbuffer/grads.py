@@ -1,7 +1,7 @@
-"""Who writes gradients or parameters past the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
+"""Handles code that bypasses the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
 
-Gradients that were assigned count, parameters that were loaded are what is stepped next, and what comes too late to be
-averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_holds_at_step_counts`,
+Gradients that were assigned count, the next step starts from parameters that were loaded, and a gradient that comes too
+late to be averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_holds_at_step_counts`,
 tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
 """
 
@@ -17,10 +17,10 @@ from .buffer import GradBuffer, Holds
 
 class GuardedBuffer(GradBuffer):
     """Attributes:
-        given: what each parameter got for its gradient. While that is there, as it was, there is nothing to do.
-        received: indices of the parameters whose gradient has come since the last step.
-        versions, zero_version, shard_version: autograd's counts of the writes into each parameter, and into `flat` when
-            it was zero, and when it held the shard: to see later ones, by whomever.
+        given: the view that each parameter got as `param.grad`. While it is still there, there is nothing to do.
+        received: indices of the parameters that received a gradient since the last step.
+        versions: autograd's version counter of each parameter; a later write changes it.
+        zero_version, shard_version: the counter of `flat` when it was last zero, and when it last held the shard.
     """
 
     def __init__(self, params, grad_dtype, process_group):
@@ -30,22 +30,22 @@ class GuardedBuffer(GradBuffer):
         self.received, self.hooks, self.given = set(), [], [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
-        self.param_views = [param.detach() for param in params]  # share_memory() moves these along, and nothing else
+        self.param_views = [param.detach() for param in params]  # to notice replaced data; share_memory() moves both
         self.note_new_params()
 
     def attach(self, param, grad):
-        if self.in_main_grad or param.requires_grad and param.grad is None:  # one that is there counts, as in torch
-            super().attach(param, grad.detach())  # not the view itself: a user may detach_() it, or set its data
+        if self.in_main_grad or param.requires_grad and param.grad is None:  # an existing gradient counts, as in torch
+            super().attach(param, grad.detach())  # not the view itself, which a user may detach_(), or set its data
 
     def give(self, index):
-        """A view of the buffer to a parameter for a gradient; none if it is frozen, has a main_grad, or other data."""
+        """Set `param.grad` to a view of the buffer; to None if it is frozen, has a main_grad, or its data was moved."""
         param, grad = self.params[index], None
         if param.requires_grad and not self.in_main_grad and is_same(param, self.param_views[index]):
             grad = self.grads[index].detach()
         param.grad = self.given[index] = grad
 
     def changed_grads(self):
-        """-> indices of the parameters that have another gradient than they were given, or may have none."""
+        """-> indices of the parameters whose `param.grad` is not the view they were given, or must have none."""
         return [index for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads))
                 if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
                 or given.data_ptr() != view.data_ptr()]
@@ -56,31 +56,31 @@ class GuardedBuffer(GradBuffer):
     def take_grad(self, param):
         index = self.index_of[id(param)]
         if self.holds is Holds.GRADS and self.given[index] is not None and param.grad is self.given[index]:
-            self.received.add(index)  # autograd has added to the view, and an earlier one has said that there are GRADS
+            self.received.add(index)  # autograd has added to the view, and the buffer already counts as holding GRADS
         else:
             self.bring_grad(param, index)
 
-    @torch.no_grad()  # backward(create_graph=True) calls hooks with gradients on
+    @torch.no_grad()  # backward(create_graph=True) calls hooks with gradients enabled
     def bring_grad(self, param, index):
-        """Bring a gradient into the buffer, wherever autograd or the user has put it."""
+        """Copy `param.grad` into the buffer, unless it is there already."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
                                "before backward()")
-        if param.grad is None:  # an earlier hook has taken it
+        if param.grad is None:  # an earlier hook has removed it
             return
         self.received.add(index)
         if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
             self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
-            # If it requires grad, backward(create_graph=True) made it, to be differentiated.
+            # A gradient that requires grad was made by backward(create_graph=True), and stays to be differentiated.
             if not param.grad.requires_grad and is_same(param, self.param_views[index]):
                 self.give(index)
         super().take_grad(param)
 
     def collect_grads(self):
-        """Whatever happened to `param.grad` outside of backward counts too.
+        """Take in what users did to `param.grad` outside of backward().
 
-        But the view that a parameter had when it was frozen is no gradient, unless backward has put one there.
+        If a parameter was frozen, the view in `param.grad` counts as a gradient only if backward() has written it.
         """
         for index in self.changed_grads():
             param = self.params[index]
@@ -89,10 +89,10 @@ class GuardedBuffer(GradBuffer):
                 self.received.discard(index)
             elif param.grad is not None and not is_same(param.grad, self.grads[index]):
                 self.bring_grad(param, index)
-                self.give(index)  # its graph, if it has one, has been used
+                self.give(index)  # also if it has a graph, which is no longer needed
 
     def reduce_scatter_grads(self):
-        """Once between two steps. Frozen parameters are not stepped, unless they had a gradient before."""
+        """Runs once per step. Frozen parameters are not updated, unless they received a gradient before."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             return
         self.collect_grads()
@@ -103,9 +103,9 @@ class GuardedBuffer(GradBuffer):
             main_param.grad = None if frozen else main_grad
 
     def refuse_new_grads(self, groups):
-        """While the buffer holds a shard: what is assigned to `param.grad` now can't be averaged any more.
+        """Refuse gradients assigned to `param.grad` while the buffer holds a shard: they are too late to be averaged.
 
-        What is written into it counts where main gradients are views of the buffer. Where they are copies it wouldn't.
+        Writing into the buffer is allowed where main gradients are views of it, and refused where they are copies.
         """
         if self.holds in (Holds.ZEROS, Holds.GRADS):
             return
@@ -120,7 +120,7 @@ class GuardedBuffer(GradBuffer):
                 raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
 
     def refuse_new_data(self, groups):
-        """Refuse a parameter whose `data` somebody has replaced, or whose `main_grad`: we use the memory before."""
+        """Refuse a parameter if somebody has replaced its `data` or `main_grad`: we still use the old memory."""
         for param, view, grad in zip(self.params, self.param_views, self.grads):
             if param.data_ptr() != view.data_ptr():
                 raise data_replaced(name_of(param, groups))
@@ -137,7 +137,7 @@ class GuardedBuffer(GradBuffer):
         self.versions = [param._version for param in self.params]
 
     def take_model_changes(self):
-        """Where somebody has written into the parameters since, model.load_state_dict() say, main_params follow."""
+        """If somebody has written into the parameters, with model.load_state_dict() say, update main_params."""
         if self.versions != [param._version for param in self.params]:
             for now, main_param in zip(self.model_ranges(), self.main_params):
                 follow(main_param, now)
@@ -151,7 +151,7 @@ class GuardedBuffer(GradBuffer):
             self.give(index)
 
     def let_go(self):
-        """Hand the parameters back to torch: gradients stay where autograd, or the user, puts them."""
+        """Detach from the parameters: remove hooks, and gradients that are views of the buffer."""
         for hook in self.hooks:
             hook.remove()
         for param, grad in zip(self.params, self.grads):
@@ -161,5 +161,5 @@ class GuardedBuffer(GradBuffer):
 
 
 def is_same(one, view):
-    """Whether it is the same view of the same memory; None is not."""
+    """Whether `one` is the same view of the same memory as `view`; False for None."""
     return one is not None and one.layout == view.layout and one.device == view.device and one.is_set_to(view)

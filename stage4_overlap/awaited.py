@@ -1,14 +1,14 @@
-"""What a bucket has to know besides, where others write into the model between steps, read it, save it, or fail.
+"""Buckets that survive other code: what writes into the model between steps, reads it, saves it, or fails.
 
-What load_state_dict() has written is what is stepped next. A gradient may be sparse, missing, or a DTensor's partial
-sum. Each parameter has a storage of its own: safetensors, accelerate and pickle take views of one storage for one
-tensor. Shown by tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`,
+The next step starts from what load_state_dict() has written. A gradient may be sparse, missing, or the partial sum of a
+DTensor. Each parameter has its own storage, because safetensors, accelerate and pickle treat views of one storage as
+one tensor. Shown by tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`,
 tests/stages/test_hostile.py, and tests/stages/test_dtensor.py.
 
-While its bucket is under way a parameter has a class of its own. torch hands every function that is called with such a
-tensor to that class first, and that waits for the bucket: for an evaluation, a save, a second forward, a hook. The
-module hook waits before a module is called, so that torch.compile finds parameters as they always are. Where an
-all-gather fails, one reader is told. Shown by tests/stages/test_overlap.py,
+While its bucket is in flight, a parameter has another class. torch passes every function that is called with such a
+tensor to this class first, and the class waits for the bucket: in an evaluation, a save, a second forward pass, a hook.
+The module hook waits before a module is called, so torch.compile never sees the other class. If an all-gather fails,
+only the first reader gets the error. Shown by tests/stages/test_overlap.py,
 `test_whoever_reads_past_the_hooks_sees_finished_parameters`, and tests/stages/test_users.py,
 `test_after_a_failure_the_model_can_be_read_and_trained_anew`.
 """
@@ -23,7 +23,7 @@ from guard.states import follow
 from .dtensor import local
 
 ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
-READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, without waiting for it
+READ_NO_ELEMENT = {  # functions that don't need the values of a parameter, and so don't wait while it is in flight
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
@@ -31,14 +31,14 @@ READ_NO_ELEMENT = {  # what may be asked of a parameter that is under way, witho
 
 
 class Awaited:
-    """Mixed into the class of a parameter that is under way: to read it is to wait until its bucket has arrived.
+    """Mixed into the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
 
-    The tensor stays the same and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
+    The tensor object stays and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
 
     Attributes:
-        bucket: the one that is under way; gives the parameter its `kind` back when it has arrived. None then: a class
-            refers to itself, and would keep the bucket, and so the model, until Python collects garbage.
-        kind: the class before and after.
+        bucket: the bucket in flight. It resets the parameter's class to `kind` when it has arrived. None afterwards: a
+            class is in a reference cycle, and would keep the bucket and the model until Python collects garbage.
+        kind: the parameter's class before and after.
     """
 
     __slots__ = ()
@@ -56,28 +56,28 @@ class Awaited:
 def _waits(name):
     def method(self, *args, **kwargs):
         wait_for([type(self)])
-        return getattr(self, name)(*args, **kwargs)  # that of its kind
+        return getattr(self, name)(*args, **kwargs)  # now the method of its usual class
     return method
 
 
 def awaited(kind):
-    """-> the class of a parameter of class `kind` while its bucket is under way; each bucket needs one of its own."""
-    names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # of parameters and DTensors; no torch functions
+    """-> the class that parameters of class `kind` have while their bucket is in flight; each bucket makes its own."""
+    names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     members = {name: _waits(name) for name in names if hasattr(kind, name)}
     members.update(__slots__=(), bucket=None, kind=kind)
     return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
 
 
-@untraced  # a guard would be of a class that changes
+@untraced  # torch.compile would guard on a class that changes
 def wait_for(kinds):
-    """Wait for what is under way of these classes."""
+    """Wait for the buckets of those of these classes that are in flight."""
     for kind in kinds:
         if issubclass(kind, Awaited) and kind.bucket is not None:
             kind.bucket.finish_param_sync()
 
 
 def hook_module(module):
-    """-> the handle of a new hook, or none: one that another optimizer made, or this one before, serves."""
+    """-> [the handle of a new hook], or []: an existing hook, of this or another optimizer, is renewed instead."""
     for key, hook in module._forward_pre_hooks.items():
         if isinstance(hook, ModuleHook):
             module._forward_pre_hooks[key] = ModuleHook(module)  # a layer may have been replaced since
@@ -86,11 +86,11 @@ def hook_module(module):
 
 
 class ModuleHook:
-    """Waits for a module's own parameters before it is called, and for those of containers in it: nobody calls these.
+    """Before a module is called, waits for its own parameters, and for those of containers in it, which nobody calls.
 
-    A module that reads what isn't its own waits for all that is in it: torch's MultiheadAttention, whose projection it
-    doesn't call; TransformerEncoder in eval, which asks parameters of its first layer for their class; and any module
-    inside torch.func.grad, where there are other tensors, made past torch's functions.
+    Some modules read parameters of their children, and so wait for all parameters in them. torch's MultiheadAttention
+    reads its projection without calling it. TransformerEncoder in eval mode checks the class of its first layer's
+    parameters. Inside torch.func.grad every module waits for all: it wraps parameters, bypassing __torch_function__.
     """
 
     def __init__(self, module):
@@ -111,7 +111,7 @@ class ModuleHook:
 
 
 def containers_in(module):
-    """-> the parameters, by name, of each ParameterList, ParameterDict and the like in `module`."""
+    """-> iterator over name -> parameter of each container in `module`, such as a ParameterList or ParameterDict."""
     for child in module.children():
         if type(child).forward is torch.nn.Module.forward:
             yield child._parameters
@@ -120,7 +120,7 @@ def containers_in(module):
 
 @functools.cache
 def guarded_bucket(core):
-    """-> `core`, the class of a core's buckets or a variant's, with all that is below."""
+    """-> a subclass of `core`, the bucket class of a core or a variant, with AwaitedBucket in front."""
     class GuardedBucket(AwaitedBucket, core):
         pass
 
@@ -130,13 +130,13 @@ def guarded_bucket(core):
 class AwaitedBucket:
     """Attributes:
         main_grads: parameter -> the gradient of its main parameter.
-        written, versions: what has a counter of writes, each parameter and what this rank has of it, where that is
-            another tensor; and autograd's counts, to see later writes.
-        kinds: class of parameters -> their class while they are under way.
-        unused: parameters that the step leaves alone.
+        written: all tensors that others may write into: each parameter, and the local tensor of a DTensor.
+        versions: autograd's version counter of each tensor in `written`; a later write changes it.
+        kinds: class of parameters -> their class while they are in flight.
+        unused: parameters that no rank used; the step doesn't update them.
         together: all buckets of the optimizer.
         is_awaited: whether the parameters have their other class.
-        is_incomplete: an all-gather has failed, of this bucket or of one before.
+        is_incomplete: whether an all-gather has failed, of this bucket or of one before it.
     """
 
     is_awaited = is_incomplete = False
@@ -149,7 +149,7 @@ class AwaitedBucket:
         flat = self.flat_params
         if type(flat) is torch.Tensor and not flat.is_meta:  # a FakeTensor has no memory
             for tensor, view in zip(self.tensors, self.views):
-                tensor.data = torch.from_dlpack(view)  # of the same memory, which it keeps alive
+                tensor.data = torch.from_dlpack(view)  # another storage on the same memory, which it keeps alive
         super().partition()
         self.main_grads = {param: main.grad for param, main in self.main_params.items()}
         self.zero = flat.new_zeros(())
@@ -165,7 +165,7 @@ class AwaitedBucket:
         return grads
 
     def dense(self, grad, param, tensor):
-        """A missing gradient is zero, without any memory."""
+        """-> `grad` as a dense local tensor. A missing gradient becomes an expanded zero, which takes no memory."""
         if grad is None:
             return self.zero.expand_as(tensor)
         if hasattr(param, "placements"):
@@ -173,23 +173,26 @@ class AwaitedBucket:
         return grad.to_dense()
 
     def note_new_params(self, unchanged=()):
-        """Tell autograd, which saw nothing, that these are new: a graph that has read the old ones is refused."""
+        """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that read the old values.
+
+        unchanged: parameters that were not updated.
+        """
         old = {*unchanged, *map(local, unchanged)} if unchanged else ()
         torch.autograd.graph.increment_version([one for one in self.written if one not in old] if old else self.written)
         self.versions = [one._version for one in self.written]
 
     def take_model_changes(self):
-        """Where somebody has written into the parameters, main_shard follows."""
+        """If somebody has written into the parameters, update main_shard from them."""
         if self.versions != [one._version for one in self.written]:
             follow(self.parameter.main_shard, self.parameter.shard)
 
     def moved_params(self):
-        """Those whose `data` somebody has replaced: they are no views of `flat_params` any more."""
+        """-> parameters whose `data` somebody has replaced, so that they are no longer views of `flat_params`."""
         return [param for param, tensor, view in zip(self.params, self.tensors, self.views)
                 if tensor.data_ptr() != view.data_ptr()]
 
     def start_param_sync(self):
-        """Before they leave: to read one is to wait for it from now on."""
+        """Change the class of the parameters first: from now on, reading one waits for it."""
         self.note_new_params(self.unused)
         self.is_awaited = True
         for kind in self.kinds.values():
@@ -201,9 +204,9 @@ class AwaitedBucket:
     def finish_param_sync(self):
         if self.is_awaited:
             try:
-                with torch._C.DisableTorchFunctionSubclass():  # or it would wait for itself
+                with torch._C.DisableTorchFunctionSubclass():  # or this would wait for itself
                     super().finish_param_sync()
-            except Exception:  # a time-out: later reads, to load a checkpoint say, are no error again
+            except Exception:  # a time-out, say. Later reads must not fail again: a checkpoint may be loaded
                 for bucket in list(self.together):
                     bucket.give_up()
                 raise

@@ -1,8 +1,8 @@
-"""The class to rely on: the core of optimizer.py, and around it what users meet: guard/, and a file here each.
+"""The class to rely on: the core of optimizer.py, made robust by guard/ and by the other files here.
 
-In a *round* every bucket leaves once. A backward pass is a round, and what it leaves out leaves as zero when the pass
-ends. Inside no_sync() gradients stay where autograd puts them, and leave in a later round. Before a step the ranks
-agree on which parameters were used and on how many rounds there are. Shown by tests/stages/test_rounds.py,
+In a *round* every bucket is sent once. Each backward pass is a round; a gradient that it doesn't compute is sent as
+zero when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
+the ranks agree on which parameters were used and on the number of rounds. Shown by tests/stages/test_rounds.py,
 tests/stages/test_overlap.py, and tests/stages/test_models.py.
 """
 
@@ -31,31 +31,32 @@ from .rounds import BackwardPass, Rounds, agree, error_of, what_is_wrong
 class DistributedOptimizer(Guarded, ShardedOptimizer):
     """A torch optimizer whose state is spread over the d ranks of `process_group`, about 1/d on each.
 
-    The training loop is the one of any torch optimizer. Gradients are averaged over the ranks inside `step`; on
-    construction the parameters are broadcast from rank 0, as DistributedDataParallel does, but not the model's buffers.
+    Use it in the same training loop as any torch optimizer; `step` averages the gradients over the ranks. The
+    constructor broadcasts the parameters from rank 0, as DistributedDataParallel does, but not the model's buffers.
 
     Args:
-        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, one device.
-            Of a DTensor each rank shards what it has, over `process_group`, which must be another dimension of the
-            mesh.
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, on one
+            device. For a DTensor, each rank's local part is sharded over `process_group`, which must be another
+            dimension of the mesh.
         optimizer_cls: an element-wise torch optimizer class.
-        process_group: the ranks that share the work; None is all of them.
-        bucket_cap_mb: size at which a bucket is closed, in MiB; None is a twentieth of the parameters, from 1 to 25.
-        reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order on NCCL too, which would sum them
-            in 16 bits; on gloo that is so anyway.
-        find_unused_parameters: False is an error, on every rank, that names the parameters that received no gradient
-            on some rank. True counts them as zero, and skips those that received none on every rank. Which they are may
-            depend on the rank and on the micro-batch. All ranks go backward equally often, each time through some.
+        process_group: the ranks that share the work; None means all ranks.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; None means a twentieth of the parameters, from 1 to 25.
+        reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order. This matters on NCCL, which would
+            sum them in 16 bits; gloo uses fp32 anyway.
+        find_unused_parameters: False raises an error on every rank that names the parameters without a gradient on
+            some rank. True counts a missing gradient as zero, and skips parameters without a gradient on all ranks.
+            Unused parameters may differ by rank and micro-batch. All ranks must run equally many backward passes, each
+            of which computes at least one gradient.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` is not element-wise, so that shards would be stepped differently; or `bucket_cap_mb`
-            or `reduce_dtype` is none of the values above.
+        ValueError: `optimizer_cls` is not element-wise, so it would update shards differently; or `bucket_cap_mb` or
+            `reduce_dtype` is not one of the values above.
     """
 
     _probe = staticmethod(check_elementwise)
-    _param_grad_holds = "nothing"  # or what waits for its round
+    _param_grad_holds = "nothing"  # or a gradient that waits for its round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
@@ -65,7 +66,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
-        self._hooks: dict = {}  # id of a parameter -> the handle of our hook, and the dict of all its hooks
+        self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
         self.bucket_class = guarded_bucket(self.bucket_class)
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
@@ -73,7 +74,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """Buckets view parameters as flat. -> what of each is on this rank"""
+        """Refuse what a bucket can't hold: it views parameters as flat. -> [(name, local tensor), …]"""
         if self.reduce_dtype not in (None, torch.float32):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype}: it must be torch.float32 or None")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -88,7 +89,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         together = weakref.WeakSet(self.buckets)
         for bucket in self.buckets:
             bucket.together = together
-        self.idle[0].transport.tag = next_tag(self.process_group)  # of both buffers
+        self.idle[0].transport.tag = next_tag(self.process_group)  # both buffers have this transport
 
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes=True)
@@ -98,7 +99,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: whole, in `param.grad`, until a backward pass outside or `step`.
+        """Accumulate whole gradients in `param.grad`, unsent until `step` or a backward pass outside of this context.
 
         Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
         """
@@ -113,32 +114,32 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         now.is_synced = False
         if not now.is_accumulating and now.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
-        if now.is_accumulating or not now.is_open:  # every bucket has left, and it is used again, by a checkpoint say
+        if now.is_accumulating or not now.is_open:  # not open: all buckets were sent, a re-entrant checkpoint goes on
             now.waiting.add(id(param))
             return
         bucket, (handle, all_hooks) = self.bucket_of[param], self._hooks[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
-            # hooks of the user's come later: they see this gradient now, and it leaves with the next one
-            bucket.ready.discard(param)  # it may have come once before, with a re-entrant checkpoint
+            # The user's hooks run after ours. So that they see this gradient, it is sent with the next one.
+            bucket.ready.discard(param)  # a re-entrant checkpoint may have computed it once before
             self.send_full_buckets()
             if now.is_open:
                 bucket.ready.add(param)
-        elif len(bucket.ready) + 1 < len(bucket.params):  # it fills no bucket, so that the core needn't look
+        elif len(bucket.ready) + 1 < len(bucket.params):  # the bucket isn't full: saves the core's check, for speed
             bucket.ready.add(param)
         else:
             super().on_grad_ready(param)
 
     def _begin_round(self):
         now = self._rounds
-        if now.is_open:  # of a pass that has failed
+        if now.is_open:  # left open by a pass that failed
             self._finish_round()
-        now.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch holds it
+        now.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
         now.is_open = now.went_backward = True
-        for bucket in self.buckets:  # nobody waits for those that are frozen
+        for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
             bucket.ready.update([param for param in bucket.params if not param.requires_grad])
 
     def _end_backward(self):
-        """What a pass has left out leaves as zero, at once: another rank may have it, and wait for this one's."""
+        """Send gradients that the pass didn't compute as zero, at once: another rank may have them, and wait for us."""
         self._rounds.backward_pass = lambda: None
         if self._rounds.is_open:
             self._finish_round()
@@ -153,7 +154,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().send_grads(bucket)
         now.used.update(used)
         now.waiting.difference_update(used)
-        if not self.queue:  # it was the last one
+        if not self.queue:  # this was the last bucket
             now.is_open = False
             now.n += 1
 
@@ -173,9 +174,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """Average the gradients: each rank receives its shards. Idempotent; `step` calls it too. Collective.
 
         Raises:
-            RuntimeError: a parameter received no gradient, or one was assigned when that of the backward pass had left,
-                or its `data` was replaced; on every rank, except after `clip_grad_norm_`, when the ranks have agreed
-                already: then on the rank where that is so. Or the parameter groups of the ranks differ, in lr say.
+            RuntimeError: a parameter received no gradient, or was assigned a gradient after the one of the backward
+                pass had been sent, or its `data` was replaced. Raised on every rank; only after `clip_grad_norm_`, when
+                the ranks have agreed already, on the rank concerned alone. Or the parameter groups of the ranks differ,
+                in lr for example.
         """
         if any(bucket.is_incomplete for bucket in self.buckets):
             raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
@@ -190,24 +192,24 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.sync_grads()
 
     def _agree(self):
-        """Let every gradient leave, and finish as many rounds on each rank. -> see `what_is_wrong`"""
+        """Send every gradient, and finish the same number of rounds on each rank. -> see `what_is_wrong`"""
         now, params = self._rounds, all_params(self)
         wrong = what_is_wrong(now, params, self.buckets)
-        if now.is_synced:  # the other ranks have gone on: there is nobody to agree with
+        if now.is_synced:  # the ranks have agreed before: the others would not answer
             return wrong
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if now.is_open or not now.n:
             self._finish_round()
         used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self.process_group)
-        while now.n < n_rounds:  # of what no_sync() has kept here, or of what another rank has
+        while now.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
         self._leave_out({param for param, use in zip(params, used) if not use})
         now.is_synced = True
         return wrong
 
     def _leave_out(self, unused):
-        """Those that no rank has used are not stepped: their main parameters have no gradient."""
+        """Don't update parameters that no rank has used: set the gradient of their main parameters to None."""
         for param in self._rounds.unused | unused:
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
@@ -229,16 +231,16 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
-        """Forget the gradients, those that have left too, of which `model.zero_grad()` doesn't know.
+        """Drop the gradients, including those already sent, which `model.zero_grad()` can't reach.
 
-        They become None, whatever `set_to_none` says: a bucket takes them out as it leaves. Collective after a backward
-        pass, which every rank must have had then: what has begun must end, on all of them. A pass that failed before
-        its first gradient is none: where that happens on some ranks only, the others wait for them.
+        Gradients become None, whatever `set_to_none` says. Collective after a backward pass, because what was sent must
+        be received: every rank must have run one. A pass that failed before its first gradient doesn't count; if that
+        happens on some ranks only, the other ranks wait for them.
         """
         if self._rounds.waiting or self._rounds.went_backward:
             self._agree()
         self._start_accumulation()
-        with torch._C.DisableTorchFunctionSubclass():  # it looks at each param.grad, not at elements
+        with torch._C.DisableTorchFunctionSubclass():  # reads each param.grad, but no parameter: needn't wait
             super().zero_grad(set_to_none)
 
     def _start_accumulation(self):
@@ -250,10 +252,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def prefetch_params(self, model: torch.nn.Module) -> list:
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 
-        All else that reads a parameter waits for it too. On a GPU it is the stream of the first reader that waits: if
+        Anything else that reads a parameter waits for it too. On a GPU only the stream of the first reader waits: if
         other streams read parameters, call `finish_param_sync()` right after `step`.
 
-        Returns the handles of the hooks that it has made: remove() takes them off again.
+        Returns the handles of the new hooks; their remove() undoes this.
         """
         self.prefetching = True
         return [handle for module in model.modules() for handle in hook_module(module)]
@@ -266,12 +268,12 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def bucket_buffer_bytes(self):
-        """Bytes of the buffers that gradients travel in."""
+        """Bytes of the buffers in which gradients are sent and received."""
         buffers = [*self.idle, *self.travelling]
         return sum(memory.nbytes for buffer in buffers for memory in {buffer.sent, buffer.received})
 
     def move_to(self, process_group):
-        """Give up this rank's shards, if it has any, and take those of its place in `process_group`, without state."""
+        """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
         for handle, _ in self._hooks.values():
             handle.remove()
         for owned in (self._hooks, self.bucket_of, self.buckets, self.queue, self.idle):

@@ -1,4 +1,4 @@
-"""Messages of several optimizers, and of one that is dropped in the middle of a step, which other ranks expect.
+"""Keeps messages of several optimizers apart, and finishes those of one that is dropped in the middle of a step.
 
 Shown by tests/stages/test_models.py, and tests/stages/test_overlap.py, `test_gradients_keep_out_of_other_messages` and
 `test_an_optimizer_that_is_dropped_waits_for_its_parameters_but_not_for_ever`.
@@ -12,10 +12,10 @@ import weakref
 
 import torch.distributed as dist
 
-# Process group -> counter: the messages of each optimizer have a tag of their own, and not one that others might use
+# Process group -> counter. Each optimizer tags its messages with a number of its own, large enough that no user has it.
 TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-UNDER_WAY: list = []  # (works, sent, received): what had left when its optimizer was dropped
-LIMIT_S = 10  # for parameters that are under way then
+UNDER_WAY: list = []  # (works, sent, received) of gradients that were in flight when their optimizer was dropped
+LIMIT_S = 10  # seconds to wait for parameters that are in flight at that moment
 
 
 def next_tag(process_group):
@@ -27,8 +27,10 @@ def forget_arrived():
 
 
 def keep_under_way(travelling, buckets):
-    """Of an optimizer that is dropped. Parameters are waited for: they would keep the model until Python collects
-    garbage. But not for ever, in a __del__: another rank may have failed. The next reader waits then, and is told.
+    """When an optimizer is dropped: keep gradients in flight alive, and wait for parameters.
+
+    A parameter in flight would keep the model alive until Python collects garbage. The wait ends after LIMIT_S, since
+    another rank may have failed. Then the next reader of a parameter waits, and gets the error.
     """
     if sys.is_finalizing():
         return

@@ -1,6 +1,6 @@
-"""A tensor-parallel model over a 2-D mesh: each rank shards what it has of a DTensor.
+"""Tensor-parallel models on a 2-D mesh: the local part of each DTensor is sharded over the data-parallel ranks.
 
-What it has of a parameter lies in a bucket, over the data-parallel ranks. Shown by tests/stages/test_dtensor.py.
+Shown by tests/stages/test_dtensor.py.
 """
 
 import torch.distributed as dist
@@ -9,12 +9,12 @@ from guard.groups import spread_over
 
 
 def local(tensor):
-    """Of a DTensor what lies on this rank; of any other tensor, itself."""
-    return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, whose data can't be replaced
+    """-> the part of a DTensor that is on this rank; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, and replacing its data has no effect
 
 
 def local_parts(named, process_group):
-    """-> [(name, what of the parameter is on this rank), …]. ValueError: it is spread over `process_group` already."""
+    """-> [(name, local part of the parameter), …]. Raises ValueError: one is already spread over `process_group`."""
     ours = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     for name, param in named:
         for group in spread_over(param):

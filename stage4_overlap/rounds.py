@@ -1,8 +1,8 @@
-"""Whether gradients have left, in which backward pass, and what the ranks agree on before a step, in one all-reduce.
+"""Tracks which gradients were sent in which backward pass, and lets the ranks agree on that with one all-reduce a step.
 
-Which parameters were used, where a batch doesn't use all of them (experts, heads, skipped layers), on how many rounds
-there are, and on whether something is wrong with a gradient. All that is known to the host, and travels between hosts:
-none waits for its GPU. Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and
+The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
+and on whether something is wrong with a gradient. The host knows all this, and sends it over a group of the hosts: no
+host waits for its GPU. Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and
 tests/stages/test_overlap.py, `test_unused_parameters_like_ddp`.
 """
 
@@ -15,29 +15,30 @@ import torch.distributed as dist
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
-# What can be wrong with a gradient; 0: nothing. The ranks agree on the largest.
+# What can be wrong with a gradient; 0 is nothing. The ranks agree on the largest number.
 MISSING = 1
-LATE = 2  # it was assigned when that of the backward pass had left
-MOVED = 3  # its parameter has other memory than this optimizer steps
+LATE = 2  # it was assigned after the gradient of the backward pass had been sent
+MOVED = 3  # its parameter no longer has the memory that this optimizer updates
 
-HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> the one of gloo, or None
-MADE: collections.Counter = collections.Counter()  # of groups beside one of that name
+HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> its gloo group; None: itself
+MADE: collections.Counter = collections.Counter()  # name of a group -> how many gloo groups were made for it
 
 
 class Rounds:
-    """Since the last step. One object, which a wrapper that copies attributes has too.
+    """The rounds since the last step. It is one object, so that a wrapper that copies attributes shares it.
 
     Attributes:
-        n, is_open: how many rounds have ended, and whether a backward pass has begun one that hasn't.
-        went_backward: whether a pass has begun a round; once agreed: on any rank.
-        used: ids of the parameters whose gradient, of this rank, has left. A tensor's own hash is slow.
-        waiting: of those whose gradient came outside of a round, and is in param.grad. In a round they are in
-            `Bucket.ready`.
-        unused: those that received a gradient on no rank: they are not stepped.
-        settings_differ: whether the ranks have other values in their parameter groups, or only other roundings.
-        is_synced: whether the ranks have agreed on these, and everything has left.
-        backward_pass: function () -> the one that is under way, if it is; a weak reference.
-        is_accumulating: inside no_sync.
+        n: number of rounds that have ended.
+        is_open: whether a backward pass has begun a round that hasn't ended.
+        went_backward: whether a pass has begun a round, on this rank; after the ranks have agreed, on any rank.
+        used: ids of the parameters whose gradient this rank has sent. Ids, because a tensor's own hash is slow.
+        waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
+            round, `Bucket.ready` has them.
+        unused: parameters that received no gradient on any rank, and are not updated.
+        settings_differ: whether the parameter groups of the ranks differ, if only by rounding.
+        is_synced: whether the ranks have agreed on all this, and every gradient was sent.
+        backward_pass: function () -> the current BackwardPass or None; a weak reference.
+        is_accumulating: whether we are inside no_sync.
     """
 
     def __init__(self):
@@ -53,9 +54,10 @@ class Rounds:
 
 
 class BackwardPass:
-    """Calls `at_end` when the backward pass that is under way ends: the outer one, if a checkpoint is re-entrant.
+    """Calls `at_end` when the current backward pass ends; inside a re-entrant checkpoint, when the outer pass ends.
 
-    torch holds it until then, and drops it without a call when the pass fails: who holds it weakly sees that.
+    torch keeps this object until then. If the pass fails, torch drops it without a call, and a weak reference to it
+    dies.
     """
 
     def __init__(self, at_end):
@@ -64,12 +66,12 @@ class BackwardPass:
 
     def _queue(self, *_):
         if self.handle is not None:
-            self.handle.remove()  # or the graph, which the user may keep, would hold this after a failure
+            self.handle.remove()  # or the graph, which the user may keep, would keep this object after a failure
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @torch.compiler.disable  # where a compiled function calls backward()
     def __call__(self):
-        node = torch._C._current_autograd_node()  # inside which this pass was
+        node = torch._C._current_autograd_node()  # the node of an outer pass that ran this pass
         if node is None:
             self.at_end()
         else:
@@ -77,9 +79,9 @@ class BackwardPass:
 
 
 def what_is_wrong(now, params, buckets):
-    """-> for each of `params`: LATE, MOVED or 0, on this rank; once the ranks have agreed: MISSING too, on any."""
+    """-> LATE, MOVED or 0 for each of `params` on this rank; `agree` adds MISSING, and what other ranks found."""
     by_autograd = now.waiting.union(*[map(id, bucket.ready) for bucket in buckets])
-    assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # by a user
+    assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # so a user assigned these
     late = assigned if now.is_synced else assigned & now.used
     moved = {id(param) for bucket in buckets for param in bucket.moved_params()}
     if not late and not moved:
@@ -88,7 +90,7 @@ def what_is_wrong(now, params, buckets):
 
 
 def host_group(process_group, device):
-    """-> a group of the same ranks for tensors of the host: itself, or one of gloo beside it, made once. Collective."""
+    """-> a group of the same ranks for CPU tensors: `process_group` itself, or a gloo group made once. Collective."""
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
         HOST_GROUPS[group] = None if "cpu" in backends_of(group) else gloo_beside(
@@ -97,9 +99,11 @@ def host_group(process_group, device):
 
 
 def gloo_beside(group, timeout):
-    """Made as `new_group` makes one, which names it after the number of groups that this rank is in: others may be in
-    more, wait for another name, and never meet. Here the name is that of `group`, and how many it has had."""
-    MADE[group.group_name] += 1  # the same name again meets what is left in the store of the group before
+    """-> a gloo group of the ranks of `group`, made as `new_group` does, but with another name.
+
+    `new_group` names a group after the number of groups that this rank is in. Ranks in different numbers of groups
+    would wait for each other under different names, for ever. Here the name comes from `group`, with a counter."""
+    MADE[group.group_name] += 1  # under the same name, the store would still have entries of the earlier group
     name = f"{group.group_name} on the host, {MADE[group.group_name]}"
     rank, gloo = dist.get_rank(group), dist.ProcessGroup.BackendType.GLOO
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -113,16 +117,17 @@ def gloo_beside(group, timeout):
 
 
 def agree(now, params, wrong, groups, process_group):
-    """-> for each of `params` whether any rank has used it, and what is wrong; and the number of rounds.
+    """-> whether any rank has used each of `params`; what is wrong with each; the number of rounds. Collective.
 
-    Collective. It starts in the step, not as a backward pass ends: until then another may follow, gradients may be
-    assigned, and a scheduler may set the lr. A gradient that is kept, by no_sync() say, leaves in a round of its own.
+    It runs in the step, and not when a backward pass ends, because until the step another pass may follow, gradients
+    may be assigned, and a scheduler may set the lr. Gradients kept in `param.grad`, by no_sync() for example, need one
+    more round.
     """
     kept = [param.grad is not None for param in params]
     used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
     wrong = [what or (MISSING if not is_used and param.requires_grad else 0)
              for param, is_used, what in zip(params, used, wrong)]
-    checksum = checksum_of(groups)  # they agree if the largest is the smallest
+    checksum = checksum_of(groups)  # the ranks have the same if the largest equals the smallest
     report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")
     of_hosts = host_group(process_group, params[0].device)
@@ -133,7 +138,7 @@ def agree(now, params, wrong, groups, process_group):
 
 
 def error_of(wrong, groups, find_unused_parameters):
-    """-> the worst of what is wrong, or None."""
+    """-> an exception for the worst thing in `wrong`, or None."""
     worst = max(wrong)
     if worst == 0 or worst == MISSING and find_unused_parameters:
         return None
