@@ -92,6 +92,8 @@ def main():
         print(f"\n--- {step.name}", flush=True)
         option = "--faults-json" if step.file == "faults.json" else "--json"
         run([*shlex.split(step.command), *shlex.split(step.quick if args.quick else ""), option, str(path)])
+        if not args.quick and path.exists():
+            path.write_text(saved.to_json(saved.load(step.file)), encoding="utf-8")  # as it will be read: 1 is 1.0
         print(f"--- {step.name}: {(time.monotonic() - start) / 60:.1f} min", flush=True)
     for command in [] if args.quick else REPORT:
         run(shlex.split(command))
