@@ -156,7 +156,7 @@ def parsed_header(text, name, written) -> dict[str, Stored]:
 
 
 def put_together(key, parts) -> Stored:
-    """-> the tensor with the parts of all files. Raises DamagedCheckpoint: parts are missing, or of several tensors."""
+    """-> the tensor made of the parts in all files. Raises DamagedCheckpoint: parts are missing, or don't match."""
     ranges = sorted(one for part in parts for one in part.ranges)
     with damage_of(key):
         need(all(part[:4] == parts[0][:4] for part in parts), "its parts are of several tensors")
@@ -242,7 +242,7 @@ class Reader:
         return self.part(stored, box, 0, box.numel).view((*stored.lead, *box.sizes))
 
     def part(self, stored, box, start, stop) -> torch.Tensor:
-        """-> flat elements start to stop of a box, (*lead, stop - start). If the box was saved as is, reads only these."""
+        """-> flat elements start to stop of a box, (*lead, stop - start). If the box was saved so, reads only these."""
         for saved in boxes(stored.cuts):
             if saved[:2] == box[:2]:
                 return self.flat(stored, saved.base + start, saved.base + stop)

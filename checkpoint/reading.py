@@ -184,7 +184,7 @@ def pieces_in(manifest, name) -> dict[str, str]:
 
 
 def state_of_piece(reader, manifest, name, param, piece, fixed):
-    """-> the state of `piece`, to be filled. `fixed`: entries that never have the parameter's shape, even for a scalar."""
+    """-> the state of `piece`, not yet filled. `fixed`: entries that don't follow the parameter's shape."""
     tensors = TensorsOf(reader, manifest, piece, box_of(param))
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
     for key, piece_key in pieces_in(manifest, name).items():
