@@ -225,7 +225,7 @@ def opened_as_it_is(path, _):
 
 
 class Reader:
-    """Reads tensors of a checkpoint to the CPU: `box` and `part` return uninitialized memory, and `run` fills all of it.
+    """Reads tensors of a checkpoint to the CPU: `box` and `part` return uninitialized memory; `run` fills it all.
 
     A range that is read completely is compared with its checksum. `rank` of `world_size` also checks the rest of its
     share of the files, so at least one rank checks each byte.
