@@ -67,8 +67,8 @@ def writer_of(optimizer, group):
     key = tuple(ranks), timeout
     if key not in writers:
         if dist.is_initialized():  # gloo, since everything is on the CPU
-            is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this. Then ...
-            n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # ... torch names it by this
+            is_everyone = len(ranks) == dist.get_world_size()  # if not, the others don't call this
+            n_groups = all_gather(len(dist.distributed_c10d._world.pg_names), group)  # torch names it by that
             if not is_everyone and len(set(n_groups)) > 1:
                 raise CheckpointError(f"the ranks are in {n_groups} process groups: save without asynchronous here")
             own_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=not is_everyone)

@@ -701,10 +701,10 @@ def notes(result, ddp):
     words = "DDP with its default buckets" if tuned is None else (
         f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
     return (f"The model has {c.parameters:,} parameters in fp32. Bytes: between steps, with AdamW (stages 1 to 3: "
-            "8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Values sent "
-            "per step: times (d-1)/d. Time: per step, with guard (stages 2, 3: without gloo's own "
-            f"collectives), over that of {words}; two hosts, a link of {rate_words(c.rate)}, median of {c.rounds} "
-            f"rounds ({c.machine}, {c.date}).")
+            "8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Multiply "
+            f"the values sent by (d-1)/d. Time: per step, with guard, over that of {words}. Stages 2 and 3 avoid "
+            f"gloo's own collectives. Two emulated hosts, a link of {rate_words(c.rate)}, median of {c.rounds} rounds "
+            f"({c.machine}, {c.date}).")
 
 
 # ------------------------------------------------------------------------------ All tables of a result, in the terminal
