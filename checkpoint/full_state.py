@@ -1,7 +1,7 @@
-"""An optimizer's state as one dict, put together from its pieces and cut again, maybe on other ranks.
+"""An optimizer's state as one dict, assembled from its pieces and cut again, maybe for other ranks.
 
-One parameter travels at a time: beyond its own part, which is made anew beside the old one, and what it asked for, no
-rank ever holds more than that.
+One parameter is sent at a time. So a rank holds its old part, its new part, the result if it wants one, and one whole
+parameter.
 """
 
 import collections
@@ -31,16 +31,16 @@ from .optimizers import (
 from .ranks import errors_on_all, rank_and_size
 from .states import NotKept, agree_on_states, check_states, fixed_paths, local_states, with_data
 
-TAG = 2**30 - 1  # of messages to rank 0: not one that others might use
+TAG = 2**30 - 1  # of messages to rank 0: large enough that no user has it
 
 
 @torch.no_grad()
 def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> dict[str, Any]:
     """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
-    Returns {} on the other ranks. Where parameters have 16 bits, the state is in fp32, and that of one that was
-    stepped, and not cleared since, has a "main_param". With TORCH_DISTRIBUTED_DEBUG=DETAIL torch takes sends for
-    collectives, which three ranks and more must have alike: pass to_all=True then.
+    Returns {} on the other ranks. For 16-bit parameters the state is in fp32; it has a "main_param" for each parameter
+    that was updated, and whose state wasn't cleared since. With TORCH_DISTRIBUTED_DEBUG=DETAIL and three or more ranks,
+    pass to_all=True, because torch then treats sends as collectives.
 
     Args:
         optimizer: a DistributedOptimizer of any stage, or a torch optimizer.
@@ -67,12 +67,12 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
 
 @torch.no_grad()
 def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any] | None) -> None:
-    """Take over the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
+    """Load the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
 
-    Load the model before: 16-bit parameters are what main parameters begin with where there is no "main_param".
+    Load the model first, because main parameters start from the 16-bit parameters if there is no "main_param".
 
     Raises:
-        ValueError: on every rank, before anything is changed; it is of another model or optimizer.
+        ValueError: on every rank, before anything is changed; the state_dict is from another model or optimizer.
     """
     optimizer = itself(optimizer)
     refuse_outsider(optimizer)
@@ -95,7 +95,7 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
 
 
 def room_for(plan, params, pieces):
-    """-> (index, path) -> Whole, in memory that all share; index -> path -> what this rank keeps of it. Empty yet."""
+    """-> (index, path) -> Whole, all in the same memory; index -> path -> what this rank keeps of it. Uninitialized."""
     specs = []
     for index, (_, cut, common) in plan.items():
         specs += [(index, path, (*lead, local(params[index]).numel()), dtype) for path, (lead, dtype) in cut.items()]
@@ -114,13 +114,13 @@ def room_for(plan, params, pieces):
 
 
 class Whole(NamedTuple):
-    """A tensor of a state, put together: (*lead, numel) of a parameter if it `is_cut`, else as it is."""
+    """A whole tensor of a state: (*lead, numel of the parameter) if it `is_cut`, else in its own shape."""
 
     tensor: torch.Tensor
     is_cut: bool
 
     def on_cpu(self, param):
-        """In the shape of the parameter. What is of a DTensor becomes one, on the device of its mesh."""
+        """-> it in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
         whole = self.tensor.cpu()
         if not self.is_cut:
             return whole
@@ -131,16 +131,17 @@ class Whole(NamedTuple):
         return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
 
     def part_for(self, piece):
-        """What is of a piece, in its shape."""
+        """-> the part that belongs to a piece, in its shape."""
         if not self.is_cut:
             return self.tensor
         part = self.tensor[..., slice(*piece.in_whole)]
         return part.view((*part.shape[:-1], *piece.main.shape))
 
     def room_for(self, path, piece):
-        """What the inner optimizer keeps of it, empty yet. It lies as the piece does: fused kernels don't look.
+        """-> uninitialized memory for what the inner optimizer keeps of it.
 
-        Floats have the piece's dtype, as torch's load_state_dict makes them, except the number of steps.
+        It has the strides of the piece, because fused kernels ignore strides. Floats have the piece's dtype, as after
+        torch's load_state_dict, except the number of steps.
         """
         part, main = self.part_for(piece), piece.main
         dtype = main.dtype if part.is_floating_point() and path != "step" else part.dtype
@@ -155,18 +156,19 @@ class Whole(NamedTuple):
 
 
 def filled(tree, tensor_of):
-    """A packed state with its tensors; `tensor_of(path)`: those whose data are not in it."""
+    """-> a packed state with its tensors. `tensor_of(path)` -> a tensor whose data is not in it."""
     return unpack(tree, lambda name, what: unpack_data(what) if name == "data" else tensor_of(what))
 
 
 def gather(optimizer, states, pieces, group, dst):
     """-> iterator over (index, packed state, path -> Whole) of each parameter that has a state. Collective.
 
-    On rank `dst` of `group`, None: on all. The tensors are on the device of the parameter; each travels when it is
-    asked for. Of a DTensor the whole is what this rank has, with `pieces_of`; with `pieces_in_whole` that of all ranks.
+    On rank `dst` of `group`; None: on all. Tensors are on the device of the parameter, and each is sent when the
+    iterator reaches it. For a DTensor, the whole is the local part if `pieces` come from `pieces_of`, and the whole of
+    all ranks if they come from `pieces_in_whole`.
 
     Raises:
-        NotKept: a part of a state is on no rank, or it can't be put together; on every rank, before anything travels.
+        NotKept: on every rank, before anything is sent; a part of a state is on no rank, or it can't be assembled.
     """
     names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
     layouts, tensors = agree_on_states(optimizer, states, pieces, names, group)
@@ -197,14 +199,14 @@ def put_together(layouts, tensors, pieces, device, group, dst):
 
 
 def travel(part, shape, dtype, device, owner, group, dst, place=None):
-    """Bring a tensor from rank `owner`, where it is `part`, to rank `dst`; None: to all. -> it, there.
+    """Send a tensor from rank `owner`, where it is `part`, to rank `dst`; None: to all. -> the tensor on these ranks.
 
-    `place`: where it is wanted, if that is somewhere.
+    `place`: memory to receive it in; None: new memory.
     """
     rank, world_size = rank_and_size(group)
     if dst not in (None, rank):
         if owner == rank:
-            part = part.to(device)  # a count of steps is on the CPU, where NCCL has no messages
+            part = part.to(device)  # a count of steps is on the CPU, which NCCL can't send from
             dist.send(part.contiguous(), group=group, group_dst=dst, tag=TAG)
         return None
     there = place if place is not None and place.is_contiguous() else torch.empty(shape, dtype=dtype, device=device)
@@ -220,23 +222,23 @@ def travel(part, shape, dtype, device, owner, group, dst, place=None):
 
 
 def part_of(tensor, lead, piece, start, stop):
-    """(*lead, stop - start): those elements of the whole, of a tensor that has those of a piece."""
+    """-> (*lead, stop - start): elements start to stop of the whole, from a tensor that has those of `piece`."""
     flat = tensor if tensor.dim() == len(lead) + 1 else tensor.reshape(*lead, -1)
     first, last = piece.in_whole
     return flat if (start, stop) == (first, last) else flat[..., start - first : stop - first]
 
 
 def broadcast_plan(optimizer, state_dict):
-    """What rank 0 has found in its `state_dict` -> groups, index -> (packed state, cut, common), its tensors.
+    """Broadcast what rank 0 finds in its `state_dict`. -> groups, index -> (packed state, cut, common), tensors.
 
-    On the other ranks without the tensors, which have to travel. Raises ValueError on all.
+    The other ranks get no tensors yet. Raises ValueError on all ranks.
     """
     group, plan, tensors = group_of(optimizer), [None], {}
     rank, world_size = rank_and_size(group)
     if rank == 0:
         try:
             plan[0], tensors = plan_of(optimizer, state_dict)
-            pickle.dumps(plan)  # before the others wait for it
+            pickle.dumps(plan)  # fails now, and not while the others wait
         except ValueError as error:
             plan[0] = error
         except Exception as error:  # the other ranks wait for the plan
@@ -273,7 +275,7 @@ def plan_of(optimizer, state_dict):
 
 
 def cut_and_common(found, param, fixed, name):
-    """Of whole tensors of a state, by path -> path -> (lead, dtype) of those to cut; (shape, dtype) of the others."""
+    """-> path -> (lead, dtype) of tensors to cut; path -> (shape, dtype) of the others. `found`: path -> tensor."""
     cut, common = {}, {}
     for path, value in found.items():
         n_lead = value.dim() - param.dim()
@@ -299,7 +301,7 @@ def check_indices(optimizer, state_dict):
 
 
 def check_like(param, value, name, n_lead):
-    """Of DTensors what is on this rank, too."""
+    """Raise ValueError unless `value` has the shape of `param`; for DTensors also the shape of the local part."""
     if value.shape[n_lead:] != param.shape:
         raise ValueError(f"{name} is {tuple(value.shape)} in this state_dict, the parameter is {tuple(param.shape)}")
     if n_lead and hasattr(param, "device_mesh") or local(value).shape[n_lead:] != local(param).shape:

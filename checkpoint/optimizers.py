@@ -1,4 +1,4 @@
-"""What is asked of an optimizer: of a stage's by the face that `checkpoint` describes, of a plain one by torch's own.
+"""Access to optimizers: of a stage by the interface described in checkpoint/__init__.py, plain ones by torch's own.
 
 A parameter's index is its place in all groups, as in torch's own state_dict.
 """
@@ -15,16 +15,16 @@ from .boxes import box_of
 from .errors import UnfitModel
 from .ranks import all_gather, rank_and_size
 
-# Hyperparameters that say how this process computes, and nothing about the model: they are saved, and not loaded.
+# Hyperparameters about how this process computes, and not about the model, so they are saved but not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
-GROUPS: dict = {}  # (group of all ranks there are, some of them) -> their group; torch keeps each to the end
+GROUPS: dict = {}  # (group of all ranks, some of the ranks) -> their group; torch never frees a group
 
 
 class Piece(NamedTuple):
-    """What this rank steps of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`.
+    """What this rank updates of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`.
 
-    Of a DTensor elements of what this rank has. `base`: how many of the whole's come before those, see boxes.py; 0 also
-    where nobody asks for the whole.
+    For a DTensor, elements of the local part. `base`: number of elements of the whole before the local part, see
+    boxes.py; left at 0 where the whole doesn't matter.
     """
 
     start: int
@@ -42,12 +42,12 @@ def all_params(optimizer) -> list[torch.Tensor]:
 
 
 def local(tensor):
-    """Of a DTensor, as a tensor-parallel model has them, what lies on this rank; of any other tensor, itself."""
+    """-> the part of a DTensor that is on this rank; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def itself(optimizer):
-    """Of a wrapper, such as accelerate's, Lightning's and Fabric's, the stage's optimizer in it; else `optimizer`."""
+    """-> the stage's optimizer in a wrapper, such as accelerate's, Lightning's or Fabric's; else `optimizer`."""
     wrapped = getattr(optimizer, "optimizer", None)
     return itself(wrapped) if hasattr(wrapped, "pieces") else optimizer
 
@@ -57,12 +57,12 @@ def inner_of(optimizer):
 
 
 def group_of(optimizer):
-    """The process group whose ranks share the work; None: all ranks, each of which has a plain optimizer's state."""
+    """-> the process group whose ranks share the work; None: all ranks. Plain optimizers have None."""
     return getattr(optimizer, "process_group", None)
 
 
 def ranks_of(optimizer):
-    """The process group whose ranks have the model: of DTensors all ranks along their meshes. Collective over these."""
+    """-> the process group that shares the model; with DTensors, all ranks of their meshes. Collective over these."""
     group = group_of(optimizer)
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
     if not meshes or rank_and_size(group)[0] < 0:
@@ -75,22 +75,22 @@ def ranks_of(optimizer):
     if len(ranks) == dist.get_world_size():
         return None
     key = dist.group.WORLD, tuple(sorted(ranks))
-    if key not in GROUPS:  # the ranks outside don't call this, and ...
-        while len(names) < max(n_groups):  # ... torch names a group after how many a rank is in
+    if key not in GROUPS:  # The ranks outside don't call this. Then ...
+        while len(names) < max(n_groups):  # ... torch names a group by the number of groups that a rank is in
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
         GROUPS[key] = dist.new_group(key[1], use_local_synchronization=True)
     return GROUPS[key]
 
 
 def pieces_in_whole(optimizer) -> dict[int, Piece]:
-    """Those of `pieces_of`, each with its place in the whole parameter."""
+    """-> `pieces_of(optimizer)`, each with its `base` in the whole parameter."""
     params = all_params(optimizer)
     return {index: piece._replace(base=box_of(params[index]).base)
             for index, piece in pieces_of(optimizer).items()}
 
 
 def pieces_of(optimizer) -> dict[int, Piece]:
-    """-> index -> Piece, without those of no element. Every rank has all parameters of a plain torch optimizer."""
+    """-> index -> Piece, without empty ones. With a plain torch optimizer, every rank has all parameters."""
     index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
     if not hasattr(optimizer, "pieces") and any(hasattr(param, "device_mesh") for param in all_params(optimizer)):
         raise UnfitModel("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
@@ -100,20 +100,21 @@ def pieces_of(optimizer) -> dict[int, Piece]:
 
 
 def steps_ranges(optimizer) -> bool:
-    """Whether a rank may step a range of a parameter, as in stages 3 and 4, and not only whole ones."""
+    """Whether a rank may update a range of a parameter, as in stages 3 and 4, and not only whole parameters."""
     return any(hasattr(one, "move_to") for one in getattr(optimizer, "optimizers", [optimizer]))
 
 
 def hyperparameters(group) -> dict:
-    """What a group has to say about the model's training, and takes over from a group that was saved."""
+    """-> the hyperparameters of a group that are loaded from a checkpoint."""
     left_out = {"params", "param_names"} | HOW_IT_COMPUTES
     return {key: value for key, value in group.items() if key not in left_out}
 
 
 def packed_groups(optimizer) -> list[dict]:
-    """The groups as a plain torch optimizer's state_dict has them: with the indices of their parameters.
+    """-> the groups as in a plain torch optimizer's state_dict, with indices of parameters.
 
-    And with Python's numbers for NumPy's, which a schedule may put there and torch.load(weights_only=True) refuses.
+    NumPy's numbers, which a schedule may put there, become Python's, because torch.load(weights_only=True) refuses
+    them.
     """
     groups, n_before = [], 0
     for group in optimizer.param_groups:
@@ -125,17 +126,17 @@ def packed_groups(optimizer) -> list[dict]:
 
 
 class Ready(NamedTuple):
-    """What `install` puts in its place: everything is where it is needed, in the dtype that it is needed in."""
+    """What `install` loads: everything is already on the right device, in the right dtype."""
 
     mains: list[tuple[torch.Tensor, torch.Tensor]]  # main parameter, its value
     for_torch: dict[int, dict]  # for the inner optimizer's load_state_dict
-    ours: dict[torch.Tensor, dict]  # what that would change
+    ours: dict[torch.Tensor, dict]  # values that load_state_dict would convert
     groups: list[dict]
 
 
 @torch.no_grad()
 def prepared(optimizer, states, groups) -> Ready:
-    """Everything that can fail of taking over `states`, index -> name -> value, and hyperparameters."""
+    """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters."""
     inner, params = inner_of(optimizer), all_params(optimizer)
     place_of = {id(main): place for place, main in enumerate(all_params(inner))}
     mains, for_torch, ours = [], {}, {}
@@ -176,13 +177,13 @@ def install(optimizer, ready):
 
 
 def is_for_torch(key, value):
-    """Whether load_state_dict keeps it: it makes floats of whole numbers, something else of texts, lists of deques."""
+    """Whether load_state_dict keeps the value; it converts integer tensors to floats, and changes texts and deques."""
     is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or key == "step")
     return is_float or value is None or isinstance(value, numbers.Number)
 
 
 def placed(value, main):
-    """A value of a state with its tensors where `main` is; floats in its dtype, as torch's load_state_dict has them."""
+    """-> `value` with its tensors on the device of `main`, and floats in its dtype, as torch's load_state_dict does."""
     if isinstance(value, torch.Tensor):
         return value.to(main.device, main.dtype if value.is_floating_point() else None)
     if isinstance(value, dict):
@@ -195,9 +196,9 @@ def placed(value, main):
 
 
 def check_hyperparameters(optimizer, groups):
-    """Raise ValueError where `groups` have something else in place of a number, say, that this optimizer's groups have.
+    """Raise ValueError if a hyperparameter in `groups` has another kind than here, such as a text for a number.
 
-    None may stand for anything: a way that nobody has chosen.
+    None fits everything, because it means that nobody has chosen a value.
     """
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
         for key, value in hyperparameters(saved).items():

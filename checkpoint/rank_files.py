@@ -1,8 +1,8 @@
-"""One safetensors file a rank: its parts of tensors, byte for byte. Anyone's tool opens it.
+"""One safetensors file per rank with its parts of tensors, which any safetensors tool can open.
 
-Eight bytes say how long the header is, a JSON of key -> dtype, shape and offsets; then come the bytes of tensors with
-no gap between them, those of the longest numbers first: each lies at a multiple of its size. A part of a tensor has the
-shape (*lead, elements); what it is a part of stands in `places`, among what the format leaves to its writer.
+Eight bytes give the length of the header, a JSON of key -> dtype, shape and offsets. The bytes of the tensors follow
+without gaps, the largest dtypes first, so that each tensor is aligned to its element size. A part of a tensor has the
+shape (*lead, elements). `places`, in the format's free metadata, says where the part lies in its tensor.
 """
 
 import collections
@@ -21,10 +21,10 @@ from .boxes import boxes
 from .errors import CheckpointError, DamagedCheckpoint
 from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, is_count, need, without_doubles
 
-ALIGNMENT = 64  # bytes; with it a program that maps a file has the first tensor in place
-CHUNK = 2**18  # bytes that are written or read at once, while the processor still has them for the checksum
-BEHIND = 2**24  # bytes after which the disk is told to begin with them, not only at fsync
-READERS = 2  # threads: one makes a checksum while the other waits for the disk
+ALIGNMENT = 64  # bytes; aligns the first tensor for programs that map the file
+CHUNK = 2**18  # bytes written or read at once, few enough to stay in the processor's cache for the checksum
+BEHIND = 2**24  # bytes after which the disk is told to start writing, so that fsync has less to do
+READERS = 2  # threads: one computes a checksum while the other waits for the disk
 CODE_OF = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
@@ -80,7 +80,7 @@ def name_of(rank) -> str:
 def write_rank_file(path, parts) -> dict:
     """Write `parts`, key -> Part, to a new file. -> its size; checksums of its header and of each tensor, in order.
 
-    Raises OSError: the disk says no.
+    Raises OSError: the disk fails.
     """
     ordered = sorted(parts.items(), key=lambda item: -item[1].data.dtype.itemsize)
     header = header_of(ordered)
@@ -156,7 +156,7 @@ def parsed_header(text, name, written) -> dict[str, Stored]:
 
 
 def put_together(key, parts) -> Stored:
-    """Of the parts in all files the tensor. Raises DamagedCheckpoint: they are not all of it, or of several."""
+    """-> the tensor made of the parts in all files. Raises DamagedCheckpoint: parts are missing, or don't match."""
     ranges = sorted(one for part in parts for one in part.ranges)
     with damage_of(key):
         need(all(part[:4] == parts[0][:4] for part in parts), "its parts are of several tensors")
@@ -164,7 +164,7 @@ def put_together(key, parts) -> Stored:
 
 
 def checked(key, stored) -> Stored:
-    """Ranges leave nothing out and have nothing twice, and cuts are all of the shape, with a range for each box."""
+    """-> `stored`, after a check that ranges have no gap or overlap, and that cuts add up to the shape."""
     end = 0
     for start, stop, *_ in stored.ranges:
         need(is_count(start) and start == end < stop, f"ranges of {key!r:.60}")
@@ -181,7 +181,7 @@ def checked(key, stored) -> Stored:
 
 @contextlib.contextmanager
 def damage_of(name):
-    """Whatever is wrong with what a file says is a DamagedCheckpoint, in one line."""
+    """Turn any error in reading what a file says into a DamagedCheckpoint, in one line."""
     try:
         yield
     except CheckpointError:
@@ -193,11 +193,11 @@ def damage_of(name):
 
 @contextlib.contextmanager
 def opened(folder, name, n_bytes=None):
-    """A file in `folder`, to be read: a regular one, and not where a link leads. Its name has been checked.
+    """Open a file in `folder` for reading. It must be a regular file, not a link. Its name has been checked.
 
     Raises:
-        DamagedCheckpoint: it is something else, or it has not `n_bytes`.
-        OSError: the disk says no.
+        DamagedCheckpoint: it is no regular file, or doesn't have `n_bytes`.
+        OSError: the disk fails.
     """
     path = Path(folder) / name
     if path.is_symlink():
@@ -220,15 +220,15 @@ def raise_changed(name, n_bytes, now):
 
 
 def opened_as_it_is(path, _):
-    """Nothing is waited for, as a FIFO would be, and no link is followed, whatever takes its place meanwhile."""
+    """Never blocks, as a FIFO would, and follows no link, even if the file was replaced since the check."""
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class Reader:
-    """Tensors of a checkpoint, on the CPU: asked for first, as memory that is empty yet, then read in one go.
+    """Reads tensors of a checkpoint to the CPU: `box` and `part` return uninitialized memory; `run` fills it all.
 
-    What is read in whole is compared with its checksum on the way. `rank` of `world_size` reads what else there is in
-    its share of the files too, to compare: each byte is compared by one rank at least, and read once by most.
+    A range that is read completely is compared with its checksum. `rank` of `world_size` also checks the rest of its
+    share of the files, so at least one rank checks each byte.
     """
 
     def __init__(self, folder, manifest, rank=0, world_size=1):
@@ -242,7 +242,7 @@ class Reader:
         return self.part(stored, box, 0, box.numel).view((*stored.lead, *box.sizes))
 
     def part(self, stored, box, start, stop) -> torch.Tensor:
-        """-> flat elements start to stop of a box: (*lead, stop - start). Of one that was saved so, no more is read."""
+        """-> flat elements start to stop of a box, (*lead, stop - start). If the box was saved so, reads only these."""
         for saved in boxes(stored.cuts):
             if saved[:2] == box[:2]:
                 return self.flat(stored, saved.base + start, saved.base + stop)

@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other: one error on all of them, and not a hang."""
+"""Communication between the ranks of a process group that ends in one error on all ranks, and not in a hang."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ from .errors import CheckpointError
 
 BEAT_S = 1.0
 LONGEST = 500  # letters of a line
-SILENT_S = 30  # a rank at work that says nothing for so long is dead
+SILENT_S = 30  # a working rank that is silent for this long is considered dead
 MEETINGS = weakref.WeakKeyDictionary()  # process group -> how often its ranks have waited for each other
 
 
@@ -39,11 +39,11 @@ def rank_in(group):
 
 @contextlib.contextmanager
 def at_own_pace(what, group):
-    """Work that takes some ranks longer, such as reading a large file. At its end they wait for each other. Collective.
+    """For work that takes some ranks longer, such as reading a large file. Ranks wait for each other after. Collective.
 
-    No collective waits meanwhile, whose time would run out. Each rank says in the group's store every second that it is
-    at work. Raises dist.DistError, which names the rank, if nothing is heard of one: of one at work for SILENT_S, of
-    one that doesn't come for as long as a collective would wait.
+    No collective is waiting meanwhile, so none can time out. Each rank writes to the group's store every second while
+    it works. Raises dist.DistError, which names the rank, if a working rank is silent for SILENT_S, or if a rank
+    doesn't arrive within the timeout of a collective.
     """
     rank, world_size = rank_and_size(group)
     if world_size == 1:
@@ -66,7 +66,7 @@ def at_own_pace(what, group):
 
 
 def beat(store, rank, number, is_done):
-    """Each value differs from the one before: that is heard."""
+    """Write a new value every second: a change is the sign of life."""
     for beats in itertools.count():
         if is_done.wait(BEAT_S):
             return
@@ -102,10 +102,10 @@ def wait_for_others(store, number, what, group):
 
 @contextlib.contextmanager
 def errors_on_all(what, group, is_named=True):
-    """Whatever goes wrong inside, on some rank, is a CheckpointError on all. Collective.
+    """Turn any error inside, on any rank, into a CheckpointError on all ranks. Collective.
 
-    A CheckpointError keeps its class, and Ctrl-C is what it is on the rank that it came to. `is_named`: the line names
-    the rank, unless all say the same.
+    A CheckpointError keeps its class. Ctrl-C stays what it is on the rank that received it. `is_named`: the message
+    names the rank, unless all ranks have the same error.
     """
     caught = mine = None
     with at_own_pace(what, group):
@@ -124,7 +124,7 @@ def errors_on_all(what, group, is_named=True):
 
 
 def first_line(error) -> str:
-    """For a terminal: names from a file may hold whatever they like."""
+    """-> the first line of a message, safe for a terminal: names from a file may contain control characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     line = (text.strip().splitlines() or [type(error).__name__])[0]
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[: 2 * LONGEST])

@@ -1,6 +1,6 @@
-"""Checkpoints are read: each rank reads what it needs, and all of it before anything changes.
+"""Reads checkpoints: each rank reads what it needs, all of it before anything changes.
 
-No file is unpickled: what the manifest says is json, and tensors are bytes.
+No file is unpickled: the manifest is JSON, and tensors are bytes.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 def check_piece(schema, state, main, name):
-    """Of what was read for the tensor `main`, which is what a kernel will see."""
+    """Check a state that was read against the tensor `main`, with which a kernel will use it."""
     own = described(state)
     main_param = own.pop("main_param", Spec(main.shape, main.dtype))
     if main_param.shape != main.shape:
@@ -141,9 +141,9 @@ def check_manifest_states(manifest, optimizer, names, groups):
 
 
 class TensorsOf(NamedTuple):
-    """Called with what a packed value says of a tensor, it returns that, empty yet; of a piece a part, in its shape.
+    """A function for `unpack`: -> an uninitialized tensor, which `reader` fills; for a piece its part, in its shape.
 
-    `box`: what this rank has of the parameter.
+    `box`: the part of the parameter that this rank has.
     """
 
     reader: Reader
@@ -167,8 +167,9 @@ class TensorsOf(NamedTuple):
 
 
 def room_for(reader, manifest, name, tensor):
-    """What is to become `tensor` of the model, of a DTensor what this rank has: of another dtype, the main parameter,
-    so that it is rounded once.
+    """-> memory for what becomes `tensor` of the model; for a DTensor, its local part.
+
+    If the dtype has changed, the main parameter is read instead, so that it is rounded only once.
     """
     stored = manifest.tensors[f"model.{name}"]
     main = pieces_in(manifest, name).get("main_param")  # in fp32, if the parameter had 16 bits when it was saved
@@ -177,13 +178,13 @@ def room_for(reader, manifest, name, tensor):
 
 
 def pieces_in(manifest, name) -> dict[str, str]:
-    """What the state of a parameter has as pieces, by name: their keys in the files."""
+    """-> name -> key in the files, for each entry of a parameter's state that is stored as pieces."""
     return {key: value["piece"] for key, value in manifest.states.get(name, {"dict": []})["dict"]
             if isinstance(key, str) and isinstance(value, dict) and "piece" in value}
 
 
 def state_of_piece(reader, manifest, name, param, piece, fixed):
-    """`fixed`: what has not the parameter's shape here, though it may have it where the parameter is a scalar."""
+    """-> the state of `piece`, not yet filled. `fixed`: entries that don't follow the parameter's shape."""
     tensors = TensorsOf(reader, manifest, piece, box_of(param))
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
     for key, piece_key in pieces_in(manifest, name).items():
@@ -195,9 +196,9 @@ def state_of_piece(reader, manifest, name, param, piece, fixed):
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in `folder` with the highest number at the end of its name; None: there is none.
+    """-> the complete checkpoint in `folder` with the highest number at the end of its name; None if there is none.
 
-    What has no number there, as best, is no checkpoint of the run, and what was set aside is none any more.
+    Names without such a number, such as best, don't count, nor do checkpoints that were set aside.
     """
     complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if path.is_file()
                 and re.search(r"\d$", path.parent.name) and not re.search(r"\.aside-\d+$", path.parent.name)]
