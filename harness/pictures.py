@@ -168,7 +168,7 @@ def svg(rows, title):
                 axis.stairs([0.85 * part / most_bytes for part in step.memory], edges[:len(step.memory) + 1], fill=True,
                             color=COLOURS["memory"])
             axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters",
-                                                  f"memory ≤ {max(step.memory, default=0) / 1e6:.0f} MB"])
+                                                  f"memory ≤ {max(step.memory) / 1e6:.0f} MB" if step.memory else ""])
             axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
         axes[-1].set_xlabel("ms")
         axes[0].figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
