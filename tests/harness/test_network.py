@@ -207,7 +207,8 @@ def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [[], ["--accumulation"]], ids=["not asked for", "asked for and failed"])
 def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(options, tmp_path, monkeypatch):
     path, before = tmp_path / "network.json", committed_of_rate("300mbit")
-    path.write_text(results.to_json(dataclasses.replace(before, other_rates=[committed_of_rate("1gbit")])))
+    other = dataclasses.replace(committed_of_rate("1gbit"), accumulation=before.accumulation)
+    path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
 
     def measured(args):
         now = committed_of_rate("300mbit")
