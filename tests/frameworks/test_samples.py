@@ -108,5 +108,5 @@ def test_a_sample_trains_so_with_the_other_stages(run, with_ddp, sample, stage):
 
 
 def test_the_page_has_samples():
-    assert set(RESUMES) < set(SAMPLES) and len(SAMPLES) == 9
+    assert set(RESUMES) < set(SAMPLES) and len(SAMPLES) == 8
     assert all("+" in sample for sample in SAMPLES.values())
