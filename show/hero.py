@@ -70,7 +70,7 @@ def memory(top, is_split):
 def bar(x, width, top, words, kind):
     return (
         f'<rect x="{x}" y="{top}" width="{width}" height="26" rx="5" class="l"/>'
-        f'<rect x="{x}" y="{top}" width="{width}" height="26" rx="5" class="{kind} c2 f"/>'
+        f'<rect x="{x}" y="{top}" width="{width}" height="26" rx="5" class="{kind} c2 f" fill-opacity=".5"/>'
         f'<text x="{x + width / 2}" y="{top + 19}" class="m">{words}</text>'
     )
 
@@ -85,11 +85,11 @@ def picture():
     }
     for name, (first, last) in spans.items():
         rules[name] = keyframes(name, first, last, seen, hidden)
-    rules["both"] = keyframes("both", FIRST[0], SECOND[1], seen, hidden)
+    rules["whole"] = keyframes("whole", FIRST[0], SECOND[1], seen, hidden)
     third = (wide - 110) / 2
     body = [
         f'<text x="{LEFT}" y="28" class="b">DDP: one all-reduce, then every rank updates everything</text>',
-        bar(LEFT, wide - 110, 40, "all-reduce", "both"), bar(LEFT + wide - 104, 104, 40, "update all", "last"),
+        bar(LEFT, wide - 110, 40, "all-reduce", "whole"), bar(LEFT + wide - 104, 104, 40, "update all", "last"),
         *memory(78, False), *flights(78, rules),
         f'<text x="{LEFT}" y="190" class="b">Here: its two halves, and the update between them</text>',
         bar(LEFT, third, 202, "reduce-scatter", "first"), bar(LEFT + third + 6, 98, 202, "update 1/d", "step"),
