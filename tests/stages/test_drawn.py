@@ -23,22 +23,20 @@ FROZEN = ["freeze", "frozen on some ranks"]  # and unfrozen when others have mom
 WITH_UNUSED = ["part", "nothing"]  # some ranks don't use some parameters; step() without a backward pass
 
 
-def as_it_is(optimizer_cls, *args, **kwargs):
-    return optimizer_cls(*args, **kwargs)
-
-
 class Drawn:
     """One draw, on one rank: `model` and `optimizer` are trained by all of them, `reference` by this process alone.
 
-    `make`: the class and its arguments -> the optimizer, as it is or wrapped.
+    `wrap`: an optimizer -> a wrapper of it, which is used instead.
     """
 
-    def __init__(self, rank, stage, seed, make=as_it_is):
-        self.rank, self.stage, self.make = rank, stage, make
+    def __init__(self, rank, stage, seed, wrap):
+        self.rank, self.stage, self.wrap = rank, stage, wrap
         self.draw = random.Random(seed)  # the same on every rank
         self.model, self.values, self.called, self.older, self.is_exact = [], [], [], [], True
         self.optimizer_cls, kwargs = OPTIMIZERS[self.draw.choice([*OPTIMIZERS])]
-        self.kwargs = {**kwargs, **self.draw.choice([{"fused": True}, {"foreach": False}])}
+        self.kwargs = {**kwargs, **self.draw.choice([{"fused": True}, {"foreach": False}, {"foreach": True}])}
+        if self.optimizer_cls is torch.optim.SGD:  # foreach writes into the gradients then
+            self.kwargs["nesterov"] = self.draw.random() < 0.5
         known = inspect.signature(optimizer_of(stage)).parameters
         has_buckets = "bucket_cap_mb" in known
         self.has_zeros = "grad_dtype" in known  # for the gradient of what nobody has used, where others have None
@@ -82,7 +80,7 @@ class Drawn:
     def build(self):
         first, *later = self.groups
         params = self.of(self.model, *first)
-        self.optimizer = self.make(optimizer_of(self.stage), params, self.optimizer_cls, **self.own, **self.kwargs)
+        self.optimizer = self.wrap(optimizer_of(self.stage)(params, self.optimizer_cls, **self.own, **self.kwargs))
         for added in later:
             self.optimizer.add_param_group(self.of(self.model, *added)[0])
         if self.prefetches:
@@ -96,8 +94,10 @@ class Drawn:
     def backward(self, part=False, freezes=False):
         """Of every rank in the reference, of this one in the model. What a rank doesn't use it may freeze."""
         trained, d = self.trained(), self.rank.world_size
+        if part:  # all read what is under way: a rank without a pass would in its step, where others want its gradients
+            assert all(param.isfinite().all() for param in self.model)
         for rank in range(d):
-            n_used = self.draw.randint(not freezes, len(trained)) if part else len(trained)
+            n_used = self.draw.randint(0, len(trained)) if part else len(trained)
             used, losses = self.draw.sample(trained, n_used), []
             for place, (param, value) in enumerate(zip(self.model, self.values)):
                 mean = self.tensor(param.shape, lambda: self.draw.randint(-4, 4))
@@ -105,10 +105,11 @@ class Drawn:
                     value.grad = mean.to(value) if value.grad is None else value.grad + mean
                     losses.append((param * (d * mean).to(param)).sum().double())
             if rank == self.rank.rank:
-                for place in trained if freezes else []:
-                    self.model[place].requires_grad_(place in used)
-                if losses:
-                    sum(losses).backward()
+                own_used, own_losses = used, losses
+        for place in trained if freezes else []:
+            self.model[place].requires_grad_(place in own_used)
+        if own_losses:
+            sum(own_losses).backward()
 
     def zero_grad(self):
         self.optimizer.zero_grad()
@@ -150,6 +151,7 @@ class Drawn:
             if freezes and is_late:
                 self.backward()
             else:
+                self.zero_grad()  # the zeros of an older optimizer would count as a gradient
                 value.grad = torch.zeros_like(value) if self.has_zeros and not freezes else None
             param.requires_grad_(not freezes)
             if not (freezes and is_late):
@@ -191,9 +193,9 @@ class Drawn:
 
 
 @on_its_device
-def drawn(rank, stage, seeds, make=as_it_is):
+def drawn(rank, stage, seeds, wrap=lambda optimizer: optimizer):
     for seed in seeds:
-        one = Drawn(rank, stage, seed, make)
+        one = Drawn(rank, stage, seed, wrap)
         try:
             for _ in range(8):
                 one.call(one.draw.choice(one.may_call))
