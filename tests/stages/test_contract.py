@@ -13,30 +13,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, situation, trainable
+from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, trainable
 from tests.pairs import ADAMW, SGD, UNFUSED, Pair, assert_same, backward, exact, parameter_of, train
-
-FUSED = {"fused": True}
-
 
 # ------------------------------------------------------------------------------------------------------------ equality
 
 
 @pytest.mark.any_size
-@pytest.mark.parametrize("how", [FUSED, UNFUSED], ids=["fused", "unfused"])
-@on_ranks
-def test_equals_replicated_training(rank, stage, how):
-    for name, (optimizer_cls, kwargs) in OPTIMIZERS.items():
-        with situation(name):
-            has_kernel = name != "Adagrad" or rank.device.type == "cpu"  # torch has no such one for CUDA
-            pair = Pair(rank, stage, optimizer_cls, **kwargs, **how if has_kernel else {})
-            assert isinstance(pair.optimizer, torch.optim.Optimizer)
-            assert_same(*pair.models, exact=True)
-            before = copy.deepcopy(trainable(pair.model))
-            for step in range(5):
-                pair.train(step)
-                pair.assert_same(how == UNFUSED)
-            assert not any(map(torch.equal, trainable(pair.model), before))
+@on_ranks(how=[{"fused": True}, UNFUSED], name=OPTIMIZERS)
+def test_equals_replicated_training(rank, stage, how, name):
+    optimizer_cls, kwargs = OPTIMIZERS[name]
+    has_kernel = name != "Adagrad" or rank.device.type == "cpu"  # torch has no such one for CUDA
+    pair = Pair(rank, stage, optimizer_cls, **kwargs, **how if has_kernel else {})
+    assert isinstance(pair.optimizer, torch.optim.Optimizer)
+    assert_same(*pair.models, exact=True)
+    before = copy.deepcopy(trainable(pair.model))
+    for step in range(5):
+        pair.train(step)
+        pair.assert_same(how == UNFUSED)
+    assert not any(map(torch.equal, trainable(pair.model), before))
 
 
 GRAPHS = [*((stage, {}) for stage in STAGES), (STAGES[3], {"prefetch": True}),
@@ -112,6 +107,7 @@ def test_process_group_of_some_ranks(rank, stage):
 
 
 def two_groups(model):
+    """Matrices in one group; vectors and the scalar in another, without weight decay."""
     matrices = [param for param in trainable(model) if param.dim() > 1]
     vectors = [param for param in trainable(model) if param.dim() < 2]
     return [{"params": matrices}, {"params": vectors, "lr": 0.003, "weight_decay": 0.0}]
@@ -139,69 +135,54 @@ def test_add_param_group_later(rank, stage):
     def second(model):
         return [*model.down.parameters(), model.scale, model.head.weight, *model.embed.parameters()]
 
-    for name, (optimizer_cls, kwargs) in OPTIMIZERS.items():
-        with situation(name):
-            pair = Pair(rank, stage, optimizer_cls, first, seeds=[0], **kwargs, **UNFUSED)
-            late = [param for model in pair.models for param in second(model)]
-            for param in late:
-                param.requires_grad_(False)
-            pair.train(0)
-            for param in late:
-                param.requires_grad_(True)
+    pair = Pair(rank, stage, groups=first, seeds=[0])
+    late = [param for model in pair.models for param in second(model)]
+    for trains in (False, True):
+        for param in late:
+            param.requires_grad_(trains)
+        if trains:
             with torch.no_grad():
                 pair.model.scale += rank.rank  # add_param_group broadcasts, as the constructor does
-            pair.optimizer.add_param_group({"params": second(pair.model), "lr": 0.02})
-            # torch's Adagrad makes its state in the constructor: one with both groups keeps the old state.
-            groups = [{"params": first(pair.replicated.model)}, {"params": second(pair.replicated.model), "lr": 0.02}]
-            regrouped = optimizer_cls(groups, **kwargs, **UNFUSED)
-            regrouped.state.update(pair.replicated.optimizer.state)
-            pair.replicated.optimizer = regrouped
-            pair.train(1, 2)
-            pair.assert_same()
+            for optimizer, model in zip(pair.optimizers, pair.models):
+                optimizer.add_param_group({"params": second(model), "lr": 0.02})
+        pair.train(2 * trains, 2 * trains + 1)
+    pair.assert_same()
 
 
-SCHEDULERS = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
-    "StepLR": lambda o: schedulers.StepLR(o, 2),
-    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [1, 3]),
-    "ConstantLR": lambda o: schedulers.ConstantLR(o, total_iters=2),
-    "LinearLR": lambda o: schedulers.LinearLR(o, total_iters=3),
-    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
-    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, total_iters=4),
-    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 4),
-    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2),
-    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.001, 0.02, step_size_up=2),
-    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.02, total_steps=6),
-    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0),
+def scheduler(name, *args, **kwargs):
+    return lambda optimizer: getattr(schedulers, name)(optimizer, *args, **kwargs)
+
+
+SCHEDULERS = {of: scheduler(of, *args) for of, *args in [
+    ("LambdaLR", lambda step: 0.9**step), ("MultiplicativeLR", lambda step: 0.9), ("StepLR", 2),
+    ("MultiStepLR", [1, 3]), ("ConstantLR", 1 / 3, 2), ("LinearLR", 1 / 3, 1.0, 3), ("ExponentialLR", 0.8),
+    ("PolynomialLR", 4), ("CosineAnnealingLR", 4), ("CosineAnnealingWarmRestarts", 2), ("CyclicLR", 0.001, 0.02, 2),
+    ("OneCycleLR", 0.02, 6)]}
+SCHEDULERS |= {
+    "ReduceLROnPlateau": scheduler("ReduceLROnPlateau", patience=0),
     "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, total_iters=2), schedulers.ExponentialLR(o, 0.9)], optimizer=o
-    ),
+        [SCHEDULERS["ConstantLR"](o), SCHEDULERS["ExponentialLR"](o)], optimizer=o),
     "SequentialLR": lambda o: schedulers.SequentialLR(
-        o, [schedulers.ConstantLR(o, total_iters=2), schedulers.ExponentialLR(o, 0.9)], milestones=[2]
-    ),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, anneal_epochs=2),
-}
+        o, [SCHEDULERS["ConstantLR"](o), SCHEDULERS["ExponentialLR"](o)], milestones=[2]),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, anneal_epochs=2)}
 
 
-@on_ranks(2)
-def test_every_scheduler_of_torch(rank, stage):
-    for name, schedule in SCHEDULERS.items():
-        with situation(name):
-            pair, rates = Pair(rank, stage, groups=two_groups), set()
-            assert [len(group["params"]) for group in pair.optimizer.param_groups] == [4, 4]
-            schedules = [schedule(optimizer) for optimizer in pair.optimizers]
-            for step in range(4):
-                pair.train(step)
-                for one in schedules:
-                    one.step(*[1.0] * (name == "ReduceLROnPlateau"))  # that wants a metric
-                for ours, theirs in zip(*(optimizer.param_groups for optimizer in pair.optimizers)):
-                    assert ours["lr"] == theirs["lr"] and ours["betas"] == theirs["betas"]
-                    rates.add(ours["lr"])
-            assert len(rates) > 2  # the scheduler does something
-            saved, expected = (optimizer.state_dict()["param_groups"] for optimizer in pair.optimizers)
-            assert [group["lr"] for group in saved] == [group["lr"] for group in expected]  # of the next step
-            pair.assert_same()
+@on_ranks(2, name=SCHEDULERS)
+def test_every_scheduler_of_torch(rank, stage, name):
+    pair, rates = Pair(rank, stage, groups=two_groups), set()
+    assert [len(group["params"]) for group in pair.optimizer.param_groups] == [4, 4]
+    schedules = [SCHEDULERS[name](optimizer) for optimizer in pair.optimizers]
+    for step in range(4):
+        pair.train(step)
+        for one in schedules:
+            one.step(*[1.0] * (name == "ReduceLROnPlateau"))  # that wants a metric
+        for ours, theirs in zip(*(optimizer.param_groups for optimizer in pair.optimizers)):
+            assert ours["lr"] == theirs["lr"] and ours["betas"] == theirs["betas"]
+            rates.add(ours["lr"])
+    assert len(rates) > 2  # the scheduler does something
+    saved, expected = (optimizer.state_dict()["param_groups"] for optimizer in pair.optimizers)
+    assert [group["lr"] for group in saved] == [group["lr"] for group in expected]  # of the next step
+    pair.assert_same()
 
 
 # --------------------------------------------------------------------------------- closure, accumulation, clipping
@@ -224,7 +205,8 @@ def test_closure_and_its_loss(rank, stage):
     assert pair.optimizer.step(lambda: backward(pair.model, rank, 3).item()) is not None  # a float is a loss too
 
 
-def accumulate(rank, stage, with_no_sync):
+@on_ranks(with_no_sync=[True, False])
+def test_three_micro_batches_equal_one_large_batch(rank, stage, with_no_sync):
     pair = Pair(rank, stage)
     for first in (0, 3):  # two accumulations: nothing of the first is left in the second
         with pair.optimizer.no_sync() if with_no_sync else contextlib.nullcontext():
@@ -236,9 +218,7 @@ def accumulate(rank, stage, with_no_sync):
     pair.assert_same(is_exact=False)
 
 
-@on_ranks(with_no_sync=[True, False])
-def test_three_micro_batches_equal_one_large_batch(rank, stage, with_no_sync):
-    accumulate(rank, stage, with_no_sync)
+accumulate = test_three_micro_batches_equal_one_large_batch.__wrapped__
 
 
 @on_ranks(2)
@@ -253,7 +233,8 @@ def test_zero_grad_forgets_gradients_reduced_or_not(rank, stage):
     pair.assert_same()
 
 
-def clip(rank, stage, norm_type, max_norm):
+@on_ranks(norm_type=[1.0, 2.0, torch.inf], max_norm=[0.05, 1e6])
+def test_clipping_equals_torch_on_the_whole_model(rank, stage, norm_type, max_norm):
     pair = Pair(rank, stage)
     for step in range(3):
         pair.backward(step)
@@ -263,9 +244,7 @@ def clip(rank, stage, norm_type, max_norm):
     pair.assert_same(is_exact=False)
 
 
-@on_ranks(norm_type=[1.0, 2.0, torch.inf], max_norm=[0.05, 1e6])
-def test_clipping_equals_torch_on_the_whole_model(rank, stage, norm_type, max_norm):
-    clip(rank, stage, norm_type, max_norm)
+clip = test_clipping_equals_torch_on_the_whole_model.__wrapped__
 
 
 @on_ranks
@@ -328,7 +307,7 @@ def test_resumes_from_its_state_dict(rank, stage):
 
 
 @on_ranks(2)
-def test_state_may_be_looked_at(rank, stage):
+def test_state_may_be_looked_at_and_is_refused_of_another_rank(rank, stage):
     """The state of a parameter that another rank steps is not here; to ask for it does no harm."""
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
@@ -340,51 +319,39 @@ def test_state_may_be_looked_at(rank, stage):
     train(model, optimizer, rank, 1)
     optimizer.state["of all"]["n"] = 3  # torch saves it
     assert optimizer.state_dict()["state"]["of all"] == {"n": 3}
+    everyone = [None] * rank.world_size
+    dist.all_gather_object(everyone, before)
+    with pytest.raises(ValueError, match="rank"):
+        optimizer.load_state_dict(everyone[1 - rank.rank])
 
 
-def del_state(optimizer, param):
+def delete(optimizer, param):
     if param in optimizer.state:
         del optimizer.state[param]
 
 
-def zero_all_states(optimizer, param):
+def zero_all(optimizer, param):
     for param, state in optimizer.state.items():
         state["exp_avg"].zero_()
         optimizer.state[param] = dict(state)
 
 
-def assign_all_states(optimizer, param):
+def assign_all(optimizer, param):
     optimizer.state = {key: {} if key is param else value for key, value in optimizer.state.items()}
 
 
-def pop_state(optimizer, param):
-    if (state := optimizer.state.pop(param, None)) is not None:
-        assert "exp_avg" in optimizer.state.setdefault(param, state)
-        optimizer.state.pop(param)
-    with pytest.raises(KeyError):
-        optimizer.state.pop(param)
-
-
-@on_ranks(reset=[del_state, zero_all_states, assign_all_states, pop_state])
-def test_the_state_of_a_parameter_can_be_reset(rank, stage, reset):
+@on_ranks
+def test_the_state_of_a_parameter_can_be_reset(rank, stage):
     """As people reset dead neurons: each rank what it steps of them."""
     pair = Pair(rank, stage)
-    for step in range(4):
+    for step, reset in enumerate([delete, zero_all, assign_all]):
         pair.train(step)
         for optimizer, model in zip(pair.optimizers, pair.models):
             reset(optimizer, model.up.weight)
+    pair.train(3)
     pair.assert_same()
     known = {id(param) for param in trainable(pair.model)}
     assert {id(param) for param in pair.optimizer.state} <= known and len(pair.optimizer.state) <= len(known)
-
-
-@on_ranks(2)
-def test_state_dict_of_another_rank_is_refused(rank, stage):
-    optimizer = optimizer_of(stage)([nn.Parameter(torch.ones(8, device=rank.device)) for _ in range(4)], **ADAMW)
-    everyone = [None] * rank.world_size
-    dist.all_gather_object(everyone, optimizer.state_dict())
-    with pytest.raises(ValueError, match="rank"):
-        optimizer.load_state_dict(everyone[1 - rank.rank])
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -396,24 +363,7 @@ def parameter(rank, *shape, **kwargs):
 
 
 def shared_twice(rank):
-    weight = parameter(rank, 3)
-    return [parameter(rank, 2), weight, weight]
-
-
-def retained(rank):
-    result = parameter(rank, 3) * 2
-    result.retain_grad()  # torch's own optimizers step that
-    return result
-
-
-def in_the_same_memory(rank):
-    param = parameter(rank, 3)
-    return [param, nn.Parameter(param.data)]
-
-
-def overlapping(rank):
-    flat = torch.ones(9, device=rank.device)
-    return [nn.Parameter(flat[:5]), nn.Parameter(flat[4:])]
+    return [parameter(rank, 2)] + [parameter(rank, 3)] * 2
 
 
 class Lamb(torch.optim.Optimizer):
@@ -429,43 +379,43 @@ class Lamb(torch.optim.Optimizer):
                 param -= self.param_groups[0]["lr"] * param.norm() / param.grad.norm() * param.grad
 
 
-def inference_parameter(rank):
-    with torch.inference_mode():
-        return nn.Parameter(torch.ones(3, device=rank.device))
+def behind_one(make):
+    """-> function of a rank -> what `make` makes of it, as parameter 1."""
+    return lambda rank: [parameter(rank, 3), make(rank)]
+
+
+def one(rank):
+    return [parameter(rank, 3)]
 
 
 TYPE_ERRORS = {  # what is refused: (the parameters on a rank, words of the error, other arguments)
     "a tensor": (lambda r: parameter(r, 3), "iterable"),
     "not iterable": (lambda r: 7, "iterable"),
-    "not tensors": (lambda r: [parameter(r, 3), "weight"], "parameter 1 .*str"),
+    "not tensors": (behind_one(lambda r: "weight"), "parameter 1 .*str"),
     "a set": (lambda r: {parameter(r, 3), parameter(r, 3)}, "a set has no order"),
     "a set in a group": (lambda r: [{"params": {parameter(r, 3), parameter(r, 3)}}], "a set has no order"),
-    "no group": (lambda r: [parameter(r, 3)], "process_group must be a ProcessGroup, .* not a list",
-                 lambda r: {"process_group": [0]}),
+    "no group": (one, "process_group must be a ProcessGroup, .* not a list", lambda r: {"process_group": [0]}),
 }
 VALUE_ERRORS = {
-    "empty": (lambda r: [], "empty"),
-    "empty group": (lambda r: [{"params": []}], "empty"),
+    "empty": (lambda r: [], "the parameter list is empty"),
+    "empty groups": (lambda r: [{"params": []}, {"params": []}], "the parameter list is empty"),
     "duplicate": (shared_twice, "parameter 2 .*duplicate of parameter 1"),
     "duplicate across groups": (lambda r: [{"params": [p]} for p in shared_twice(r)],
                                 "parameter 0 of group 2.*duplicate"),
-    "sparse": (lambda r: [parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()],
+    "names for some": (lambda r: [{"params": [("a", parameter(r, 3))]}, {"params": one(r)}], "all of them or none"),
+    "sparse": (behind_one(lambda r: torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()),
                "parameter 1 .*sparse"),
-    "not a leaf": (lambda r: [parameter(r, 3), parameter(r, 3) * 2], "parameter 1 .*leaf"),
-    "a result that keeps its gradient": (lambda r: [parameter(r, 3), retained(r)], "parameter 1 .*leaf"),
-    "the same memory": (in_the_same_memory, "parameters 0 of group 0 and 1 of group 0 share memory"),
-    "overlapping memory": (lambda r: [parameter(r, 3), *overlapping(r)],
+    "not a leaf": (behind_one(lambda r: parameter(r, 3) * 2), "parameter 1 .*leaf"),
+    "overlapping memory": (lambda r: [parameter(r, 3), *map(nn.Parameter, parameter(r, 9).data.unfold(0, 5, 4))],
                            "parameters 1 of group 0 and 2 of group 0 share memory"),
-    "integers": (lambda r: [parameter(r, 3), torch.ones(3, dtype=torch.int64, device=r.device)],
-                 "parameter 1 .*int64"),
-    "8 bits": (lambda r: [parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)],
-               "parameter 1 .*float8_e4m3fn"),
-    "of inference_mode": (lambda r: [parameter(r, 3), inference_parameter(r)], "parameter 1 .*inference_mode"),
-    "several devices": (lambda r: [parameter(r, 3), nn.Parameter(torch.ones(3, device="meta"))],
-                        "parameter 1 .*meta"),
+    "integers": (behind_one(lambda r: torch.ones(3, dtype=torch.int64, device=r.device)), "parameter 1 .*int64"),
+    "8 bits": (behind_one(lambda r: parameter(r, 3, dtype=torch.float8_e4m3fn)), "parameter 1 .*float8_e4m3fn"),
+    "of inference_mode": (behind_one(torch.inference_mode()(lambda r: parameter(r, 3))),
+                          "parameter 1 .*inference_mode"),
+    "several devices": (behind_one(lambda r: nn.Parameter(torch.ones(3, device="meta"))), "parameter 1 .*meta"),
     "no backend": (lambda r: [nn.Parameter(torch.ones(3, device="meta"))],
                    "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
-    "negative lr": (lambda r: [parameter(r, 3)], "learning rate", lambda r: {"lr": -1.0}),
+    "negative lr": (one, "learning rate", lambda r: {"lr": -1.0}),
     # Those on which rank 1 disagrees
     "another shape": (lambda r: [parameter(r, 4), parameter(r, 3 + (r.rank == 1))], "parameter"),
     "another order": (lambda r: [parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], "parameter"),
@@ -474,12 +424,12 @@ VALUE_ERRORS = {
     "frozen elsewhere": (lambda r: [parameter(r, 3).requires_grad_(r.rank != 1)],
                          "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
     "another number": (lambda r: [parameter(r, 3) for _ in range(2 + (r.rank == 1))], "rank 1"),
-    "another lr": (lambda r: [parameter(r, 3)], "rank 0 has lr=0.1, rank 1 lr=0.2",
-                   lambda r: {"lr": 0.1 * (1 + (r.rank == 1))}),
-    "another optimizer": (lambda r: [parameter(r, 3)],
-                          r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>",
+    "another lr": (one, "rank 0 has lr=0.1, rank 1 lr=0.2", lambda r: {"lr": 0.1 * (1 + (r.rank == 1))}),
+    "another lr of a group": (lambda r: [{"params": one(r), "lr": 0.5 + (r.rank == 1)}],
+                              "rank 0 has lr of group 0=0.5, rank 1 lr of group 0=1.5"),
+    "another optimizer": (one, r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>",
                           lambda r: {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else Lamb}),
-    "bad on one rank": (lambda r: shared_twice(r) if r.rank == 1 else [parameter(r, 3)], "duplicate"),
+    "bad on one rank": (lambda r: shared_twice(r) if r.rank == 1 else one(r), "duplicate"),
 }
 
 

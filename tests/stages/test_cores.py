@@ -14,11 +14,12 @@ from torch import nn
 
 from harness.ledger import Ledger
 from harness.memory import Memory
-from stage3_gradbuffer.buffer import Range, padded_numel, param_starts, ranges_in_shard
+from stage3_gradbuffer.buffer import padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
 from tests.common import OPTIMIZERS, STAGES, Net, on_ranks, one_rank_of, optimizer_of
 from tests.pairs import UNFUSED, Pair, assert_same
 from tests.stages.test_contract import moments_are_sharded, steps_by_hand
+from tests.stages.test_contract import two_groups as by_dimension
 
 ONE, TWO, THREE, FOUR = STAGES
 
@@ -29,17 +30,6 @@ def core_of(stage):
     return getattr(module, "ShardedOptimizer", None) or importlib.import_module(f"{stage}.optimizer").ShardedOptimizer
 
 
-def small_buckets(stage):
-    """Arguments of the constructor of a core that has buckets: some 50 elements, several buckets."""
-    return {"bucket_cap_mb": 2e-4} if "bucket_cap_mb" in inspect.signature(core_of(stage)).parameters else {}
-
-
-def by_dimension(model):
-    """Matrices in one group; vectors and the scalar in another, without weight decay."""
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.03}]
-
-
 def all_trained(seed):
     """What every batch uses, the layer too that others freeze."""
     return Net(seed).requires_grad_(True)
@@ -48,8 +38,9 @@ def all_trained(seed):
 def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     """A constant schedule would hide that the rate isn't passed on: it falls by a tenth a step."""
     optimizer_cls, kwargs = OPTIMIZERS[name]
-    pair = Pair(rank, stage, optimizer_cls, groups, net=all_trained, own=small_buckets(stage), prefetch=prefetch,
-                of=core_of, **kwargs, **UNFUSED)
+    has_buckets = "bucket_cap_mb" in inspect.signature(core_of(stage)).parameters
+    pair = Pair(rank, stage, optimizer_cls, groups, net=all_trained, prefetch=prefetch, of=core_of,
+                own={"bucket_cap_mb": 2e-4} if has_buckets else {}, **kwargs, **UNFUSED)  # some 50 elements: several
     if not prefetch:
         assert_same(*pair.models, exact=True)  # the constructor has broadcast those of rank 0
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in pair.optimizers]
@@ -64,10 +55,16 @@ def equals_replicated(rank, stage, name, groups, prefetch, micro_batches):
     pair.assert_same(micro_batches == 1)
 
 
-@pytest.mark.parametrize("groups, name", [(nn.Module.parameters, "AdamW"), (by_dimension, "AdamW"),
-                                          (nn.Module.parameters, "SGD"), (by_dimension, "Adagrad")])
-def test_a_core_equals_replicated_training(run, stage, name, groups):
-    run(equals_replicated, stage, name, groups, prefetch=False, micro_batches=1)
+@pytest.mark.parametrize("groups, name, micro_batches", [
+    (nn.Module.parameters, "AdamW", 1), (nn.Module.parameters, "AdamW", 3), (by_dimension, "AdamW", 1),
+    (nn.Module.parameters, "SGD", 1), (by_dimension, "Adagrad", 1)])
+def test_a_core_equals_replicated_training(run, stage, name, groups, micro_batches):
+    run(equals_replicated, stage, name, groups, False, micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_prefetch_in_the_core(run, micro_batches):
+    run(equals_replicated, FOUR, "AdamW", nn.Module.parameters, True, micro_batches)
 
 
 @on_ranks(2)
@@ -82,15 +79,6 @@ def test_what_a_step_of_a_core_leaves_of_gradients(rank, stage):
         weight.sum().backward()
         optimizer.step()
     assert weight[0] in {ONE: [-3.0], TWO: [-3.0], THREE: [-2.0], FOUR: [-2.0]}.get(stage, [-2.0, -3.0])
-
-
-def test_a_core_adds_up_micro_batches(run, stage):
-    run(equals_replicated, stage, "AdamW", nn.Module.parameters, prefetch=False, micro_batches=3)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_prefetch_in_the_core(run, micro_batches):
-    run(equals_replicated, FOUR, "AdamW", nn.Module.parameters, prefetch=True, micro_batches=micro_batches)
 
 
 @on_ranks(shapes=[[()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]])
@@ -117,9 +105,8 @@ def test_the_largest_parameter_goes_first_to_the_rank_that_owns_least(rank, stag
 def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
     weight = nn.Parameter(torch.arange(21.0))
     optimizer = core_of(THREE)([weight], torch.optim.SGD, lr=1.0)
-    buffer, seen = optimizer.buffers[0], []
-    address = buffer.flat.data_ptr()
-    seen.append(buffer.holds.name)
+    buffer = optimizer.buffers[0]
+    address, seen = buffer.flat.data_ptr(), [buffer.holds.name]
     weight.sum().backward()
     seen.append(buffer.holds.name)
     for name in ("reduce_scatter_grads", "take_main_params", "all_gather_params", "zero"):
@@ -158,7 +145,6 @@ def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dty
 @on_ranks
 def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(rank):
     """Each rank calls the layers in another order; buckets leave in the same one, two at a time, and let go."""
-    torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(6))
     travelling, left = [], []
     for layer in layers:  # before the optimizer's
@@ -168,8 +154,7 @@ def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(
     optimizer.send_grads = lambda bucket: (left.append(optimizer.buckets.index(bucket)), send_grads(bucket))
     before = [layer.weight.detach().clone() for layer in layers]
     order = torch.randperm(6, generator=torch.Generator().manual_seed(rank.rank)).tolist()
-    x = torch.ones(2, 7, requires_grad=True)
-    outputs = {i: layers[i](x) * (i + 1) for i in order}
+    outputs = {i: layers[i](torch.ones(2, 7)) * (i + 1) for i in order}
     sum(outputs[i].sum() for i in range(6)).backward()
     assert left == list(range(6)), f"buckets left as {left}"
     assert max(travelling) <= 2
@@ -192,11 +177,8 @@ def test_stage_4_adds_up_the_parts_in_rank_order(rank):
     assert torch.equal(weight, -expected), weight
 
 
-MEBI = 2**18  # elements
-
-
 @on_ranks(2, numels_sent_came_back=[([32, 64, 96, 128], [64, 48, 32, 16], [16, 16, 32, 32, 48, 48, 64, 64]),
-                                    ([3 * MEBI], [MEBI, MEBI // 2], [MEBI, MEBI, MEBI // 2, MEBI // 2])])
+                                    ([3 * 2**18], [2**18, 2**17], [2**18, 2**18, 2**17, 2**17])])
 def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank, numels_sent_came_back):
     """What is read first leaves first: each of 2 ranks has half of a parameter. A message has a MiB at most."""
     numels, *expected = numels_sent_came_back
@@ -215,19 +197,19 @@ def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
     params = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(4))
     optimizer = core_of(FOUR)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
     optimizer.prefetch_params(params)
-    under_way = []
 
-    def count(*_):
-        under_way.append(sum(bucket.param_sync is not None for bucket in optimizer.buckets))
+    def under_way():
+        return sum(bucket.param_sync is not None for bucket in optimizer.buckets)
 
-    optimizer.optimizer.register_step_pre_hook(count)
+    in_step = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: in_step.append(under_way()))
     for _ in range(3):
         for param in params:
             param.grad = torch.ones(40)
             optimizer.on_grad_ready(param)
         optimizer.step()
-        count()
-    assert under_way == [0, 4] * 3
+        assert under_way() == 4
+    assert in_step == [0] * 3
 
 
 def test_an_exchange_of_stage_4_receives_beside_what_it_sends_and_a_collective_in_place():
@@ -241,31 +223,19 @@ def test_an_exchange_of_stage_4_receives_beside_what_it_sends_and_a_collective_i
 # ------------------------------------------------------------------- which element belongs to whom: pure functions
 
 
-def test_padding_cuts_into_equal_shards_that_are_aligned():
-    for numel, world_size, alignment, expected in [(16, 4, 1, 16), (17, 4, 1, 20), (16, 4, 16, 64), (1, 1, 1, 1),
-                                                   (0, 3, 4, 0), (100, 3, 16, 144)]:
-        assert padded_numel(numel, world_size, alignment) == expected
-
-
-def test_where_parameters_begin_and_the_last_one_ends():
-    assert param_starts([5, 2, 9], 1) == [0, 5, 7, 16]
-    assert param_starts([5, 2, 9], 4) == [0, 8, 12, 24]
+def test_where_parameters_begin_and_what_of_them_lies_in_a_shard():
+    """Parameters of 5, 2 and 9 elements: 4 ranks of 4, of which the second has the end of the first parameter; or 3 of
+    8, where each begins at a multiple of 4, p0 in 0-4, p1 in 8-9, p2 in 12-20, and padding is in no range."""
+    assert [padded_numel(*case) for case in [(16, 4, 1), (17, 4, 1), (16, 4, 16), (1, 1, 1), (0, 3, 4), (100, 3, 16)]
+            ] == [16, 20, 64, 1, 0, 144]
     assert param_starts([0, 4], 4) == [0, 0, 4]
-
-
-def test_shards_ignore_parameter_boundaries():
-    """Parameters of 5, 2 and 9 elements, 4 ranks of 4: the second shard has the end of the first parameter."""
-    shards = [ranges_in_shard([5, 2, 9], [0, 5, 7, 16], 4 * r, 4 * r + 4) for r in range(4)]
-    assert shards[0] == [Range(index=0, start=0, stop=4, offset=0)]
-    assert shards[1] == [Range(0, 4, 5, 0), Range(1, 0, 2, 1), Range(2, 0, 1, 3)]
-    assert shards[2] == [Range(2, 1, 5, 0)]
-    assert shards[3] == [Range(2, 5, 9, 0)]
-
-
-def test_what_lies_between_parameters_is_in_no_range():
-    """The same on 3 ranks of 8, where each parameter begins at a multiple of 4: p0 in 0-4, p1 in 8-9, p2 in 12-20."""
-    shards = [ranges_in_shard([5, 2, 9], [0, 8, 12, 24], 8 * r, 8 * r + 8) for r in range(3)]
-    assert shards == [[Range(0, 0, 5, 0)], [Range(1, 0, 2, 0), Range(2, 0, 4, 4)], [Range(2, 4, 9, 0)]]
+    for alignment, starts, shard, expected in [
+            (1, [0, 5, 7, 16], 4, [[(0, 0, 4, 0)], [(0, 4, 5, 0), (1, 0, 2, 1), (2, 0, 1, 3)], [(2, 1, 5, 0)],
+                                   [(2, 5, 9, 0)]]),
+            (4, [0, 8, 12, 24], 8, [[(0, 0, 5, 0)], [(1, 0, 2, 0), (2, 0, 4, 4)], [(2, 4, 9, 0)]])]:
+        assert param_starts([5, 2, 9], alignment) == starts
+        assert expected == [ranges_in_shard([5, 2, 9], starts, start, start + shard)
+                            for start in range(0, len(expected) * shard, shard)]
 
 
 @pytest.mark.parametrize("alignment", [1, 4, 16])
@@ -273,10 +243,9 @@ def test_what_lies_between_parameters_is_in_no_range():
 def test_every_element_has_one_owner_and_is_cut_where_alignment_says(world_size, alignment):
     numels = [1, 35, 0, 55, 11, 128, 7]
     *starts, end = param_starts(numels, alignment)
-    numel = padded_numel(end, world_size, alignment)
+    shard = padded_numel(end, world_size, alignment) // world_size
     owners = [torch.zeros(n, dtype=torch.int64) for n in numels]
     for rank in range(world_size):
-        shard = numel // world_size
         for r in ranges_in_shard(numels, starts, rank * shard, (rank + 1) * shard):
             owners[r.index][r.start : r.stop] += 1
             assert rank * shard + r.offset == starts[r.index] + r.start
@@ -284,10 +253,15 @@ def test_every_element_has_one_owner_and_is_cut_where_alignment_says(world_size,
     assert all(count.eq(1).all() for count in owners)
 
 
-def test_buckets_hold_whole_parameters_of_a_dtype_in_reverse_order_and_are_closed_at_the_cap():
-    MB = 2**20
-    assert bucket_layout([MB] * 11, ["f32"] * 11, 4 * MB) == [[10, 9, 8, 7], [6, 5, 4, 3], [2, 1, 0]]
-    assert bucket_layout([MB, 9 * MB, MB], ["f32"] * 3, 4 * MB) == [[2, 1], [0]]  # one is larger than the cap
-    assert bucket_layout([MB, 9 * MB, 4 * MB], ["f32"] * 3, 4 * MB) == [[2], [1], [0]]
-    assert bucket_layout([8, 8], ["f32"] * 2, MB) == [[1, 0]]
-    assert bucket_layout([MB] * 6, ["bf16", "f32"] * 3, 2 * MB) == [[5, 3], [4, 2], [1], [0]]
+MIB = 2**20
+
+
+@pytest.mark.parametrize("nbytes, dtypes, cap, expected", [
+    ([MIB] * 11, ["f32"] * 11, 4 * MIB, [[10, 9, 8, 7], [6, 5, 4, 3], [2, 1, 0]]),
+    ([MIB, 9 * MIB, MIB], ["f32"] * 3, 4 * MIB, [[2, 1], [0]]),  # one is larger than the cap
+    ([MIB, 9 * MIB, 4 * MIB], ["f32"] * 3, 4 * MIB, [[2], [1], [0]]),
+    ([8, 8], ["f32"] * 2, MIB, [[1, 0]]),
+    ([MIB] * 6, ["bf16", "f32"] * 3, 2 * MIB, [[5, 3], [4, 2], [1], [0]])])
+def test_buckets_hold_whole_parameters_of_a_dtype_in_reverse_order_and_are_closed_at_the_cap(
+        nbytes, dtypes, cap, expected):
+    assert bucket_layout(nbytes, dtypes, cap) == expected

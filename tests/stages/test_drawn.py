@@ -15,34 +15,45 @@ import torch
 from torch import nn
 
 from tests.common import OPTIMIZERS, STAGES, on_its_device, optimizer_of
+from tests.pairs import deliver_when_asked
 
 SHAPES = [(), (1,), (3,), (16,), (33,), (5, 7), (2, 3, 4)]
 CALLS = ["step", "step", "accumulate", "no_sync", "clip", "zero_grad", "closure", "save", "lr", "add", "read"]
+FROZEN = ["freeze", "frozen on some ranks"]  # and unfrozen when others have momentum
 WITH_UNUSED = ["part", "nothing"]  # some ranks don't use some parameters; step() without a backward pass
 
 
 class Drawn:
-    """One draw, on one rank: `model` and `optimizer` are trained by all of them, `reference` by this process alone."""
+    """One draw, on one rank: `model` and `optimizer` are trained by all of them, `reference` by this process alone.
 
-    def __init__(self, rank, stage, seed):
-        self.rank, self.stage, self.draw = rank, stage, random.Random(seed)  # the same on every rank
-        self.model, self.values, self.called, self.is_exact = [], [], [], True
+    `wrap`: an optimizer -> a wrapper of it, which is used instead.
+    """
+
+    def __init__(self, rank, stage, seed, wrap):
+        self.rank, self.stage, self.wrap = rank, stage, wrap
+        self.draw = random.Random(seed)  # the same on every rank
+        self.model, self.values, self.called, self.older, self.is_exact = [], [], [], [], True
         self.optimizer_cls, kwargs = OPTIMIZERS[self.draw.choice([*OPTIMIZERS])]
-        self.kwargs = {**kwargs, **self.draw.choice([{"fused": True}, {"foreach": False}])}
+        self.kwargs = {**kwargs, **self.draw.choice([{"fused": True}, {"foreach": False}, {"foreach": True}])}
+        if self.optimizer_cls is torch.optim.SGD:  # foreach writes into the gradients then
+            self.kwargs["nesterov"] = self.draw.random() < 0.5
         known = inspect.signature(optimizer_of(stage)).parameters
-        self.has_main_params = "grad_dtype" in known or "bucket_cap_mb" in known  # of 16-bit parameters, in fp32
+        has_buckets = "bucket_cap_mb" in known
         self.has_zeros = "grad_dtype" in known  # for the gradient of what nobody has used, where others have None
+        self.has_main_params = self.has_zeros or has_buckets  # of 16-bit parameters, in fp32
         floats = [torch.float32, torch.float32, torch.float64, torch.bfloat16] if stage in STAGES else [torch.float32]
         self.may_be = self.draw.sample(floats, 2) if self.has_main_params else [self.draw.choice(floats)]
         self.own = {}
-        if "grad_dtype" in known and torch.float64 not in self.may_be:
+        if self.has_zeros and torch.float64 not in self.may_be:
             self.own["grad_dtype"] = self.draw.choice([None, torch.float32])
-        if "bucket_cap_mb" in known:
+        if has_buckets:
             self.own["bucket_cap_mb"] = self.draw.choice([None, 1e-6, 1e-4])
             self.own["find_unused_parameters"] = self.draw.random() < 0.7
-        self.may_be_unused = self.own.get("find_unused_parameters", True) and (
-            self.optimizer_cls is not torch.optim.SGD or "foreach" in self.kwargs)  # torch's fused SGD begins once
-        self.prefetches = "bucket_cap_mb" in known and self.draw.random() < 0.5
+        self.may_call = [*CALLS]
+        if self.optimizer_cls is not torch.optim.SGD or "foreach" in self.kwargs:  # torch's fused SGD begins once
+            self.may_call += FROZEN[: 1 if self.has_zeros else 2]
+            self.may_call += WITH_UNUSED * self.own.get("find_unused_parameters", True)
+        self.prefetches = has_buckets and self.draw.random() < 0.5
         self.groups = [[self.drawn_group() for _ in range(self.draw.randint(1, 3))]]  # and those that are added
         self.reference = self.optimizer_cls(self.of(self.values, *self.groups[0]), **self.kwargs)
         self.build()
@@ -69,24 +80,36 @@ class Drawn:
     def build(self):
         first, *later = self.groups
         params = self.of(self.model, *first)
-        self.optimizer = optimizer_of(self.stage)(params, self.optimizer_cls, **self.own, **self.kwargs)
+        self.optimizer = self.wrap(optimizer_of(self.stage)(params, self.optimizer_cls, **self.own, **self.kwargs))
         for added in later:
             self.optimizer.add_param_group(self.of(self.model, *added)[0])
         if self.prefetches:
             self.optimizer.prefetch_params(nn.ParameterList(self.model))
+            if self.stage in STAGES:
+                deliver_when_asked(self.optimizer)
 
-    def backward(self, part=False):
-        """Of every rank in the reference, of this one in the model."""
-        d, n = self.rank.world_size, len(self.model)
+    def trained(self):
+        return [place for place, param in enumerate(self.model) if param.requires_grad]
+
+    def backward(self, part=False, freezes=False):
+        """Of every rank in the reference, of this one in the model. What a rank doesn't use it may freeze."""
+        trained, d = self.trained(), self.rank.world_size
+        if part:  # all read what is under way: a rank without a pass would in its step, where others want its gradients
+            assert all(param.isfinite().all() for param in self.model)
         for rank in range(d):
-            used, losses = self.draw.sample(range(n), self.draw.randint(1, n)) if part else range(n), []
+            n_used = self.draw.randint(0, len(trained)) if part else len(trained)
+            used, losses = self.draw.sample(trained, n_used), []
             for place, (param, value) in enumerate(zip(self.model, self.values)):
                 mean = self.tensor(param.shape, lambda: self.draw.randint(-4, 4))
                 if place in used:
                     value.grad = mean.to(value) if value.grad is None else value.grad + mean
                     losses.append((param * (d * mean).to(param)).sum().double())
             if rank == self.rank.rank:
-                sum(losses).backward()
+                own_used, own_losses = used, losses
+        for place in trained if freezes else []:
+            self.model[place].requires_grad_(place in own_used)
+        if own_losses:
+            sum(own_losses).backward()
 
     def zero_grad(self):
         self.optimizer.zero_grad()
@@ -114,19 +137,43 @@ class Drawn:
                 self.backward()
             self.backward()
             self.step()
+        elif name == "frozen on some ranks":
+            trained = self.trained()
+            self.backward(part=True, freezes=True)
+            self.step()
+            for place in trained:
+                self.model[place].requires_grad_(True)
+        elif name == "freeze":  # before the backward pass, or after; or unfreeze
+            place, is_late = self.draw.randrange(len(self.model)), self.draw.random() < 0.5
+            param, value, freezes = self.model[place], self.values[place], self.model[place].requires_grad
+            if freezes and len(self.trained()) == 1:
+                return
+            if freezes and is_late:
+                self.backward()
+            else:
+                self.zero_grad()  # the zeros of an older optimizer would count as a gradient
+                value.grad = torch.zeros_like(value) if self.has_zeros and not freezes else None
+            param.requires_grad_(not freezes)
+            if not (freezes and is_late):
+                self.backward()
+            self.step()
+            value.grad = None if freezes else value.grad
         elif name == "clip":
             self.backward()
             order = torch.inf if torch.bfloat16 in self.may_be else self.draw.choice([1.0, 2.0, torch.inf])
             self.is_exact &= order != 2
             norms = [self.optimizer.clip_grad_norm_(2.0, order), nn.utils.clip_grad_norm_(self.values, 2.0, order)]
             assert torch.allclose(*(norm.double() for norm in norms), rtol=1e-6), norms
-            self.step()
+            self.draw.choice([self.step, self.zero_grad])()
         elif name == "closure":
             loss = self.step(lambda: self.backward() or float(self.rank.rank))
             assert loss == (self.rank.world_size - 1) / 2
-        elif name == "save":  # and go on with a model and an optimizer that are new
+        elif name == "save":  # and go on with an optimizer that is new; the model is, too, or the older one lives on
             saved = copy.deepcopy(self.optimizer.state_dict())
-            self.model = [nn.Parameter(param.detach().clone()) for param in self.model]
+            if self.draw.random() < 0.5:
+                self.model = [nn.Parameter(param.detach().clone(), param.requires_grad) for param in self.model]
+            elif self.draw.random() < 0.5:
+                self.older.append(self.optimizer)
             self.build()
             self.optimizer.load_state_dict(saved)
         elif name == "lr":
@@ -146,16 +193,16 @@ class Drawn:
 
 
 @on_its_device
-def drawn(rank, stage, seeds):
+def drawn(rank, stage, seeds, wrap=lambda optimizer: optimizer):
     for seed in seeds:
-        one = Drawn(rank, stage, seed)
+        one = Drawn(rank, stage, seed, wrap)
         try:
             for _ in range(8):
-                one.call(one.draw.choice(CALLS + WITH_UNUSED * one.may_be_unused))
+                one.call(one.draw.choice(one.may_call))
             one.call("read")
         except Exception as error:
             raise AssertionError(f"seed {seed}, {one.optimizer_cls.__name__} of {one.kwargs}, {one.own}, "
-                                 f"after {one.called}: {error}") from error
+                                 f"after {one.called}: {type(error).__name__} {error}") from error
 
 
 @pytest.mark.any_size  # with a stage each that is 16 times 13 draws, 208 in all

@@ -6,6 +6,7 @@ Each is what replicated training makes of it, or an error that says what to do: 
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from checkpoint import full_state_dict
 from harness.ledger import Ledger
-from tests.common import STAGES, Net, batch, error_of, on_ranks, one_rank_of, optimizer_of, trainable
+from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import (
     SGD,
     SMALL,
@@ -44,21 +45,6 @@ def let_go(thing):
     event = threading.Event()
     weakref.finalize(thing, event.set)
     return event
-@on_ranks(2, is_dropped=[True, False])
-def test_another_optimizer_over_the_same_parameters(rank, stage, is_dropped):
-    """Three optimizers, one after the other, of which the older ones live on, or don't."""
-    model, kept, expected = Net(seed=0).to(rank.device), [], Replicated(rank, torch.optim.SGD, lr=0.1)
-    for turn in range(3):
-        optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.1)
-        if stage == FOUR:  # parameters that are still under way would arrive on top of the new ones
-            assert all(bucket.param_sync is None for one in kept for bucket in one.buckets)
-            optimizer.prefetch_params(model)
-            deliver_when_asked(optimizer)
-        kept += [] if is_dropped else [optimizer]
-        for step in (2 * turn, 2 * turn + 1):
-            train(model, optimizer, rank, step)
-            expected.step(step)
-    assert_same(model, expected.model, exact=True)
 
 
 KINDS = [(ONE, {}), (TWO, {}), (THREE, {"grad_dtype": None}), (THREE, {"grad_dtype": torch.float32}), (FOUR, {})]
@@ -96,10 +82,8 @@ def test_an_optimizer_that_is_gone_leaves_nothing_and_is_freed_at_once(rank, sta
             if prefetch:
                 optimizer.prefetch_params(model)
         assert [len(model.scale._post_accumulate_grad_hooks), len(model.up._forward_pre_hooks)] == [1 + 1, prefetch]
-        for step in range(2):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, rank, 0, 1)
         assert len(called) == 2
         if before_its_model:
             gone = weakref.ref(optimizer)
@@ -131,7 +115,11 @@ def test_an_optimizer_that_is_dropped_while_gradients_travel(rank):
         assert all(event.wait(60) for event in gone)
 
 
-PLAIN_SCRIPT = """
+@pytest.mark.waits
+def test_python_ends_without_a_word(tmp_path):
+    """With an optimizer in globals that live until then. Every stage registers its hooks in the same way."""
+    script = tmp_path / "script.py"
+    script.write_text("""
 import torch
 import torch.distributed as dist
 from stage1_naive_broadcast import DistributedOptimizer
@@ -141,61 +129,9 @@ optimizer = DistributedOptimizer(model.parameters())
 def globals_that_live_until_python_ends():
     return model, optimizer
 dist.destroy_process_group()
-"""
-
-
-@pytest.mark.waits
-def test_python_ends_without_a_word():
-    """Every stage registers its hooks in the same way."""
-    run = subprocess.run([sys.executable, "-c", PLAIN_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert (run.returncode, run.stdout + run.stderr) == (0, "")
-
-
-FREEZING = {  # o: the optimizer is made; f, u: a layer is frozen, or unfrozen; b: backward; s: step
-    "frozen as the optimizer is made": "fo u bbs bbs",
-    "unfrozen when the others have momentum": "o f bs u bs bs",  # torch's fused SGD refuses such a mixture
-    "frozen after its gradient has come": "o b f s",
-}
-
-
-@pytest.mark.parametrize("stage, kwargs", [*((stage, {}) for stage in STAGES), (FOUR, SMALL)])
-@on_ranks(2, script=FREEZING)
-def test_a_layer_that_is_frozen_and_unfrozen_at_any_moment(rank, stage, kwargs, script):
-    model, expected = Net(seed=0).to(rank.device), Replicated(rank, torch.optim.SGD, **SGD)
-    params = trainable(model)
-    for step, letter in enumerate(FREEZING[script].replace(" ", "")):
-        if letter == "o":
-            optimizer = optimizer_of(stage)(params, torch.optim.SGD, **SGD, **kwargs)
-        elif letter == "b":
-            backward(model, rank, step)
-            expected.backward(step)
-        elif letter == "s":
-            for one in (optimizer, expected.optimizer):
-                one.step()
-                one.zero_grad()
-        else:
-            for one in (model, expected.model):
-                one.down.requires_grad_(letter == "u")
-    assert_same(model, expected.model, exact=False)
-
-
-@pytest.mark.parametrize("stage", [ONE, TWO, FOUR])
-@on_ranks(2)
-def test_layers_that_are_frozen_on_some_ranks(rank, stage):
-    """Each rank freezes another layer, of the same shape; then one rank freezes all of them."""
-    params = [parameter_of(0, rank) for _ in range(3)]
-    optimizer = sgd_of(stage, params)
-    params[rank.rank].requires_grad_(False)
-    sum(factor * param.sum() for factor, param in zip((1, 2, 3), params)).backward()
-    optimizer.step()
-    assert [param.tolist() for param in params] == [[-0.5] * 5, [-1.0] * 5, [-3.0] * 5]
-    optimizer.zero_grad()
-    for param in params:
-        param.requires_grad_(rank.rank == 0)
-    if rank.rank == 0:
-        sum(param.sum() for param in params).backward()
-    optimizer.step()
-    assert [param.tolist() for param in params] == [[-1.0] * 5, [-1.5] * 5, [-3.5] * 5]
+""")
+    run = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert (run.returncode, run.stdout + run.stderr) == (0, b"")
 
 
 @on_ranks(2)
@@ -208,36 +144,20 @@ def test_gradients_are_divided_before_they_are_added(rank, stage):
     assert param.tolist() == pytest.approx([-40.0] * 5, rel=1e-3)  # stages 1 and 2 step it in 16 bits
 
 
+@pytest.mark.parametrize("stage, when", [*((stage, "after") for stage in STAGES[:3]), *((s, "before") for s in STAGES)])
 @on_ranks(2)
-def test_fp64_is_clipped_and_stepped_in_fp64(rank, stage):
-    """Steps of 1e-12, which fp32 would lose beside 1; a rank that owns nothing sends a norm of the same size."""
-    param = torch.nn.Parameter(torch.ones((), dtype=torch.float64, device=rank.device))
-    optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1e-12)
-    (3.0 * param).backward()
-    assert optimizer.clip_grad_norm_(1.0).item() == 3.0
-    optimizer.step()
-    assert param.item() == pytest.approx(1 - 1e-12, rel=1e-15)
-
-
-@on_ranks(2, when=["before", "after"])
-def test_a_model_in_shared_memory(rank, stage, when):
-    """It stays there, for processes that read it. Not in stage 4, where it can't be moved there later either."""
+def test_a_model_in_shared_memory_stays_there(rank, stage, when):
+    """For processes that read it. In stage 4 it doesn't, and can't be moved there later either."""
     if rank.device.type != "cpu":  # a GPU's memory is shared always
         return
-    model, expected = Net(seed=0), Replicated(rank, torch.optim.SGD, **SGD)
-    if when == "before":
-        model.share_memory()
-    optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, **SGD)
-    for step in range(2):
-        if stage == FOUR and step == 1:
-            with pytest.raises(RuntimeError, match=r"data of parameter .* was replaced, by .*share_memory\(\)"):
-                train(model, optimizer, rank, step)
-            return
-        train(model, optimizer, rank, step)
-        expected.step(step)
-        model.share_memory()
-    assert all(param.is_shared() for param in trainable(model))
-    assert_same(model, expected.model, exact=True)
+    pair = Pair(rank, stage, torch.optim.SGD, **SGD,
+                net=lambda seed: Net(0).share_memory() if when == "before" else Net(0))
+    pair.train(0)
+    if when == "after":
+        pair.model.share_memory()
+    pair.train(1)
+    assert stage == FOUR or all(param.is_shared() for param in trainable(pair.model))
+    pair.assert_same()
 
 
 @pytest.mark.parametrize("stage, prefetch", PREFETCH[1:])
@@ -277,15 +197,14 @@ def test_what_is_written_into_a_parameter_between_steps_is_stepped_next(rank, st
     kwargs = {"grad_dtype": grad_dtype} if stage == THREE else {}
     optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=tiny, **kwargs)
 
-    def step():
-        weight.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def step(times=1):
+        for _ in range(times):
+            weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    for _ in range(3):
-        step()
-    saved = optimizer.state_dict()
-    written = weight.detach().clone()
+    step(3)
+    saved, written = optimizer.state_dict(), weight.detach().clone()
     written[::2] = 7
     with torch.no_grad():
         weight.copy_(written)
@@ -295,8 +214,7 @@ def test_what_is_written_into_a_parameter_between_steps_is_stepped_next(rank, st
     step()
     expected = torch.tensor([7 - tiny, 1 - 4 * tiny] * 35, device=rank.device)
     assert torch.equal(weight, expected.to(dtype))
-    for _, start, stop, main in optimizer.pieces():
-        assert torch.equal(main, expected[start:stop])
+    assert all(torch.equal(main, expected[start:stop]) for _, start, stop, main in optimizer.pieces())
     with torch.no_grad():
         weight.fill_(5)
     optimizer.load_state_dict(saved)  # has nothing to do with the model
@@ -311,12 +229,15 @@ MOVES = {
     "bfloat16, and zero_grad": lambda model, optimizer: (model.bfloat16(), optimizer.zero_grad()),
     "vector_to_parameters": lambda model, optimizer: torch.nn.utils.vector_to_parameters(
         2 * torch.nn.utils.parameters_to_vector(trainable(model)).detach(), trainable(model)),
+    "share_memory": lambda model, optimizer: model.share_memory(),  # of stage 4 alone
 }
 
 
 @pytest.mark.parametrize("stage", [THREE, FOUR])
 @on_ranks(2, how=MOVES, when=["before backward", "after clipping"])
 def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(rank, stage, how, when):
+    if how == "share_memory" and (stage == THREE or rank.device.type != "cpu"):
+        return
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, **SGD)
     train(model, optimizer, rank, 0)
@@ -330,38 +251,15 @@ def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(rank, 
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@on_ranks(2, how=["create_graph", "nesterov", "inf"])
-def test_gradients_that_are_more_than_numbers_to_add(rank, stage, how):
-    """They have a graph; a step writes into them, as foreach does, torch's default on CUDA; they are scaled, and an inf
-    on one rank makes all skip, after which model.zero_grad() is all that is called.
-    """
-    sgd = {**SGD, "nesterov": True, "foreach": True} if how == "nesterov" else SGD
-    pair = Pair(rank, stage, torch.optim.SGD, **sgd)
-    model, optimizer = pair.model, pair.optimizer
-    scaler = torch.amp.GradScaler(rank.device.type, init_scale=64.0, enabled=how == "inf")
-    for step in range(4):
-        is_inf = how == "inf" and step == 1
-        x, y = batch(step, rank.rank, device=rank.device)
-        loss = scaler.scale(F.mse_loss(model(x), y))
-        (loss * torch.inf if is_inf and rank.rank == 1 else loss).backward(create_graph=how == "create_graph")
-        scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad()
-        if not is_inf:
-            pair.replicated.step(step)
-    assert how != "inf" or scaler.get_scale() == 32
-    pair.assert_same(is_exact=False)
-
-
-@pytest.mark.shared_guard
 @on_ranks(2)
-def test_groups_of_which_some_have_names_are_refused_at_once(rank, stage):
-    """torch refuses it when the second group is added: by then the first one would have been broadcast."""
-    weights = [parameter_of(rank.rank, rank) for _ in range(2)]
-    groups = [{"params": [("a", weights[0])]}, {"params": weights[1:]}]
-    message = error_of(lambda: sgd_of(stage, groups), ValueError)
-    assert "name all of them or none" in message and all(weight.eq(rank.rank).all() for weight in weights)
-    assert error_of(lambda: sgd_of(stage, weights[1:]).add_param_group(groups[0]), ValueError) == message
+def test_gradients_that_have_a_graph_are_added_and_stepped(rank, stage):
+    pair = Pair(rank, stage, torch.optim.SGD, **SGD)
+    for step in range(3):
+        loss_of(pair.model, *batch(step, rank.rank, device=rank.device)).backward(create_graph=True)
+        pair.optimizer.step()
+        pair.model.zero_grad()
+        pair.replicated.step(step)
+    pair.assert_same(is_exact=False)
 
 
 EDITS = {
@@ -375,14 +273,13 @@ EDITS = {
 @pytest.mark.shared_guard
 @on_ranks(2, edit=EDITS)
 def test_edited_param_groups_are_refused(rank, stage, edit):
-    model = Net(seed=0).to(rank.device)
-    params = trainable(model)
+    params = [parameter_of(0, rank) for _ in range(4)]
     optimizer = sgd_of(stage, [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}])
-    backward(model, rank, 0)
+    sum(param.sum() for param in params).backward()
     EDITS[edit](optimizer.param_groups)
     error = error_of(optimizer.step)
     assert "the parameters in param_groups have changed: add them with add_param_group()" in error
-    assert_same(model, Net(seed=0).to(rank.device), exact=True)
+    assert all(param.eq(0).all() for param in params)
 
 
 @on_ranks(2)
@@ -405,15 +302,15 @@ def test_modules_wait_for_all_that_a_function_of_torch_func_reads(rank):
 @on_ranks(2)
 def test_no_sync_inside_no_sync(rank):
     """Stage 4 keeps gradients between and after the two, and the next pass outside takes all of them away."""
-    params = [parameter_of(0, rank) for _ in range(2)]
-    optimizer = sgd_of(FOUR, params)
+    param = parameter_of(0, rank)
+    optimizer = sgd_of(FOUR, [param])
     with optimizer.no_sync():
         with optimizer.no_sync():
             pass
-        sum(param.sum() for param in params).backward()
-    assert all(param.grad is not None for param in params)
-    sum(param.sum() for param in params).backward()
-    assert all(param.grad is None for param in params)
+        param.sum().backward()
+    assert param.grad is not None
+    param.sum().backward()
+    assert param.grad is None
 
 
 @on_ranks(2, name_and_value=[("reduce_dtype", torch.float16), ("bucket_cap_mb", -3), ("bucket_cap_mb", 0)])
@@ -449,27 +346,26 @@ def test_messages_where_the_collectives_are_native(frozen, kwargs, in_backward):
 def test_a_pipeline_trains_like_one_process(rank, stage, schedule, scales):
     """Two pipeline stages, two replicas. `scales`: the schedule divides param.grad after the last micro-batch."""
     mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("pp", "dp"))
-    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh(), torch.nn.Linear(7, 7)).to(rank.device)
-    own = plain[:2] if place == 0 else plain[2:]
-    model = copy.deepcopy(own)
-    kwargs = {"process_group": mesh["dp"].get_group(), **(SMALL if stage == FOUR else {})}
-    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.SGD, lr=0.1, **kwargs)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    place = mesh["pp"].get_local_rank()
+    of_replica = rank._replace(rank=mesh["dp"].get_local_rank(), world_size=2)
+
+    def net(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh(), torch.nn.Linear(7, 7))
+
+    whole = net(0).to(rank.device)
+    replicated, model = Replicated(of_replica, torch.optim.SGD, net=net, lr=0.1), whole[:2] if place == 0 else whole[2:]
+    optimizer = optimizer_of(stage)(model.parameters(), torch.optim.SGD, process_group=mesh["dp"].get_group(), lr=0.1,
+                                    **SMALL if stage == FOUR else {})
     pipe = PipelineStage(model, place, 2, rank.device, group=mesh["pp"].get_group())
     scale = 1 if scales else 1 / 4
-    options = {"n_microbatches": 4, "loss_fn": lambda y, t: scale * (y - t).square().mean(), "scale_grads": scales}
-    schedule = schedule(pipe, **options)
+    schedule = schedule(pipe, n_microbatches=4, loss_fn=lambda y, t: scale * F.mse_loss(y, t), scale_grads=scales)
     for step in range(3):
-        data = [batch(step, r, device=rank.device) for r in range(2)]
-        x, target = data[replica]
+        x, target = batch(step, of_replica.rank, device=rank.device)
         with optimizer.no_sync() if scales else contextlib.nullcontext():
             schedule.step(x) if place == 0 else schedule.step(target=target)
         optimizer.step()
         optimizer.zero_grad()
-        reference.zero_grad()
-        (sum((plain(x) - target).square().mean() for x, target in data) / 2).backward()
-        reference.step()
-    for param, expected in zip(model.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
+        replicated.step(step)
+    own = replicated.model[:2] if place == 0 else replicated.model[2:]
+    assert_same(model, own, exact=False)

@@ -4,15 +4,12 @@ Each is an instance of a subclass that is made at run time, and has an `optimize
 tests/frameworks/ has the real ones.
 """
 
-import contextlib
-
 import torch
 
 import checkpoint
 from tests.common import STAGES, on_ranks, optimizer_of, trainable
-from tests.pairs import Pair, backward, deliver_when_asked
-
-THREE, FOUR = STAGES[2:]
+from tests.pairs import Pair
+from tests.stages.test_drawn import drawn
 
 
 class Delegating:
@@ -46,8 +43,6 @@ class Copying:
 
 
 class Counting:
-    """No wrapper: a class of the user's own, in front of ours."""
-
     n_steps = 0
 
     def step(self, *args, **kwargs):
@@ -55,51 +50,37 @@ class Counting:
         return super().step(*args, **kwargs)
 
 
-def counting(stage):
-    return type("Mine", (Counting, optimizer_of(stage)), {})
-
-
-def but_the_last(model):
-    return trainable(model)[:-1]
-
-
-@on_ranks(1, 2, 3, wrap=[Delegating, Copying, Counting])
+@on_ranks(1, 2, 3, wrap=[Delegating, Copying])
 def test_a_wrapper_trains_like_the_optimizer_itself(rank, stage, wrap):
-    """Clip, give a step up, accumulate, add a group, read and reset a state, save, load: through the wrapper."""
-    pair = Pair(rank, stage, groups=but_the_last, of=counting if wrap is Counting else optimizer_of)
-    inner, model = pair.optimizer, pair.model
-    pair.optimizer = optimizer = inner if wrap is Counting else wrap(inner)
-    if stage == FOUR:
-        optimizer.prefetch_params(model)
+    drawn(rank, stage, range(6), wrap)
+
+
+@on_ranks(2, wrap=[Delegating, Copying])
+def test_a_wrapper_has_the_state_and_the_settings_of_the_optimizer(rank, stage, wrap):
+    """A scheduler, a state that is read, reset, loaded and assigned, and, in stage 4, the prefetch."""
+    pair = Pair(rank, stage)
+    inner, pair.optimizer = pair.optimizer, wrap(pair.optimizer)
+    if stage == STAGES[3]:
+        pair.optimizer.prefetch_params(pair.model)
         assert inner.prefetching
-        deliver_when_asked(inner)
-    for one, its_model in zip(pair.optimizers, pair.models):
-        one.add_param_group({"params": trainable(its_model)[-1:], "lr": 0.1})
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in pair.optimizers]
-    for step in range(6):
-        with optimizer.no_sync() if step % 2 else contextlib.nullcontext():
-            backward(model, rank, step)
-        if step == 2:
-            assert stage not in (THREE, FOUR) or inner.has_grads
-            optimizer.zero_grad()  # this batch is given up
-            continue
-        backward(model, rank, step + 10)
-        pair.replicated.backward(step, step + 10)
-        pair.clip(0.05, rtol=1e-4)
-        if step == 3:  # and so is this one, after its gradients were averaged
-            for one in pair.optimizers:
-                one.zero_grad()
-            continue
-        pair.step()
+    for step in range(3):
+        pair.train(step)
         for scheduler in schedulers:
             scheduler.step()
-        if step == 4:
-            optimizer.load_state_dict(optimizer.state_dict())
-            checkpoint.load_full_state_dict(optimizer, checkpoint.full_state_dict(inner))
-            for one, its_model in zip(pair.optimizers, pair.models):
-                for param in trainable(its_model):
-                    if param in one.state:
-                        one.state[param]["exp_avg"].zero_()
-    optimizer.state = {}
-    assert len(inner.state) == len(optimizer.state) == 0 and isinstance(optimizer, type(inner))
-    pair.assert_same(is_exact=False)
+    checkpoint.load_full_state_dict(pair.optimizer, checkpoint.full_state_dict(inner))
+    for one, model in zip(pair.optimizers, pair.models):
+        for param in [param for param in trainable(model) if param in one.state]:
+            one.state[param]["exp_avg"].zero_()
+    pair.train(3)
+    pair.assert_same()
+    pair.optimizer.state = {}
+    assert len(inner.state) == len(pair.optimizer.state) == 0 and isinstance(pair.optimizer, type(inner))
+
+
+@on_ranks(2)
+def test_a_class_of_the_users_in_front_of_ours_is_no_wrapper(rank, stage):
+    pair = Pair(rank, stage, of=lambda stage: type("Mine", (Counting, optimizer_of(stage)), {}))
+    pair.train(0, 1)
+    pair.assert_same()
+    assert pair.optimizer.n_steps == 2
