@@ -142,12 +142,26 @@ class BlockMoment(BlockSGD):
             self.state[param]["scale"] = torch.stack([grad.abs().max() for grad in param.grad.view(-1).split(256)])
 
 
-def test_other_stages_refuse_what_these_variants_are_for():
+class CountsCalls(torch.optim.SGD):
+    """Each step is smaller than the one before."""
+
+    n_calls = 0
+
+    def step(self, closure=None):
+        self.n_calls += 1
+        self.param_groups[0]["lr"] = 0.1 / self.n_calls
+        super().step()
+
+
+def test_optimizers_that_a_stage_or_a_variant_is_not_for_are_refused():
+    """Where it is called for each bucket, also one that counts its calls."""
     for stage, optimizer_cls, shape in [
             ("stage4_overlap", torch.optim.Muon, (8, 8)), ("stage4_overlap", BlockSGD, (40, 40)),
-            ("variants.blocks", torch.optim.Muon, (8, 8)), ("variants.blocks", BlocksOfLargeOnes, (96, 64))]:
-        with one_rank_of(1), pytest.raises(ValueError, match="is not element-wise"):
-            optimizer_of(stage)([nn.Parameter(torch.zeros(shape))], optimizer_cls, lr=0.1)
+            ("variants.blocks", torch.optim.Muon, (8, 8)), ("variants.blocks", BlocksOfLargeOnes, (96, 64)),
+            *((f"variants.{name}", CountsCalls, (8, 8)) for name in ("muon", "moments16", "remainder16"))]:
+        line = "CountsCalls" if optimizer_cls is CountsCalls else "is not element-wise"
+        with situation(stage), one_rank_of(1), pytest.raises(ValueError, match=line):
+            optimizer_of(stage)([nn.Parameter(torch.zeros(shape)) for _ in range(3)], optimizer_cls, lr=0.1)
 
 
 @on_ranks
@@ -391,16 +405,13 @@ def buckets_of_a_gpt(d, n_layers, width):
         return params, core_of("variants.muon")(params, torch.optim.SGD, lr=0.1).buckets
 
 
-def test_no_padding_of_whole_matrices_is_held():
-    """A bucket has fewer matrices than there are ranks, and is no longer for that."""
+def test_a_bucket_of_whole_matrices_has_no_padding_and_something_of_each_rank():
+    """With fewer matrices than there are ranks it is no longer for that. Were all of it one rank's, it would go one
+    way, and half of the link would be idle."""
     for d in (2, 8, 32):
         params, buckets = buckets_of_a_gpt(d, n_layers=12, width=768)
         assert len(buckets) > 10
         assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params), d
-
-
-def test_a_bucket_of_whole_matrices_has_something_of_each_rank():
-    """Else all of a bucket goes one way, and half of the link is idle."""
     _, buckets = buckets_of_a_gpt(2, n_layers=6, width=384)
     assert all(max(bucket.lengths) < 0.65 * bucket.numel for bucket in buckets)
 
@@ -417,23 +428,6 @@ def test_a_bucket_goes_back_while_the_next_one_is_stepped(rank):
     sum((param * (1 + i)).sum() for i, param in enumerate(params)).backward()
     optimizer.step()
     assert left == [[i < step for i in range(6)] for step in range(6)]
-
-
-class CountsCalls(torch.optim.SGD):
-    """Each step is smaller than the one before."""
-
-    n_calls = 0
-
-    def step(self, closure=None):
-        self.n_calls += 1
-        self.param_groups[0]["lr"] = 0.1 / self.n_calls
-        super().step()
-
-
-@pytest.mark.parametrize("variant", ["variants.muon", "variants.moments16", "variants.remainder16"])
-def test_an_optimizer_that_counts_its_calls_is_refused_where_it_is_called_for_each_bucket(variant):
-    with one_rank_of(2), pytest.raises(ValueError, match="CountsCalls"):
-        optimizer_of(variant)([nn.Parameter(torch.ones(8, 8)) for _ in range(3)], CountsCalls)
 
 
 @on_ranks(2)
