@@ -13,9 +13,7 @@ Exit code: 0; 1 when a check fails, or none could be made; 2 when there is nothi
 
 import functools
 import os
-import re
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness import command_line
@@ -36,14 +34,11 @@ def package_of(stage):
     if stage.isdecimal():
         return next((name for name in STAGES if name.startswith(f"stage{stage}_")), None) or fail(
             f"STAGE={stage}: there are stages 1 to 4")
-    package = stage.removesuffix("/").removesuffix(".py").replace("/", ".")
-    path, found = None, None
-    for end in (match.start() for match in re.finditer(r"\.|$", package)):
-        found = PathFinder.find_spec(package[:end], path)
-        path = found and (found.submodule_search_locations or [])
-        if found is None:
-            fail(f"STAGE={stage}: no package or module of that name in {Path.cwd().name}/")
-    return package
+    parts = stage.removesuffix("/").removesuffix(".py").replace("/", ".").split(".")
+    paths = [Path(folder, *parts) for folder in sys.path if all(map(str.isidentifier, parts))]
+    if not any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths):
+        fail(f"STAGE={stage}: no package or module of that name in {Path.cwd().name}/")
+    return ".".join(parts)
 
 
 def refuse(message):
@@ -60,7 +55,8 @@ def checks_of(level, one, only):
 
 
 def passes(level, one, only=""):
-    """Runs the checks of `level` whose name has `only` in it, prints a line for each -> whether all have passed."""
+    """Runs the checks of `level` whose name has `only` in it, prints a line for each -> whether all have passed; None
+    where it is one of level 1 alone."""
     title, checks = checks_of(level, one, only)
     if checks:
         print(f"\nLevel {level}: {title}" if level in LEVELS else f"\n{title}")
@@ -78,34 +74,10 @@ def passes(level, one, only=""):
             if wrong.shown_by and grader.SHOW.is_dir():
                 print(f'  see       make show STAGE={one.package} ARGS="{wrong.shown_by}"', flush=True)
             return False
-        print(f"  ok        {name}", flush=True)
-        for note in notes:
-            print(f"            {note}")
+        print("\n            ".join([f"  ok        {name}", *notes]), flush=True)
     if checks and not only:
         print(f"ok{f' level {level}:' if level in LEVELS else ''} {title[0].lower()}{title[1:]}", flush=True)
     return True
-
-
-def main():
-    parser = command_line.Parser("grade", __doc__)
-    parser.add_argument("stage", help="1 to 4, or the name of a package or module in the current folder")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
-    parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
-    args, for_pytest = parser.parse_known_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, on every machine
-    sys.path.insert(0, os.getcwd())
-    package = package_of(args.stage)
-    one = Grader(package)
-    with left_over.ended() as (left, alive):
-        try:
-            is_right = grade(one, args, for_pytest)
-        finally:
-            one.close()
-    if left:
-        print(f"  FAILED    nothing goes on after the ranks have ended\n"
-              f"  came      the package has left {len(left)} of its processes running; " +
-              (f"these go on: {', '.join(map(str, alive))}" if alive else "they have been ended"))
-    return 0 if is_right and not left else 1
 
 
 def grade(one, args, for_pytest):
@@ -128,6 +100,26 @@ def grade(one, args, for_pytest):
         one.close()
         return contract.holds(one.package, for_pytest, is_core=one.is_core)
     return True
+
+
+def main():
+    parser = command_line.Parser("grade", __doc__)
+    parser.add_argument("stage", help="1 to 4, or the name of a package or module in the current folder")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
+    parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
+    args, for_pytest = parser.parse_known_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, on every machine
+    sys.path.insert(0, os.getcwd())
+    one = Grader(package_of(args.stage))
+    with left_over.ended() as left:
+        try:
+            is_right = grade(one, args, for_pytest)
+        finally:
+            one.close()
+    if left:
+        print(f"  FAILED    nothing goes on after the ranks have ended\n"
+              f"  came      the package has left {len(left)} of its processes running; they have been ended")
+    return 0 if is_right and not left else 1
 
 
 if __name__ == "__main__":

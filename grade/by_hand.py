@@ -17,11 +17,12 @@ SUMMED = "the gradients are summed and not averaged: divide by the number of ran
 TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
 OWN = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
 NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
+DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
+ALMOST = "almost right, to two or three digits: something travels or is summed in 16 bits"
+ORDER = "gradients come in another order on rank 1: what leaves must leave in one order, the same on every rank"
+USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
 TOO_EARLY = "nothing is sent after the inner optimizer has stepped: what it steps must travel after that, not before"
 STALE = "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"
-UNAWAITED = "a collective with async_op=True returns a work: wait() for it before what it brings is read"
-UNFINISHED = "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
-DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
 OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
 NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
     "nothing": "no torch optimizer has stepped a parameter: step() steps the inner optimizer, which owns parameters",
@@ -29,21 +30,13 @@ NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
     "zeros": "the inner optimizer's gradients are all 0: main gradients must be filled with what was reduced",
     "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model",
 }
-ORDER = "gradients come in another order on rank 1: what leaves must leave in one order, the same on every rank"
-USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
-NEVER_EMPTY = "gradients of the step before are added: the docstring of step() says that they are gone"
-ALMOST = "almost right, to two or three digits: something travels or is summed in 16 bits"
 AS_PADDING = "0, as padding is"
-WRONG_PLACE = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
-PADDING = "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
-GRADIENT = "a gradient was taken for a parameter: copy what was stepped"
 
 
 @dataclass(frozen=True)
 class ByHand(Run):
     """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some is
-    another's. reverse: on rank 1 gradients come in the other order.
-    """
+    another's."""
 
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
@@ -51,7 +44,7 @@ class ByHand(Run):
     dtype: torch.dtype = torch.float32
     options: tuple = ()  # further arguments of the constructor: ("name", value), …
     lr: float = LR
-    reverse: bool = False
+    reverse: bool = False  # on rank 1 gradients come in the other order
     gone: bool = False  # gradients, after a step: without zero_grad() they may add up, as in torch, or not
 
     def start(self):
@@ -92,26 +85,29 @@ def explain(case, seen, finishes=False):
 
     seen: a Seen of each rank. finishes: whether the class has finish_param_sync().
     """
-    late = [(rank, one.unawaited) for rank, one in enumerate(seen) if one.unawaited]
-    if not late:
-        return explain_values(case, seen)
-    rank, entries = late[0]
-    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
-    came = [shorten(at(f"rank {rank} has not waited for {counts} when its step ends", entries[0].place))]
-    expected = "every collective has arrived when a step ends"
+    expected, came = "every collective has arrived when a step ends", []
+    is_late = [bool(one.unawaited) for one in seen]
     try:
         explain_values(case, seen)
     except Wrong as wrong:
+        if not any(is_late):
+            raise
         (_, expected), (_, values), *_ = wrong.lines
-        came.insert(0, values)
-    raise Wrong(expected, came, UNFINISHED if finishes else UNAWAITED)
+        came = [values]
+    if any(is_late):
+        rank = is_late.index(True)
+        entries = seen[rank].unawaited
+        counts = ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
+        came.append(shorten(at(f"rank {rank} has not waited for {counts} when its step ends", entries[0].place)))
+        raise Wrong(expected, came, "step() waits for the parameters by finish_param_sync(), unless prefetch_params() "
+                    "was called" if finishes else "a collective with async_op=True returns a work: wait() for it "
+                    "before what it brings is read")
 
 
 def explain_values(case, seen):
-    start, d = case.start(), len(seen)
-    grads = [case.grad(rank) for rank in range(d)]
-    mean, lr = sum(grads) / d, case.lr
-    came = [one.snapshots[-1] for one in seen]
+    start, d, lr = case.start(), len(seen), case.lr
+    own = torch.stack([case.grad(rank) for rank in range(d)])
+    mean, came = own.sum(dim=0) / d, [one.snapshots[-1] for one in seen]
     allowed = [case.steps] if case.zero or case.gone else [2, 3]  # gradients of step 1 are used up, or add up
 
     def near(a, b):
@@ -119,6 +115,7 @@ def explain_values(case, seen):
 
     if any(all(near(values, start - times * lr * mean).all() for values in came) for times in allowed):
         return
+    due = start - lr * mean
     moved = [(start - values) / lr for values in came]  # in units of the gradient
     stays = [near(values, start) for values in came]
     expected = in_words(case, d, mean, allowed)
@@ -129,28 +126,28 @@ def explain_values(case, seen):
     if torch.allclose(ratios, ratios[:1], rtol=1e-3) and not any(abs(factor - times) < 1e-3 for times in allowed):
         figure = "" if len(set(case.scales)) > 1 else f"{lr * factor * mean[0]:.3g} wherever it has moved: "
         fed = [one.inner[0].grads for one in seen if one.inner]
-        cause = NEVER_EMPTY if case.gone and abs(factor - 3) < 1e-3 else cause_of(factor, d, lr, is_fed=[
-            grads is not None and abs(grads.mean() / mean.mean() - 1) < 1e-3 for grads in fed])
+        cause = cause_of(factor, d, lr, is_fed=len(fed) == d and all(
+            grads is not None and abs(grads.mean() / mean.mean() - 1) < 1e-3 for grads in fed))
+        if case.gone and abs(factor - 3) < 1e-3:
+            cause = "gradients of the step before are added: the docstring of step() says that they are gone"
         raise Wrong(expected, figure + times_as_far(factor), cause)
-    own = torch.stack(grads)
     is_right = (ratios - 1).abs().max() < 1e-3
     if not is_right and all(near(move * lr, own * lr)[:, ~stay].any(dim=0).all() for move, stay in zip(moved, stays)):
         raise Wrong(expected, figures(moved, stays, lr), OWN)
-    if not case.zero and near(came[0], start - lr * mean - lr * (start - lr * mean + mean)).all():
+    if not case.zero and near(came[0], due - lr * (due + mean)).all():
         raise Wrong(expected, "step 2 moved every element by lr × (gradient + parameter)", USED_UP)
-    if case.reverse and (mixed := mixed_up(moved[0], grads, case, d)):
+    if case.reverse and (mixed := mixed_up(moved[0], own, case, d)):
         raise Wrong(expected, mixed, ORDER)
-    if decoded := decode(came, start, start - lr * mean, {"mean gradient": mean, "summed gradient": mean * d}, near):
+    if decoded := decode(came, start, due, {"mean gradient": mean, "summed gradient": mean * d}, near):
         raise Wrong(expected, *decoded)
-    is_owned = sum((~stay).int() for stay in stays) > 0  # somebody has stepped it
-    if not is_owned.all():
-        raise Wrong(expected, f"elements {spans(~is_owned)} have moved on no rank",
+    nowhere = sum(stay.int() for stay in stays) == d
+    if nowhere.any():
+        raise Wrong(expected, f"elements {spans(nowhere)} have moved on no rank",
                     "nobody owns these parameters, or their gradients have not arrived")
     if any(stay.any() for stay in stays):
         some = [f"elements {spans(stay)} on rank {rank}" for rank, stay in enumerate(stays) if stay.any()]
-        own = [near((start - lr * mean)[:, None], one.inner[0].own).any(dim=1) if one.inner else ~stays[0]
-               for one in seen]  # the inner optimizer of a rank has stepped these
-        is_own = all((stay <= its).all() for stay, its in zip(stays, own))
+        by_rank = [near(due[:, None], one.inner[0].own).any(dim=1) if one.inner else ~stays[0] for one in seen]
+        is_own = all((stay <= its).all() for stay, its in zip(stays, by_rank))  # the rank itself has stepped these
         cause = TOO_EARLY if not any(one.after_inner for one in seen) else STALE if is_own else NOT_RECEIVED
         raise Wrong(expected, shorten(f"not moved: {', '.join(some)}; elsewhere they have"), cause)
     raise Wrong(expected, figures(moved, stays, lr), ORDER if case.reverse else UNKNOWN)
@@ -158,12 +155,12 @@ def explain_values(case, seen):
 
 def in_words(case, d, mean, allowed):
     """-> what is expected."""
-    sums = " + ".join(str(2**rank) for rank in range(d))
     if len(set(case.scales)) > 1:
         figure = f"{', '.join(f'{case.lr * value:.3g}' for value in dict.fromkeys(mean.tolist()))} of the parameters"
     elif not case.zero:
         figure = " or ".join(f"{case.lr * times * mean[0]:.3g}" for times in allowed) + " after two steps"
     else:
+        sums = " + ".join(str(2**rank) for rank in range(d))
         figure = f"{case.lr:g} · ({sums}) / {d} = {case.lr * mean[0]:.3g}"
     return f"every element moves by lr × mean gradient, {figure}, on every rank"
 
@@ -171,9 +168,8 @@ def in_words(case, d, mean, allowed):
 def nothing_moved(start, seen, near):
     """-> (what came, the cause)."""
     stepped = [(rank, ~near(one.inner[0].model, start)) for rank, one in enumerate(seen) if one.inner]
-    stepped = [f"rank {rank} elements {spans(mask)}" for rank, mask in stepped if mask.any()]
-    if stepped:
-        return shorten(f"nothing has moved in the end; in between {', '.join(stepped)} had"), OVERWRITTEN
+    if between := [f"rank {rank} elements {spans(mask)}" for rank, mask in stepped if mask.any()]:
+        return shorten(f"nothing has moved in the end; in between {', '.join(between)} had"), OVERWRITTEN
     fed = ["nothing" if not one.inner or not len(one.inner[0].own) else "no gradients" if one.inner[0].grads is None
            else "gradients" if one.inner[0].grads.any() else "zeros" for one in seen]
     return "nothing has moved, on any rank", NOTHING[max(fed, key=list(NOTHING).index)]
@@ -188,19 +184,17 @@ def times_as_far(factor):
 
 
 def cause_of(factor, d, lr, is_fed):
-    """-> why every element that has moved has moved `factor` times too far. is_fed: of each rank, whether the inner
-    optimizer got the mean gradient."""
-    divisor = d / factor
+    """-> why every element that has moved has moved `factor` times too far. is_fed: whether the inner optimizer got
+    the mean gradient, on every rank."""
     if abs(factor - 1) < 1e-2:
         return ALMOST
-    known = [(d, SUMMED), (1 / d, TWICE_AVERAGED), (1e-3 / lr, DEFAULTS), (-1, "step against the gradient")]
-    if len(is_fed) == d and all(is_fed) and abs(factor * lr - 1e-3) > 1e-5:
+    if is_fed and abs(factor * lr - 1e-3) > 1e-5:
         return "the inner optimizer has the right gradients, and another lr than the constructor's"
-    for value, cause in known:
+    for value, cause in [(d, SUMMED), (1 / d, TWICE_AVERAGED), (1e-3 / lr, DEFAULTS), (-1, "step against the gradient"),
+                         *((d / n, f"the sum of the gradients is divided by {n}: the number of ranks is {d} here")
+                           for n in range(1, 17))]:
         if abs(factor - value) < 1e-2 * abs(value):
             return cause
-    if factor > 0 and abs(divisor - round(divisor)) < 1e-2 and 1 <= divisor <= 16:
-        return f"the sum of the gradients is divided by {round(divisor)}: the number of ranks is {d} here"
     return UNKNOWN
 
 
@@ -216,7 +210,7 @@ def mixed_up(moved, grads, case, d):
 
 
 def decode(came, start, due, gradients, near):
-    """-> (what wrong elements hold, the cause); None where that can't be told of one of them."""
+    """-> (what wrong elements hold, the cause), of the first rank with some; None where one of them is unknown."""
     for rank, values in enumerate(came):
         wrong = ~near(values, due) & ~near(values, start)
         if not wrong.any():
@@ -226,14 +220,17 @@ def decode(came, start, due, gradients, near):
             return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
         for name, gradient in gradients.items():
             if near(values, gradient)[wrong].all() and wrong.sum() > 1:
-                return f"in elements {spans(wrong)}: the {name}{where}", GRADIENT
+                return (f"in elements {spans(wrong)}: the {name}{where}",
+                        "a gradient was taken for a parameter: copy what was stepped")
         found = {index: held(index, values[index], start, due, near) for index in wrong.nonzero().flatten().tolist()}
         if None in found.values():
             return None
         words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
                  for (kind, shift), first, last in runs(found)]
-        is_padding = any(kind == AS_PADDING for kind, _ in found.values())
-        return shorten("; ".join(words)) + where, PADDING if is_padding else WRONG_PLACE
+        return shorten("; ".join(words)) + where, (
+            "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
+            if any(kind == AS_PADDING for kind, _ in found.values()) else
+            "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order")
     return None
 
 

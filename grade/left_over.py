@@ -13,23 +13,21 @@ GRACE_S = 60  # helpers of Python's end after who has started them: on a busy ma
 
 @contextlib.contextmanager
 def ended():
-    """-> two lists. At the end the processes are ended that were started in here and are no children of this one.
-
-    Their ids are in the first list then; in the second, those of the ones that can't be ended.
-    """
-    mark, left, alive = f"{MARK}={secrets.token_hex(8)}", [], []
+    """-> a list. At the end the processes are ended that were started in here and are no children of this one: their
+    ids are in the list then."""
+    mark, left = f"{MARK}={secrets.token_hex(8)}", []
     os.environ[MARK] = mark.partition("=")[2]
     try:
-        yield left, alive
+        yield left
     finally:
-        for those, is_killed in ((left, False), (alive, True)):
+        for is_killed in (False, True):
             deadline = time.monotonic() + GRACE_S
             while (found := marked(mark)) and time.monotonic() < deadline:  # what they start meanwhile, too
                 for process in found if is_killed else ():
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)
                 time.sleep(0.05)
-            those.extend(found)
+            left.extend(found)  # the second time there are none
 
 
 def marked(mark):

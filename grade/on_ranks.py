@@ -17,6 +17,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,10 @@ OPTIMIZERS = {"SGD": (torch.optim.SGD, {"lr": LR}),
 
 
 def class_of(package):
-    """-> (name, the optimizer's class) of a package, in `package` or in `package.optimizer`; ("", None) without one."""
+    """-> (name, class) of what is graded, in `package` or in `package.optimizer`; ("", None) without one."""
     modules = [importlib.import_module(package), beside(package, "optimizer")]
-    found = [(name, getattr(module, name)) for name in CLASSES for module in modules if hasattr(module, name)]
-    return found[0] if found else ("", None)
+    return next(((name, getattr(module, name)) for name in CLASSES for module in modules if hasattr(module, name)),
+                ("", None))
 
 
 def beside(package, name):
@@ -107,8 +108,7 @@ class Candidate:
     ledger: Ledger
 
     def make(self, params, optimizer_cls, **kwargs):
-        """Buckets, if there are any, are so small that there are several."""
-        if "bucket_cap_mb" in inspect.signature(self.cls).parameters:
+        if "bucket_cap_mb" in inspect.signature(self.cls).parameters:  # so small that there are several buckets
             params = list(params)
             tensors = [p for group in params for p in group["params"]] if isinstance(params[0], dict) else params
             kwargs["bucket_cap_mb"] = sum(tensor.nbytes for tensor in tensors) / 6 / 2**20
@@ -118,16 +118,14 @@ class Candidate:
 # ------------------------------------------------------------------------------------------------- what a rank tells
 
 
-def of_the_reader(path):
-    """Whether a file is in the current folder, and neither ours nor a library's."""
-    in_here = path.startswith(os.getcwd() + os.sep)
-    return in_here and not path.startswith(OURS) and f"{os.sep}site-packages{os.sep}" not in path
-
-
 def where(frames):
-    """-> "file:line" of the first of (frame, line) that is the reader's code; "" if there is none."""
-    return next((f"{os.path.relpath(frame.f_code.co_filename)}:{line}" for frame, line in frames
-                 if of_the_reader(frame.f_code.co_filename)), "")
+    """-> "file:line" of the first of (frame, line) in a file of the current folder that is neither ours nor a
+    library's; "" if there is none."""
+    for frame, line in frames:
+        path = frame.f_code.co_filename
+        if path.startswith(os.getcwd() + os.sep) and not path.startswith(OURS) and "site-packages" not in path:
+            return f"{os.path.relpath(path)}:{line}"
+    return ""
 
 
 def where_raised(error):
@@ -147,29 +145,26 @@ def silence():
 def watch_for_hangs(ended, still_s, busy_s):
     """Tells where the main thread is when this process has done nothing for `still_s` seconds, and when it goes on; and
     when it has computed for `busy_s`. The processor's time counts, which a busy machine takes longer to give."""
-    main, used, since, is_told = threading.main_thread().ident, time.process_time(), time.monotonic(), False
+    main, used, since, was_stuck = threading.main_thread().ident, time.process_time(), time.monotonic(), False
     busy_at = used + busy_s
     while not ended.wait(0.25):
-        is_busy = time.process_time() > busy_at
-        if time.process_time() - used > 0.05 and not is_busy:
-            used, since = time.process_time(), time.monotonic()
-            if is_told:
-                event(("moves",))
-            is_told = False
-        elif not is_told and (is_busy or time.monotonic() - since > still_s):
-            event(("stuck", where(traceback.walk_stack(sys._current_frames()[main]))))
-            is_told = True
+        now = time.process_time()
+        if now - used > 0.05:
+            used, since = now, time.monotonic()
+        is_stuck = now > busy_at or time.monotonic() - since > still_s
+        if is_stuck != was_stuck:
+            event(("stuck", where(traceback.walk_stack(sys._current_frames()[main]))) if is_stuck else ("moves",))
+        was_stuck = is_stuck
 
 
 def of_the_grader():
     """-> {(module, name, attribute): function}: all functions by which the grader judges, as they are now."""
-    held = [(module, name, value) for module, its in list(sys.modules.items())
-            if module.split(".")[0] in ("grade", "harness") for name, value in list(vars(its).items())]
-    found = {(module, name, ""): value for module, name, value in held if inspect.isfunction(value)}
-    found.update({(module, name, attribute): of_class for module, name, value in held if inspect.isclass(value)
-                  and not issubclass(value, torch.optim.Optimizer)  # torch itself wraps their methods
-                  for attribute, of_class in list(vars(value).items()) if inspect.isfunction(of_class)})
-    return found
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] in ("grade", "harness")]
+    held = {(module.__name__, name, ""): value for module in modules for name, value in list(vars(module).items())}
+    inside = {(*key[:2], name): its for key, value in held.items() if inspect.isclass(value)
+              and not issubclass(value, torch.optim.Optimizer)  # torch itself wraps their methods
+              for name, its in list(vars(value).items())}
+    return {key: value for key, value in {**held, **inside}.items() if inspect.isfunction(value)}
 
 
 def watched(rank, package, limits, function, *args):
@@ -181,6 +176,7 @@ def watched(rank, package, limits, function, *args):
     ours_now, ours, tell, place_of = of_the_grader, of_the_grader(), event, where_raised
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
+
     def refuse_replaced():
         now = ours_now()
         if replaced := [key for key in ours if now.get(key) is not ours[key]]:
@@ -202,40 +198,26 @@ def watched(rank, package, limits, function, *args):
         ended.set()
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the package's class is, as far as the process that grades has to know: it never imports the package."""
-
-    name: str  # "" if there is none
-    kind: str  # "class", or the name of what it is
-    missing: tuple = ()  # of METHODS
-    refusal: str = ""  # what the constructor's signature says to the arguments that it is due
-    arguments: tuple = ()
-    is_optimizer: bool = False
-    has_ranges: bool = False  # a function of stage 3's buffer
-    says_gone: bool = False  # gradients, after a step: its docstring does
-
-
 def look(candidate):
-    """-> Facts."""
-    cls, package = candidate.cls, candidate.package
-    if not isinstance(cls, type):
-        return Facts(candidate.name, type(cls).__name__)
-    refusal, arguments = "", ()
+    """-> facts of the class, as far as the process that grades has to know: it never imports the package."""
+    cls, signature, arguments, refusal = candidate.cls, "", (), ""
     try:
         signature = inspect.signature(cls)
         arguments = tuple(signature.parameters)
         signature.bind([], torch.optim.SGD, process_group=None, lr=LR)
     except TypeError as error:
         refusal = f"{signature}: {error}"
-    missing = tuple(name for name in METHODS if not callable(getattr(cls, name, None)))
-    says_gone = "Gradients are gone afterwards" in (getattr(getattr(cls, "step", None), "__doc__", None) or "")
-    return Facts(candidate.name, "class", missing, refusal, arguments, issubclass(cls, torch.optim.Optimizer),
-                 ranges_of(package) is not None, says_gone)
+    step = getattr(cls, "step", None)
+    return SimpleNamespace(
+        name=candidate.name, kind="class" if isinstance(cls, type) else type(cls).__name__, arguments=arguments,
+        refusal=refusal, missing=[name for name in METHODS if not callable(getattr(cls, name, None))],
+        is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
+        has_ranges=ranges_of(candidate.package) is not None,
+        says_gone="Gradients are gone afterwards" in (getattr(step, "__doc__", None) or ""))
 
 
 def ranges_of(package):
-    """-> the function of `mine`, or of `mine.optimizer`; None if there is none."""
+    """-> the function of stage 3's buffer, of `mine`, or of `mine.optimizer`; None if there is none."""
     folders = [name for name in (package, package.rpartition(".")[0]) if name]
     return next(filter(None, (getattr(beside(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
 
@@ -250,10 +232,7 @@ def ranges(candidate, cases):
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, which the ranks and the one process do alike: six parameters of odd sizes, 190 elements.
-
-    Subclasses train something else.
-    """
+    """A training run, which the ranks and the one process do alike: six parameters of odd sizes, 190 elements."""
 
     optimizer: str = "SGD"
     steps: int = 3
@@ -317,7 +296,7 @@ class Seen:
 
     snapshots: list = field(default_factory=list)
     norms: list = field(default_factory=list)  # what clip_grad_norm_ has returned
-    inner: list = field(default_factory=list)  # of each step of the inner optimizer: Inner
+    inner: list = field(default_factory=list)  # of each step of the inner optimizer: model, own, grads
     in_no_sync: int = 0  # collectives
     entries: list = field(default_factory=list)  # of the last step, with its forward and backward pass
     in_backward: int = 0  # how many of them
@@ -326,15 +305,6 @@ class Seen:
     unawaited: list = field(default_factory=list)  # those for whose result nobody has waited when the step ends
     state: tuple = ()  # elements of AdamW's moments: that this rank holds and aren't 0, that are, as padding is
     held: float = 0  # bytes of all tensors
-
-
-@dataclass
-class Inner:
-    """As the inner optimizer has stepped: all elements of the model; of what it steps, elements and gradients."""
-
-    model: torch.Tensor
-    own: torch.Tensor
-    grads: torch.Tensor | None  # None: there are none
 
 
 def flat(params):
@@ -359,13 +329,15 @@ def play(candidate, run):
     seen, stepped, travels, at_inner = Seen(), set(), [], []
 
     def note(one, *_):
+        """A torch optimizer has stepped: the inner one, or then the one around it."""
         stepped.add(one)
         if one is not optimizer:
             at_inner.append(len(entries))
-        if one is not optimizer and not run.counts:
-            params = [param for group in one.param_groups for param in group["params"]]
+            params = [param for group in one.param_groups for param in group["params"] if not run.counts]
             grads = [param.grad for param in params if param.grad is not None]
-            seen.inner.append(Inner(flat(model.parameters()), flat(params), flat(grads) if grads else None))
+            if not run.counts:
+                seen.inner.append(SimpleNamespace(model=flat(model.parameters()), own=flat(params),
+                                                  grads=flat(grads) if grads else None))
         if run.prefetch and rank == 1:
             time.sleep(0.1)
 
@@ -386,17 +358,15 @@ def play(candidate, run):
         if not run.counts:
             seen.snapshots.append(flat(model.parameters()))
         for step in range(run.steps):
-            is_last = step == run.steps - 1
+            is_last, before = step == run.steps - 1, len(entries)
             if run.resume and step == 2:
                 parts = model, optimizer, scheduler
                 saved = copy.deepcopy([part.state_dict() for part in parts])
                 parts = model, optimizer, scheduler = begin(rank + 10)
                 for part, its in zip(parts, saved):
                     part.load_state_dict(its)
-            before = len(entries)
             for micro in range(run.micro_batches):
-                is_quiet = run.no_sync and micro < run.micro_batches - 1
-                n_before = len(entries)
+                is_quiet, n_before = run.no_sync and micro < run.micro_batches - 1, len(entries)
                 with optimizer.no_sync() if is_quiet else contextlib.nullcontext():
                     run.loss(model, step * run.micro_batches + micro, rank).backward()
                 seen.in_no_sync += is_quiet * (len(entries) - n_before)
@@ -428,8 +398,12 @@ def mean(grads):
     return sum(grads) / len(grads)
 
 
+def hyperparameters(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
 def in_one_process(run, world_size, combine=mean, kept=None, misses=False, weights=None, forgets=False, restarts="",
-                   always=False, hyper=None):
+                   always=False, hyper=lambda now, start: now):
     """The same run in one process with the batches of all ranks -> (snapshots, norms).
 
     The other arguments make known mistakes. combine: what becomes of the ranks' gradients of a parameter. kept: of a
@@ -441,14 +415,14 @@ def in_one_process(run, world_size, combine=mean, kept=None, misses=False, weigh
     model = run.model(seed=0)
     optimizer_cls, kwargs = run.settings()
     optimizer = optimizer_cls(run.params(model), **kwargs)
-    now = at_start = hyperparameters(optimizer)
+    now = start = hyperparameters(optimizer)
     scheduler, params = run.scheduler(optimizer), list(model.parameters())
     snapshots, norms = [flat(params)], []
     for step in range(run.steps):
         if forgets and (step == 2 or not run.resume):
             optimizer.state.clear()
         if restarts and step == 2:
-            for group, old in zip(optimizer.param_groups, at_start if restarts == "start" else now):
+            for group, old in zip(optimizer.param_groups, start if restarts == "start" else now):
                 group["lr"] = old["lr"]
         for micro, weight in enumerate(weights or [1] * run.micro_batches):
             number = step * run.micro_batches + micro
@@ -461,7 +435,7 @@ def in_one_process(run, world_size, combine=mean, kept=None, misses=False, weigh
             if always and norms[-1] < run.max_norms[step]:
                 torch._foreach_mul_([param.grad for param in params], run.max_norms[step] / norms[-1])
         now = hyperparameters(optimizer)
-        for group, used in zip(optimizer.param_groups, hyper(now, at_start) if hyper else now):
+        for group, used in zip(optimizer.param_groups, hyper(now, start)):
             group.update(used)
         optimizer.step()
         for group, right in zip(optimizer.param_groups, now):
@@ -472,7 +446,3 @@ def in_one_process(run, world_size, combine=mean, kept=None, misses=False, weigh
             scheduler.step()
         snapshots.append(flat(params))
     return [snapshots[0], snapshots[-1]] if run.prefetch else snapshots, norms
-
-
-def hyperparameters(optimizer):
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

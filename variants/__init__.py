@@ -1,5 +1,5 @@
-"""Options of the big systems, a file each: a subclass of a core, which the guard takes in one line.
+"""Options of the big systems, one per file: each is a subclass of a core.
 
-Each has the two names of a stage: `ShardedOptimizer`, the core's subclass, and `DistributedOptimizer`, with the guard
-in front. `python -m variants` prints what each sends and holds.
+Each file has a stage's two names: `ShardedOptimizer`, the core's subclass, and `DistributedOptimizer`, with the guard
+in front of it. `python -m variants` prints what each sends and holds.
 """

@@ -29,7 +29,6 @@ from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 
 PAGE = Path(__file__).with_name("README.md")
-RANKS, MODEL = 8, "tiny"
 STAGE_3, STAGE_4 = "stage 3 grad buffer", "stage 4 overlap"
 ROWS = {  # a row of the bench -> the row that it is compared with, what it is called elsewhere, when to take it
     STAGE_3: (None, "", "the base of the next row"),
@@ -50,13 +49,13 @@ GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 409
 
 
 @functools.cache
-def counted(name, d=RANKS):
+def counted(name, d=8):
     """-> (bytes a parameter sent, messages, bytes a parameter held without bucket buffers; and both by formula)."""
     way = catalogue.find(name)
     exchanged = mock.patch.dict(UNEVEN, {Transport: GlooTransport})  # the fake group gathers equal parts alone
     with rank_0_of(d), exchanged, Memory("cpu") as memory:
-        net = GPT(MODELS[MODEL]).to(getattr(torch, way.dtype))
-        training = way.build(net, adamw(Settings(model=MODEL)))
+        net = GPT(MODELS["tiny"]).to(getattr(torch, way.dtype))
+        training = way.build(net, adamw(Settings(model="tiny")))
         for _ in range(3):
             with Ledger() as ledger:
                 training.step(torch.zeros(2, 1, 8, dtype=torch.int64))
@@ -69,16 +68,16 @@ def counted(name, d=RANKS):
                 way.wire_bytes(numel, d) / numel, due)
 
 
+def result_of(file):
+    """-> what results/ has of that name; None where it has nothing."""
+    return saved.load(file) if (saved.ROOT / "results" / file).exists() else None
+
+
 def measured(kind="variants"):
     """-> {where: what was measured there, a Result}"""
-    results = [result for where in ("bench", "network") if is_there(f"{where}_{kind}.json")
-               for result in saved.load(f"{where}_{kind}.json").at_all_rates()]
-    return {rate_words(result.conditions.rate) if result.conditions.rate else "one machine": result
-            for result in results}
-
-
-def is_there(file):
-    return (saved.ROOT / "results" / file).exists()
+    found = [result for where in ("bench", "network") if (file := result_of(f"{where}_{kind}.json"))
+             for result in file.at_all_rates()]
+    return {rate_words(one.conditions.rate) if one.conditions.rate else "one machine": one for one in found}
 
 
 def time_cell(name, base, result):
@@ -89,8 +88,8 @@ def time_cell(name, base, result):
 
 def markdown(titles, rows):
     """`titles`: of columns; what ends with a colon is text."""
-    return [f"| {' | '.join(title.rstrip(':') for title in titles)} |",
-            f"|{'|'.join('---' if title.endswith(':') else '--:' for title in titles)}|",
+    alignments = ("---" if title.endswith(":") else "--:" for title in titles)
+    return [f"| {' | '.join(title.rstrip(':') for title in titles)} |", f"|{'|'.join(alignments)}|",
             *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
 
 
@@ -99,10 +98,10 @@ def table():
     of_own = {f"variants {kind}": measured(kind) for kind in ("muon", "hybrid")}  # beside other rows, on other ranks
     for name, (base, elsewhere, when) in ROWS.items():
         sent, messages, held, *_ = counted(name)
-        file = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
-        folder = "stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap"
-        lines = len(code_lines(file)) if file.exists() else core_lines(saved.ROOT / folder)
-        rows.append([name.removeprefix("variants "), lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
+        idea = name.removeprefix("variants ")
+        folder = saved.ROOT / ("stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap")
+        lines = core_lines(folder) if name == idea else len(code_lines(PAGE.with_name(f"{idea}.py")))
+        rows.append([idea, lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
                      *(time_cell(name, base, of_own.get(name, times).get(where)) for where in times), when])
     return markdown(["idea:", "lines", "called elsewhere:", "sent", "messages", "held",
                      *(f"time, {where}" for where in times), "take it when:"], rows)
@@ -128,23 +127,22 @@ def balance_table():
 
 def muon_table():
     """DDP's reducer doesn't run in the fake group: what it sends is its formula, and nobody counts what it holds."""
-    ways = {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2", "muon stacked by shape": "a stack a shape",
-            "variants muon": "muon"}
     times, rows = measured("muon"), []
-    for name, words in ways.items():
-        found = [counted(name, d) if "ddp" not in name else (8 * (d - 1) / d, NONE, None) for d in (8, 64)]
-        rows.append([words, *(f"{sent:.2f}" for sent, *_ in found),
-                     *(NONE if held is None else f"{held:.2f}" for _, _, held, *_ in found),
+    for name, words in {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2",
+                        "muon stacked by shape": "a stack a shape", "variants muon": "muon"}.items():
+        sent, _, held = zip(*(counted(name, d)[:3] if "ddp" not in name else (8 * (d - 1) / d, 0, None)
+                              for d in (8, 64)))
+        rows.append([words, *(NONE if value is None else f"{value:.2f}" for value in sent + held),
                      *(time_cell(name, None, result) for result in times.values())])
     return markdown(["matrices by Muon:", "sent, d = 8", "64", "held, d = 8", "64",
                      *(f"time, d = 2, {where}" for where in times)], rows)
 
 
 def loss_table():
-    """None where nothing was measured."""
-    if not is_there("losses.json"):
+    """Empty where nothing was measured."""
+    if not (result := result_of("losses.json")):
         return []
-    sheet = loss_sheet(saved.load("losses.json"))
+    sheet = loss_sheet(result)
     titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
     return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", note))]
 

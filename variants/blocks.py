@@ -1,11 +1,12 @@
-"""Shards are cut at multiples of a block, so that states with one scale a block are stepped as in the whole tensor.
+"""Shards are cut at multiples of a block, so that an optimizer with one scale per block works as on the whole tensor.
 
-Situation: 8-bit moments (bitsandbytes, torchao), which scale blocks of 256 elements together: stage 4 refuses them,
-since it cuts through blocks.
-Called elsewhere: torchao under FSDP2 keeps 8 bits only of those shards that are multiples of a block. Megatron-LM,
+Situation: 8-bit moments (bitsandbytes, torchao), which share one scale per block of 256 elements. Stage 4 refuses such
+optimizers, because its shards cut through blocks.
+Called elsewhere: torchao under FSDP2 keeps 8 bits only in shards whose length is a multiple of a block. Megatron-LM,
 DeepSpeed and modded-nanogpt have no switch for it.
-Wire and memory: stage 4's, each parameter padded to 256 elements and a bucket to d · 256; of the moments a byte each.
-Costs: padding of small parameters: a bias of 10 elements takes 256.
+Wire and memory: as in stage 4, but each parameter is padded to a multiple of 256 elements, and each bucket to a
+multiple of d · 256. Each moment takes one byte per element.
+Costs: padding of small parameters. A bias of 10 elements takes 256.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""Half of three variants: the inner optimizer steps one bucket after the other, in the order of the forward pass.
+"""Half of three variants: the inner optimizer updates one bucket after the other, in the order of the forward pass.
 
-What is kept packed between steps, moments16's moments and remainder16's main parameters, is unpacked for one bucket at
-a time, and not for all of 1/d; muon sends a bucket while it steps the next. For optimizers that count steps for each
-tensor, as torch's do: one that counts its calls is refused.
+moments16 and remainder16 keep moments and main parameters packed between steps. This module unpacks them one bucket at
+a time, and never the whole 1/d at once. muon sends a bucket while it updates the next one. The optimizer must count
+steps per tensor, as torch's optimizers do; one that counts its calls is refused.
 """
 
 import functools

@@ -1,11 +1,12 @@
-"""A gradient that is nan or inf is noticed before it travels, and every rank raises before the step.
+"""Each gradient is checked for nan and inf before it is sent, and every rank raises an error before the update.
 
-Situation: a loss explodes on one rank of a thousand, and after the reduce-scatter nobody knows on which.
-Called elsewhere: check_for_nan_in_grad in Megatron-LM, which raises on the rank that has it, before the collective.
-A loss scaler (torch's, DeepSpeed's, Megatron-LLaMA's) looks after it, and skips the step. With FSDP2 it is
-error_if_nonfinite of torch's clip, after the average too; modded-nanogpt has none.
-Wire: stage 4's, and one all-gather of a byte a parameter tensor before the step. Memory: a flag for each parameter.
-Costs: one read of each gradient, in the backward pass. Not for GradScaler, which means to meet an inf: it skips.
+Situation: the loss explodes on one rank of a thousand. After the reduce-scatter nobody can tell which rank it was.
+Called elsewhere: check_for_nan_in_grad in Megatron-LM, which raises the error before the collective, on the rank that
+has the nan. Loss scalers (of torch, DeepSpeed, Megatron-LLaMA) look after the collective, and skip the step. FSDP2
+users pass error_if_nonfinite to torch's clipping, which also looks at the average. modded-nanogpt has no such check.
+Wire: as in stage 4, and before the update one all-gather with a byte per parameter tensor. Memory: a flag per tensor.
+Costs: the backward pass reads each gradient once more. It does not work with GradScaler, which expects to find an inf
+and then skips the step.
 """
 
 import torch

@@ -1,14 +1,15 @@
-"""Shards within a group of ranks, replicas across groups: what is gathered stays on the fast lines.
+"""Shards within a group of ranks, replicas across groups: the all-gather stays on the fast links.
 
-Situation: nodes with fast lines inside and slow ones between, or so many ranks that a message to all is all latency.
+Situation: links within a node are fast and links between nodes are slow, or there are so many ranks that a message to
+all of them is mostly latency.
 Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
-DeepSpeed; modded-nanogpt trains on one node, without.
-Wire, of s ranks in a group and r groups: (g+p)Ψ · (s-1)/s bytes within, and across an all-reduce of the shard alone,
-2 · 4Ψ/s · (r-1)/r. Memory: that of s ranks, not of r · s.
-Costs: r times the state. What the guard agrees on, it agrees on within a group: an error that one group alone sees (a
-missing gradient, another lr) is raised there, and the others wait; the loss of a closure is the group's mean; `save` is
-for the ranks of one group.
-Of stage 4 as it stands here, and of stage 3 by `OnMesh` and `ReplicasOfStage3` in the same way.
+DeepSpeed. modded-nanogpt trains on one node, and does not need it.
+Wire, for r groups of s ranks: (g+p)Ψ · (s-1)/s bytes within a group, and across groups an all-reduce of the shard
+alone, 2 · 4Ψ/s · (r-1)/r. Memory: as on s ranks, not as on r · s.
+Costs: the state exists r times. The guard's checks agree within a group only. If one group alone sees an error (a
+missing gradient, another lr), its ranks raise it and the other groups wait. The loss of a closure is the group's mean,
+and only the ranks of one group call `save`.
+This file is about stage 4; `OnMesh` and `ReplicasOfStage3` do the same for stage 3.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)

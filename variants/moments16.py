@@ -1,13 +1,14 @@
-"""Moments are kept in bf16: 4 bytes a parameter less, over d. Each step computes in fp32.
+"""Moments are kept in bf16, which saves 4/d bytes per parameter. Each step still computes in fp32.
 
-Situation: the state decides whether a model fits.
+Situation: the optimizer's state decides whether a model fits.
 Called elsewhere: use_precision_aware_optimizer with exp_avg_dtype and exp_avg_sq_dtype in Megatron-LM,
-bf16_optimizer_states in DeepSpeed; under FSDP2 it is the optimizer's own business, as of torchao's and of
-bitsandbytes', with 8 bits. modded-nanogpt keeps fp32.
-Wire: stage 4's. Memory: 4 + 8/d bytes a parameter of fp32 in place of 4 + 12/d, and 2 + 12/d of 16 bits in place of
-2 + 16/d; during the step the moments of one bucket in fp32 besides.
-Costs: two conversions a step, and the second moment: with beta2 = 0.999 a step changes it by less than bf16 can show
-(2^-9) wherever gradients are steady, and then it stays. Use beta2 <= 0.99, or compare the losses.
+bf16_optimizer_states in DeepSpeed. Under FSDP2 the optimizer itself decides; those of torchao and bitsandbytes have 8
+bits. modded-nanogpt keeps fp32.
+Wire: as in stage 4. Memory: 4 + 8/d bytes per fp32 parameter instead of 4 + 12/d, and 2 + 12/d per 16-bit parameter
+instead of 2 + 16/d. During the step, the moments of one bucket are also held in fp32.
+Costs: two conversions per step, and precision of the second moment. With beta2 = 0.999 and steady gradients, a step
+changes the second moment by less than bf16 can represent (2^-9), so the second moment stays as it is. Use beta2 <=
+0.99, or compare the losses.
 """
 
 import torch

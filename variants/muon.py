@@ -1,15 +1,17 @@
 """Each matrix lies whole on one rank, so that Muon, which needs whole matrices, runs sharded and overlapped.
 
-Situation: Muon, SOAP or Shampoo, which stage 4 refuses since a piece of a matrix is stepped otherwise than the whole.
+Situation: Muon, SOAP or Shampoo. Stage 4 refuses them, because they update a piece of a matrix differently than the
+whole matrix.
 Called elsewhere: the layer-wise distributed optimizer of Megatron-LM (Muon), Owned placement in torchtitan, RaggedShard
-in veScale, dion's Muon over FSDP2; modded-nanogpt gives each rank matrices of one shape. DeepSpeed steps Muon beneath
+in veScale, dion's Muon over FSDP2; modded-nanogpt gives each rank matrices of one shape. DeepSpeed runs Muon beneath
 ZeRO-1 and -2.
-Wire: 2 · 4Ψ · (d-1)/d bytes: each rank's part of a bucket has its true length, and nothing is padded to the longest.
-Memory: stage 4's 4 + 12/d bytes a parameter with AdamW, 4 + 8/d with Muon, which has one moment.
-Costs: where gradients are exchanged, as on gloo, an owner receives a copy of its part from each other rank; so a bucket
-holds a matrix for each rank, if a twelfth of the model is as much: with fewer, one rank receives and the others wait.
-Balanced by work: Newton–Schulz of n × m takes n · m · min(n, m) products. Each matrix goes to the rank with the least
-work so far. A bucket's parameters go back as soon as they are stepped, while the next bucket's are.
+Wire: 2 · 4Ψ · (d-1)/d bytes. Each rank's part of a bucket is sent at its true length, without padding to the longest.
+Memory: stage 4's 4 + 12/d bytes per parameter with AdamW, and 4 + 8/d with Muon, which has one moment.
+Costs: a backend that exchanges gradients, as gloo does, sends the owner a copy of its part from each other rank. If a
+bucket had fewer matrices than there are ranks, some ranks would receive nothing while the others do. So a bucket holds
+a matrix per rank, unless that is more than a twelfth of the model.
+Balance: Newton–Schulz of an n × m matrix takes n · m · min(n, m) products. Each matrix goes to the rank that has the
+least work so far. A bucket's parameters are sent as soon as they are updated, while the next bucket is being updated.
 """
 
 import torch.distributed as dist

@@ -1,12 +1,12 @@
-"""Main parameters, their gradients and the state live in the host's memory, and are stepped there.
+"""Main parameters, their gradients and the optimizer's state live in the host's memory, and are updated there.
 
-Situation: a GPU on which 12/d or 16/d bytes a parameter don't fit, beside a host with plenty.
+Situation: a GPU without room for the 12/d or 16/d bytes per parameter, in a host with plenty of memory.
 Called elsewhere: offload_optimizer with device "cpu" in DeepSpeed (ZeRO-Offload), optimizer_cpu_offload in Megatron-LM,
-CPUOffloadPolicy in FSDP2, which takes parameters along; modded-nanogpt has none.
-Wire: stage 4's; between GPU and host 4Ψ/d bytes of gradients, and pΨ/d of parameters. Memory of the GPU: p bytes a
-parameter and two bucket buffers; of the host 16/d.
-Costs: the host steps slowly, and the GPU waits: DeepSpeed has a kernel of its own for that, and steps late.
-Tried on a CPU alone, with the bytes of a fake GPU counted.
+CPUOffloadPolicy in FSDP2, which also moves the parameters. modded-nanogpt has no such option.
+Wire: as in stage 4; between GPU and host, 4Ψ/d bytes of gradients and pΨ/d of parameters. Memory of the GPU: p bytes
+per parameter and two bucket buffers; memory of the host: 16/d.
+Costs: the host computes slowly, and the GPU waits for it. DeepSpeed has its own CPU kernel, and can update one step
+late. This variant was run on CPUs only; the bytes of a fake GPU are counted.
 """
 
 import torch

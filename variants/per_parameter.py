@@ -1,11 +1,12 @@
-"""Each parameter is cut into d parts: a reduce-scatter and an all-gather a parameter. Stage 3 without one flat buffer.
+"""Each parameter is cut into d parts, with its own reduce-scatter and all-gather. Stage 3 without the one flat buffer.
 
-Situation: gradients of 1/d are enough, as in stage 3, but nobody wants a buffer, nor shards across parameters.
-Called elsewhere: DistAdam in modded-nanogpt, DistAdamW in nanochat. Megatron-LM and DeepSpeed have one buffer from the
-start; FSDP2 cuts each parameter too, but sends those of a module together.
-Wire: 2 · 4Ψ · (d-1)/d bytes, as stage 3, each parameter padded to d · 64 bytes; but two messages a parameter and
-not two in all: 2n, of n parameters. Memory: as stage 3, 8 + 8/d bytes a parameter.
-Costs: latency. A message of a bias takes as long as one of 100 KB; a GPT has twelve parameters a layer.
+Situation: a rank should receive only 1/d of the gradients, as in stage 3, but without a buffer, and without shards that
+cross parameters.
+Called elsewhere: DistAdam in modded-nanogpt, DistAdamW in nanochat. Megatron-LM and DeepSpeed have had one buffer from
+the start. FSDP2 also cuts each parameter, but sends all parameters of a module together.
+Wire: 2 · 4Ψ · (d-1)/d bytes as in stage 3, with each parameter padded to a multiple of d · 64 bytes, but in 2n messages
+for n parameters instead of two. Memory: as in stage 3, 8 + 8/d bytes per parameter.
+Costs: latency. A message with a bias takes as long as a message of 100 KB, and a GPT has twelve parameters per layer.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""Of bf16 parameters: an fp32 main parameter is the parameter itself and 16 bits more, which are all that is kept.
+"""For bf16 parameters: an fp32 main parameter is the parameter and 16 more bits, and only these 16 bits are kept.
 
-Situation: bf16 parameters, whose main parameters are stage 4's largest state beside the moments.
+Situation: bf16 parameters, whose main parameters are stage 4's largest state apart from the moments.
 Called elsewhere: store_param_remainders in Megatron-LM, apex's DistributedFusedAdam and TransformerEngine's FusedAdam;
-mantissa in modded-nanogpt, which cuts off and doesn't round. DeepSpeed and FSDP2 have none.
-Wire: stage 4's. Memory: 2 + 14/d bytes a parameter in place of 2 + 16/d; in the step one bucket's main parameters
-besides.
-How: the upper 16 bits of an fp32 number are a bf16 one. What is left over, a signed number of 16 bits, is the
-remainder. Main parameters are the same to the bit as stage 4's. Parameters differ at ties alone, which are rounded up
-(away from zero) and not to even, by one unit in the last place: 2^-16 of all.
-Costs: two passes over the shard. Whoever writes into the model between steps leaves the remainders as they are.
+mantissa in modded-nanogpt, which truncates instead of rounding. DeepSpeed and FSDP2 have no such option.
+Wire: as in stage 4. Memory: 2 + 14/d bytes per parameter instead of 2 + 16/d, and during the step the main parameters
+of one bucket.
+How: the upper 16 bits of an fp32 number are a bf16 number. The remainder, a signed 16-bit number, is what is left over.
+Main parameters equal stage 4's to the bit. Parameters differ only at ties, about 2^-16 of all: they are rounded up
+(away from zero) instead of to even, which is one unit in the last place.
+Costs: two passes over the shard. Code that writes into the model between steps does not change the remainders.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""fp32 parameters whose gradients travel in bf16, and are summed in fp32: 6 bytes a parameter sent in place of 8.
+"""fp32 parameters whose gradients are sent in bf16 and summed in fp32: 6 bytes per parameter sent instead of 8.
 
-Situation: fp32 parameters, and a line that decides.
-Called elsewhere: reduce_scatter_with_fp32_accumulation in Megatron-LM, which sums in fp32 as here. In bf16 sum
-bf16_compress_hook of DDP, communication_data_type of DeepSpeed, and reduce_dtype of FSDP2's MixedPrecisionPolicy.
-In modded-nanogpt gradients travel in the dtype of their parameters, of which most have 16 bits.
+Situation: fp32 parameters, and a network link that limits the speed.
+Called elsewhere: reduce_scatter_with_fp32_accumulation in Megatron-LM, which also sums in fp32. bf16_compress_hook of
+DDP, communication_data_type of DeepSpeed and reduce_dtype of FSDP2's MixedPrecisionPolicy sum in bf16. modded-nanogpt
+sends gradients in the dtype of their parameters, most of which have 16 bits.
 Wire: (2 + 4)Ψ · (d-1)/d bytes. Memory: stage 4's 4 + 12/d, and bucket buffers of half the size.
-Costs: each rank's gradient, divided by d, is rounded to 8 bits once, a relative error of at most 2^-8 or so; the sum
-has none of its own. NCCL would sum in bf16, so that the parts are exchanged there too.
+Costs: each rank's gradient, divided by d, is rounded to 8 bits once, a relative error of at most about 2^-8. The sum
+adds no error of its own. NCCL would sum in bf16, so on NCCL, too, the ranks exchange the parts and sum them themselves.
 """
 
 import torch

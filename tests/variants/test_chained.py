@@ -156,61 +156,52 @@ def tokens_of(step, part, n_parts):
     return own[:, :-1], own[:, 1:]
 
 
-def train_pair(rank, steps, max_norm, kept=None, folder=None):
-    """A GPT: Muon for matrices, AdamW for the rest, one clip, a schedule each. -> losses, and what is kept."""
+def train_a_gpt(rank, steps, max_norm, n_parts=0, kept=None, folder=None):
+    """Muon for matrices, AdamW for the rest, one clip, a schedule each. -> losses, and what is kept
+
+    n_parts: by torch's own, in one process, of the data of so many ranks. kept: as returned; folder: where it is kept.
+    """
     torch.manual_seed(0)
     model = GPT(CONFIG)
     matrices, rest = split(model)
-    pair = Chained(optimizer_of("variants.muon")(matrices, torch.optim.Muon, **MUON_SETTINGS),
-                   optimizer_of(STAGES[3])(rest, torch.optim.AdamW, **ADAMW))
-    schedules = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, 20) for one in pair.optimizers]
+    if n_parts:
+        pair, clip = None, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizers = [torch.optim.Muon(matrices, **MUON_SETTINGS), torch.optim.AdamW(rest, **ADAMW)]
+    else:
+        pair = Chained(optimizer_of("variants.muon")(matrices, torch.optim.Muon, **MUON_SETTINGS),
+                       optimizer_of(STAGES[3])(rest, torch.optim.AdamW, **ADAMW))
+        optimizers, clip = pair.optimizers, lambda: pair.clip_grad_norm_(max_norm)
+    schedules, states = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, 20) for one in optimizers], ()
     if isinstance(kept, Path):
-        for schedule, state in zip(schedules, checkpoint.load(kept, model, pair)):
-            schedule.load_state_dict(state)
+        states = checkpoint.load(kept, model, pair)
     elif kept:
         model.load_state_dict(kept["model"])
         checkpoint.load_full_state_dict(pair, kept["optimizer"])
-        for schedule, state in zip(schedules, kept["schedules"]):
-            schedule.load_state_dict(state)
+        states = kept["schedules"]
+    for schedule, state in zip(schedules, states):
+        schedule.load_state_dict(state)
     losses = []
     for step in steps:
-        loss = model(*tokens_of(step, rank.rank, rank.world_size))
-        loss.backward()
-        pair.clip_grad_norm_(max_norm)
-        pair.step()
-        pair.zero_grad()
+        total = torch.zeros(())
+        for part in range(n_parts) if n_parts else [rank.rank]:
+            loss = model(*tokens_of(step, part, n_parts or rank.world_size))
+            (loss / max(n_parts, 1)).backward()
+            total += loss.detach() / (n_parts or rank.world_size)
+        clip()
+        for one in [pair] if pair else optimizers:
+            one.step()
+            one.zero_grad()
         for schedule in schedules:
             schedule.step()
-        dist.all_reduce(loss := loss.detach())
-        losses.append(loss.item() / rank.world_size)
+        dist.all_reduce(total)
+        losses.append(total.item())
     states = [schedule.state_dict() for schedule in schedules]
     if folder:
         checkpoint.save(folder, model, pair, states).result()
         return losses, folder
-    full = checkpoint.full_state_dict(pair, to_all=True)
-    return losses, {"model": copy.deepcopy(model.state_dict()), "optimizer": full, "schedules": states}
-
-
-def train_in_one_process(rank, steps, n_parts, max_norm):
-    """The same with torch's own, of the data of `n_parts` ranks."""
-    torch.manual_seed(0)
-    model = GPT(CONFIG)
-    matrices, rest = split(model)
-    optimizers = [torch.optim.Muon(matrices, **MUON_SETTINGS), torch.optim.AdamW(rest, **ADAMW)]
-    schedules = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, 20) for one in optimizers]
-    losses = []
-    for step in steps:
-        model.zero_grad()
-        total = 0
-        for part in range(n_parts):
-            loss = model(*tokens_of(step, part, n_parts)) / n_parts
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for one in [*optimizers, *schedules]:
-            one.step()
-        losses.append(total)
-    return losses
+    return losses, None if n_parts else {
+        "model": copy.deepcopy(model.state_dict()), "optimizer": checkpoint.full_state_dict(pair, to_all=True),
+        "schedules": states}
 
 
 def test_a_gpt_by_muon_and_adamw_and_resumed_on_another_number_of_ranks(pools, tmp_path):
@@ -219,12 +210,12 @@ def test_a_gpt_by_muon_and_adamw_and_resumed_on_another_number_of_ranks(pools, t
     To 1e-5 where the norm is below its bound. A norm that is summed in another order differs in its last bit, so does
     the factor, and Newton–Schulz works in bf16: then it is 1e-3.
     """
-    (expected,) = pools.run(1, train_in_one_process, range(20), 2, 1e3)
+    ((expected, _),) = pools.run(1, train_a_gpt, range(20), 1e3, 2)
     assert expected[-1] < 0.8 * expected[0]
-    assert pools.run(2, train_pair, range(20), 1e3)[0][0] == pytest.approx(expected, abs=1e-5)
-    (expected,), kept, losses = pools.run(1, train_in_one_process, range(20), 2, 0.5), None, []
+    assert pools.run(2, train_a_gpt, range(20), 1e3)[0][0] == pytest.approx(expected, abs=1e-5)
+    ((expected, _),), kept, losses = pools.run(1, train_a_gpt, range(20), 0.5, 2), None, []
     for world_size, steps in ((2, range(10)), (3, range(10, 15)), (1, range(15, 20))):
         folder = tmp_path / "15" if world_size == 3 else None
-        more, kept = pools.run(world_size, train_pair, steps, 0.5, kept, folder)[0]
+        more, kept = pools.run(world_size, train_a_gpt, steps, 0.5, 0, kept, folder)[0]
         losses += more
     assert losses == pytest.approx(expected, abs=1e-3)

@@ -5,6 +5,7 @@ The contract of stages runs over each of them: `pytest tests/stages/test_contrac
 """
 
 import ast
+import contextlib
 import copy
 import math
 
@@ -67,41 +68,55 @@ def test_a_variant_equals_replicated_training(rank, variant):
         test_contract.clip(rank, variant, 2.0, 0.05)
 
 
-def own_optimizer(rank, of, variant, cap_mb, optimizer_cls, shapes, kwargs):
-    """Gradients are drawn for each step and rank. -> largest difference from one process with all of them"""
-    drawn = torch.Generator().manual_seed(0)
-    whole = [nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
-    params = [nn.Parameter(torch.randn_like(param)) for param in whole]  # others: the constructor broadcasts
-    for param, first in zip(params, whole):
-        if rank.rank == 0:
-            param.data.copy_(first.data)
+MATRICES = [(24, 16), (16, 24), (8, 8), (40, 16), (16, 3)]
+ELEMENTWISE = [(40, 40), (10,), (513,), (300,)]
+OWN = [  # variant, MB of a bucket, the optimizer, its arguments, shapes; what is allowed beyond two ranks
+    *(("muon", cap_mb, torch.optim.Muon, {"lr": 0.02}, MATRICES, 2e-3) for cap_mb in (1e-6, 2e-3, 1)),
+    ("blocks", 2e-3, BlockSGD, {"lr": 0.1}, ELEMENTWISE, 1e-6),
+    *((name, 2e-3, torch.optim.AdamW, ADAMW, ELEMENTWISE, 0) for name in ("wire16", "moments16"))]
+
+
+def drawn(generator, rank, dtype=torch.float32, shapes=ELEMENTWISE):
+    """-> gradients of this rank, and of all; the same for the same state of the generator."""
+    everyone = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(rank.world_size)]
+    return everyone[rank.rank], everyone
+
+
+def ones(dtype=torch.float32, shapes=ELEMENTWISE):
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+
+
+def step(optimizer, params, grads):
+    for param, grad in zip(params, grads):
+        (param * grad).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@on_ranks(case=OWN)
+def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank, of, case):
+    """Which rounds what the variant rounds, and adds in rank order. With two ranks to the bit; beyond, the order of a
+    sum is the variant's, and Newton–Schulz, which works in bf16, shows its last bit."""
+    variant, cap_mb, optimizer_cls, kwargs, shapes, allowed = case
+    on_wire = torch.bfloat16 if variant == "wire16" else torch.float32
+    kept_in = torch.bfloat16 if variant == "moments16" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    params = [nn.Parameter(torch.where(torch.tensor(rank.rank == 0), param, -1.0).detach()) for param in whole]
+    optimizer = of(f"variants.{variant}")(params, optimizer_cls, bucket_cap_mb=cap_mb, **kwargs)  # which broadcasts
     plain = optimizer_cls(whole, **kwargs)
-    optimizer = of(variant)(params, optimizer_cls, bucket_cap_mb=cap_mb, **kwargs)
     for _ in range(4):
-        grads = [[torch.randn(shape, generator=drawn) for shape in shapes] for _ in range(rank.world_size)]
-        for param, grad in zip(params, grads[rank.rank]):
-            (param * grad).sum().backward()
-        optimizer.step()
-        for param, *its in zip(whole, *grads):
-            param.grad = sum(grad / rank.world_size for grad in its)
+        mine, everyone = drawn(generator, rank, shapes=shapes)
+        step(optimizer, params, mine)
+        for param, *grads in zip(whole, *everyone):
+            param.grad = sum((grad.to(on_wire) / rank.world_size).float() for grad in grads)
         plain.step()
-    return max((a - b).abs().max().item() for a, b in zip(params, whole))
-
-
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-@pytest.mark.parametrize("cap_mb", [1e-6, 2e-3, 1])
-def test_muon_steps_whole_matrices(run, of, cap_mb, world_size):
-    """At d = 2 to the bit. Beyond, the order of a sum: Newton–Schulz works in bf16, and shows its last bit."""
-    shapes = [(24, 16), (16, 24), (8, 8), (40, 16), (16, 3)]
-    (worst, *_) = run(own_optimizer, of, "variants.muon", cap_mb, torch.optim.Muon, shapes, {"lr": 0.02})
-    assert worst <= (0 if world_size <= 2 else 2e-3)
-
-
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-def test_blocks_are_stepped_as_in_the_whole_tensor(run, of, world_size):
-    shapes = [(40, 40), (10,), (513,), (300,)]
-    (worst, *_) = run(own_optimizer, of, "variants.blocks", 2e-3, BlockSGD, shapes, {"lr": 0.1})
-    assert worst <= (0 if world_size <= 2 else 1e-6)
+        if kept_in == torch.bfloat16:
+            for state in plain.state.values():
+                state.update({name: state[name].to(kept_in).float() for name in ("exp_avg", "exp_avg_sq")})
+        worst = max((a - b).abs().max() for a, b in zip(params, whole))
+        assert worst <= (0 if rank.world_size <= 2 else allowed)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values() if "exp_avg" in state} <= {kept_in}
 
 
 class BlocksOfLargeOnes(BlockSGD):
@@ -109,12 +124,13 @@ class BlocksOfLargeOnes(BlockSGD):
 
     @torch.no_grad()
     def step(self):
-        small = [param for param in self.param_groups[0]["params"] if param.numel() < 4096]
+        group = self.param_groups[0]
+        params, small = group["params"], [param for param in group["params"] if param.numel() < 4096]
         for param in small:
-            param -= self.param_groups[0]["lr"] * param.grad
-        self.param_groups[0]["params"] = [param for param in self.param_groups[0]["params"] if param.numel() >= 4096]
+            param -= group["lr"] * param.grad
+        group["params"] = [param for param in params if param.numel() >= 4096]
         super().step()
-        self.param_groups[0]["params"] += small
+        group["params"] = params
 
 
 class BlockMoment(BlockSGD):
@@ -126,12 +142,26 @@ class BlockMoment(BlockSGD):
             self.state[param]["scale"] = torch.stack([grad.abs().max() for grad in param.grad.view(-1).split(256)])
 
 
-def test_other_stages_refuse_what_these_variants_are_for():
+class CountsCalls(torch.optim.SGD):
+    """Each step is smaller than the one before."""
+
+    n_calls = 0
+
+    def step(self, closure=None):
+        self.n_calls += 1
+        self.param_groups[0]["lr"] = 0.1 / self.n_calls
+        super().step()
+
+
+def test_optimizers_that_a_stage_or_a_variant_is_not_for_are_refused():
+    """Where it is called for each bucket, also one that counts its calls."""
     for stage, optimizer_cls, shape in [
             ("stage4_overlap", torch.optim.Muon, (8, 8)), ("stage4_overlap", BlockSGD, (40, 40)),
-            ("variants.blocks", torch.optim.Muon, (8, 8)), ("variants.blocks", BlocksOfLargeOnes, (96, 64))]:
-        with one_rank_of(1), pytest.raises(ValueError, match="is not element-wise"):
-            optimizer_of(stage)([nn.Parameter(torch.zeros(shape))], optimizer_cls, lr=0.1)
+            ("variants.blocks", torch.optim.Muon, (8, 8)), ("variants.blocks", BlocksOfLargeOnes, (96, 64)),
+            *((f"variants.{name}", CountsCalls, (8, 8)) for name in ("muon", "moments16", "remainder16"))]:
+        line = "CountsCalls" if optimizer_cls is CountsCalls else "is not element-wise"
+        with situation(stage), one_rank_of(1), pytest.raises(ValueError, match=line):
+            optimizer_of(stage)([nn.Parameter(torch.zeros(shape)) for _ in range(3)], optimizer_cls, lr=0.1)
 
 
 @on_ranks
@@ -173,46 +203,13 @@ def test_hybrid_goes_on_in_plain_torch_and_back(rank, variant):
 # ------------------------------------------------------------------------------------------------------- fewer bits
 
 
-ELEMENTWISE = [(40, 40), (10,), (513,), (300,)]
-
-
-def drawn(generator, rank, dtype=torch.float32):
-    """-> gradients of this rank, and of all; the same for the same state of the generator."""
-    everyone = [[torch.randn(shape, generator=generator).to(dtype) for shape in ELEMENTWISE]
-                for _ in range(rank.world_size)]
-    return everyone[rank.rank], everyone
-
-
 @pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-@pytest.mark.parametrize("variant, on_wire, kept_in", [
-    ("variants.wire16", torch.bfloat16, torch.float32), ("variants.moments16", torch.float32, torch.bfloat16)])
 @on_ranks
-def test_what_is_rounded_is_rounded_once_and_nothing_else(rank, of, variant, on_wire, kept_in):
-    """To the bit: one process that rounds what the variant rounds, and adds in rank order."""
-    generator, d = torch.Generator().manual_seed(0), rank.world_size
-    params, whole = ([nn.Parameter(torch.ones(shape)) for shape in ELEMENTWISE] for _ in range(2))
-    optimizer = of(variant)(params, torch.optim.AdamW, bucket_cap_mb=2e-3, **ADAMW)
-    plain = torch.optim.AdamW(whole, **ADAMW)
-    for _ in range(4):
-        mine, everyone = drawn(generator, rank)
-        for param, grad in zip(params, mine):
-            (param * grad).sum().backward()
-        optimizer.step()
-        for param, *grads in zip(whole, *everyone):
-            parts = [(grad.to(on_wire) / d).float() for grad in grads]
-            param.grad = sum(parts[1:], parts[0])
-        plain.step()
-        for state in plain.state.values():
-            state.update({name: state[name].to(kept_in).float() for name in ("exp_avg", "exp_avg_sq")})
-        assert all(map(torch.equal, params, whole))
-    moments = [state["exp_avg"].dtype for state in optimizer.state.values()]
-    assert set(moments) <= {kept_in}
+def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of):
+    """Beside stage 4: every difference of a bf16 parameter is a tie, and one unit upwards.
 
-
-def beside_stage_4(rank, of):
-    """Gradients don't depend on parameters, steps are multiples of half a unit: many ties. -> number of them, seen
-
-    Rank 0 has the gradient, d times: then d divides it.
+    Gradients don't depend on parameters, steps are multiples of half a unit: many ties. Rank 0 has the gradient, d
+    times: then d divides it.
     """
     generator, ties = torch.Generator().manual_seed(0), 0
     start = [1 + torch.randint(0, 128, shape, generator=generator) / 128 for shape in ELEMENTWISE]
@@ -221,11 +218,8 @@ def beside_stage_4(rank, of):
                       for name, params in zip(("stage4_overlap", "variants.remainder16"), both)]
     for _ in range(4):
         mine = [torch.randint(-1, 2, shape, generator=generator).bfloat16() for shape in ELEMENTWISE]
-        mine = [grad * (rank.world_size if rank.rank == 0 else 0) for grad in mine]
         for optimizer, params in zip((stage, variant), both):
-            for param, grad in zip(params, mine):
-                (param * grad).sum().backward()
-            optimizer.step()
+            step(optimizer, params, [grad * (rank.world_size if rank.rank == 0 else 0) for grad in mine])
         for bucket, split in zip(stage.buckets, variant.buckets):
             assert split.parameter.main.untyped_storage().size() == 0
             main = bucket.parameter.main_shard
@@ -233,45 +227,32 @@ def beside_stage_4(rank, of):
             ours, theirs = (b.parameter.shard.view(torch.int16).int() for b in (split, bucket))
             is_tie = main.view(torch.int32) & 0xFFFF == 0x8000
             assert torch.equal(ours - theirs, (ours != theirs).int()) and not (ours != theirs)[~is_tie].any()
-            ties += (ours != theirs).sum().item()
-    return ties
-
-
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(run, of):
-    """Every difference of a bf16 parameter is a tie, and one unit upwards."""
-    assert sum(run(beside_stage_4, of)) > 0
+            ties += (ours != theirs).sum()
+    torch.distributed.all_reduce(ties)
+    assert ties > 0
 
 
 LESS = [f"variants.{name}" for name in ("wire16", "moments16")]
 
 
-@pytest.mark.parametrize("variant, dtype", [*((name, torch.float32) for name in LESS),
-                                            ("variants.remainder16", torch.bfloat16)])
-@on_ranks
-def test_fewer_bits_go_on_from_a_checkpoint(rank, variant, dtype):
+@on_ranks(variant=[*LESS, "variants.remainder16"])
+def test_fewer_bits_go_on_from_a_checkpoint(rank, variant):
     """Three steps, a checkpoint, two more; and the same two in a new instance that has loaded it: to the bit."""
-    generator = torch.Generator().manual_seed(0)
-    params, others = ([nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ELEMENTWISE] for _ in range(2))
+    dtype = torch.bfloat16 if variant == "variants.remainder16" else torch.float32
+    generator, params, others = torch.Generator().manual_seed(0), ones(dtype), ones(dtype)
     optimizer = optimizer_of(variant)(params, torch.optim.AdamW, **ADAMW)
-
-    def train(optimizer, params, grads):
-        for param, grad in zip(params, grads):
-            (param * grad).sum().backward()
-        optimizer.step()
     for _ in range(3):
-        train(optimizer, params, drawn(generator, rank, dtype)[0])
+        step(optimizer, params, drawn(generator, rank, dtype)[0])
     kept = full_state_dict(optimizer, to_all=True)
-    plain = torch.optim.AdamW([nn.Parameter(param.detach().clone()) for param in params], **ADAMW)
-    plain.load_state_dict(kept)
+    torch.optim.AdamW([nn.Parameter(param.detach().clone()) for param in params], **ADAMW).load_state_dict(kept)
     for param, other in zip(params, others):
         other.data.copy_(param.data)
     again = optimizer_of(variant)(others, torch.optim.AdamW, **ADAMW)
     load_full_state_dict(again, kept if rank.rank == 0 else None)
     for _ in range(2):
         grads = drawn(generator, rank, dtype)[0]
-        train(optimizer, params, grads)
-        train(again, others, grads)
+        step(optimizer, params, grads)
+        step(again, others, grads)
     assert all(map(torch.equal, params, others))
 
 
@@ -301,11 +282,9 @@ def test_remainder16_accumulates_and_clips(rank):
     for first in (0, 2):
         norms = []
         for model, optimizer in zip(both, optimizers):
-            x, _ = batch(first, rank.rank)
-            with optimizer.no_sync():
-                model(x.bfloat16()).square().mean().backward()
-            x, _ = batch(first + 1, rank.rank)
-            model(x.bfloat16()).square().mean().backward()
+            for step, context in ((first, optimizer.no_sync()), (first + 1, contextlib.nullcontext())):
+                with context:
+                    model(batch(step, rank.rank)[0].bfloat16()).square().mean().backward()
             norms.append(optimizer.clip_grad_norm_(0.05).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -335,16 +314,13 @@ class Moments16Remainder16(stage4_overlap.DistributedOptimizer, moments16.Sharde
 @on_ranks
 def test_moments16_and_remainder16_combine(rank):
     """Gradients don't depend on parameters: main parameters are those of moments16, to the bit."""
-    generator = torch.Generator().manual_seed(0)
-    both = [[nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ELEMENTWISE] for _ in range(2)]
+    generator, both = torch.Generator().manual_seed(0), [ones(torch.bfloat16) for _ in range(2)]
     optimizers = [cls(params, torch.optim.AdamW, bucket_cap_mb=2e-3, **ADAMW) for cls, params in zip(
         (moments16.DistributedOptimizer, Moments16Remainder16), both)]
     for _ in range(3):
         mine, _ = drawn(generator, rank, torch.bfloat16)
         for optimizer, params in zip(optimizers, both):
-            for param, grad in zip(params, mine):
-                (param * grad).sum().backward()
-            optimizer.step()
+            step(optimizer, params, mine)
     for one, other in zip(*(optimizer.buckets for optimizer in optimizers)):
         assert other.parameter.main.untyped_storage().size() == 0
         assert torch.equal(one.parameter.main_shard, other.parameter.main_shard)
@@ -354,9 +330,7 @@ def test_moments16_and_remainder16_combine(rank):
 # ------------------------------------------------------------------------------------------------------------- finite
 
 
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@on_ranks
+@on_ranks(of=[core_of, optimizer_of], value=[math.nan, math.inf])
 def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
     """The last rank has it, in one element of the second parameter."""
     weights = [(name, nn.Parameter(torch.ones(40))) for name in ("first", "second", "third")]
@@ -431,16 +405,13 @@ def buckets_of_a_gpt(d, n_layers, width):
         return params, core_of("variants.muon")(params, torch.optim.SGD, lr=0.1).buckets
 
 
-def test_no_padding_of_whole_matrices_is_held():
-    """A bucket has fewer matrices than there are ranks, and is no longer for that."""
+def test_a_bucket_of_whole_matrices_has_no_padding_and_something_of_each_rank():
+    """With fewer matrices than there are ranks it is no longer for that. Were all of it one rank's, it would go one
+    way, and half of the link would be idle."""
     for d in (2, 8, 32):
         params, buckets = buckets_of_a_gpt(d, n_layers=12, width=768)
         assert len(buckets) > 10
         assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params), d
-
-
-def test_a_bucket_of_whole_matrices_has_something_of_each_rank():
-    """Else all of a bucket goes one way, and half of the link is idle."""
     _, buckets = buckets_of_a_gpt(2, n_layers=6, width=384)
     assert all(max(bucket.lengths) < 0.65 * bucket.numel for bucket in buckets)
 
@@ -457,23 +428,6 @@ def test_a_bucket_goes_back_while_the_next_one_is_stepped(rank):
     sum((param * (1 + i)).sum() for i, param in enumerate(params)).backward()
     optimizer.step()
     assert left == [[i < step for i in range(6)] for step in range(6)]
-
-
-class CountsCalls(torch.optim.SGD):
-    """Each step is smaller than the one before."""
-
-    n_calls = 0
-
-    def step(self, closure=None):
-        self.n_calls += 1
-        self.param_groups[0]["lr"] = 0.1 / self.n_calls
-        super().step()
-
-
-@pytest.mark.parametrize("variant", ["variants.muon", "variants.moments16", "variants.remainder16"])
-def test_an_optimizer_that_counts_its_calls_is_refused_where_it_is_called_for_each_bucket(variant):
-    with one_rank_of(2), pytest.raises(ValueError, match="CountsCalls"):
-        optimizer_of(variant)([nn.Parameter(torch.ones(8, 8)) for _ in range(3)], CountsCalls)
 
 
 @on_ranks(2)
