@@ -18,11 +18,10 @@ from harness.results import AccumulatedRow, Result, Row, Sweep
 from harness.rows import Choice
 from harness.two_hosts import Hosts
 from harness.workers import Workers
-from tests.ranks import hears_ctrl_c
+from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
 
-ROOT = Path(__file__).resolve().parents[2]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
 
 

@@ -5,8 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,23 +70,21 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
 @pytest.mark.parametrize("world_size", [1])
 def test_under_nohup_a_run_goes_on_when_the_terminal_goes(run):
     """nohup has SIGHUP ignored, and so it stays."""
-    run(hangs_up)
+    assert run(hangs_up) == [[None, "SIGHUP"]]
 
 
 def hangs_up(rank):
-    before = {number: signal.getsignal(number) for number in options.SIGNALS}
+    before, heard = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}, []
     try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        told = options.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
-        signal.raise_signal(signal.SIGHUP)
-        assert told.agreed() is None
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        told = options.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
-        signal.raise_signal(signal.SIGHUP)
-        assert told.agreed() == "SIGHUP"
+        for at_first in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, at_first)
+            told = checkpoints.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+            signal.raise_signal(signal.SIGHUP)
+            heard.append(told.agreed())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return heard
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
@@ -108,10 +104,10 @@ def test_as_many_checkpoints_stay_as_asked(args, steps, tmp_path):
 
 def make(folder, *steps, is_complete=True):
     for step in steps:
-        options.path_of(folder, step).mkdir()
-        (options.path_of(folder, step) / "data").touch()
+        checkpoints.path_of(folder, step).mkdir()
+        (checkpoints.path_of(folder, step) / "data").touch()
         if is_complete:
-            (options.path_of(folder, step) / options.MANIFEST).touch()
+            (checkpoints.path_of(folder, step) / checkpoints.MANIFEST).touch()
 
 
 def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
@@ -125,23 +121,23 @@ def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
     others = ["best", "step-00000001.aside", "step-00000001.partial", "step-1", "zzz-best"]
     for name in others:
         (folder / name).mkdir()
-        (folder / name / options.MANIFEST).touch()
-    options.path_of(folder, 4).symlink_to(options.path_of(elsewhere, 4))
-    assert options.complete(folder) == [123456789, 10, 4, 3, 2]
-    options.remove_old(folder, 2)
+        (folder / name / checkpoints.MANIFEST).touch()
+    checkpoints.path_of(folder, 4).symlink_to(checkpoints.path_of(elsewhere, 4))
+    assert checkpoints.complete(folder) == [123456789, 10, 4, 3, 2]
+    checkpoints.remove_old(folder, 2)
     assert steps_in(folder) == sorted([*others, *names(4, 10, 11, 123456789)])
-    assert options.complete(elsewhere) == [4] and options.complete(folder) == [123456789, 10, 4]
-    options.remove_old(folder, 0)
+    assert checkpoints.complete(elsewhere) == [4] and checkpoints.complete(folder) == [123456789, 10, 4]
+    checkpoints.remove_old(folder, 0)
     assert len(steps_in(folder)) == 9
 
 
 def test_what_can_not_be_removed_is_one_line_and_no_error(tmp_path, monkeypatch, capsys):
     make(tmp_path, 1, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    options.remove_old(tmp_path, 1)
+    checkpoints.remove_old(tmp_path, 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{tmp_path}/step-00000001 can't be removed: Permission denied")
-    assert options.complete(tmp_path) == [2]  # and the rest goes at the next save
+    assert checkpoints.complete(tmp_path) == [2]  # and the rest goes at the next save
 
 
 # -------------------------------------------------------------------------------------------------- which one is taken
@@ -220,64 +216,14 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(copied):
     shutil.rmtree(copied / "step-00000030")
     (copied / "step-00000010").rename(copied / "step-00000020")
     error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied))
-    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10 and 10: was it renamed?")
+    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")
     assert steps_in(copied) == names(20)
 
 
-RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-SETTINGS = {"--seed": 0, "--data": ("stdlib", 5, 7), "--clip": 0.0, "--dtype": "float32"}
-
-
-def a_scheduler():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    return scheduler
-
-
-EXTRA = checkpoints.extra_of(3, a_scheduler(), RANK, SETTINGS)
-SCHEDULER, CPU = EXTRA["scheduler"], EXTRA["random"]["cpu"]
-
-
-def checked(extra):
-    return checkpoints.checked(extra, 3, a_scheduler(), RANK, SETTINGS)
-
-
-def test_the_extra_of_a_run_is_taken():
-    assert checked(EXTRA) == EXTRA
-    others = {**EXTRA, "settings": {}, "scheduler": {**SCHEDULER, "of another version": 1}}  # of torch, say
-    assert checked(others)["scheduler"] == SCHEDULER
-
-
-WRONG = {
-    "none": None, "a list": [EXTRA],
-    **{f"no {key}": {name: value for name, value in EXTRA.items() if name != key} for key in EXTRA},
-    **{f"{key} a text": {**EXTRA, key: "1"} for key in EXTRA},
-    "another step": {**EXTRA, "step": 4}, "half a step": {**EXTRA, "step": 3.5},
-    "true for a rank": {**EXTRA, "rank": True},
-    **{f"random numbers of {state}": {**EXTRA, "random": {"cpu": state}} for state in (None, CPU[:-1], CPU.float())},
-    **{f"--data {data}": {**EXTRA, "settings": {**SETTINGS, "--data": data}}
-       for data in ("stdlib", ("stdlib", 5), ("stdlib", "5", "7"))},
-    **{f"{key} {value}": {**EXTRA, "scheduler": {**SCHEDULER, key: value}}
-       for key, value in (("base_lrs", []), ("base_lrs", [float("nan")]), ("base_lrs", [-1.0]), ("base_lrs", ["1"]),
-                          ("base_lrs", [10**400]), ("last_epoch", 4), ("last_epoch", "3"), ("_last_lr", 3))},
-}
-
-
-def test_an_extra_that_is_none_of_train_py_is_refused():
-    for what, extra in WRONG.items():
-        with pytest.raises(ForeignCheckpoint) as refusal:
-            checked(extra)
-        assert len(str(refusal.value)) < 300 and len(str(refusal.value).splitlines()) == 1, what
-
-
-def test_a_random_state_that_torch_refuses_is_one_line():
-    state = torch.get_rng_state()
-    with pytest.raises(ForeignCheckpoint, match="its random state is none: "):
-        checkpoints.set_random_state({"random": {"cpu": torch.full_like(state, 255)}}, RANK)
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("extra", [None, [3], {"step": 3}, {"epoch": 1, "loss": 2.0}], ids=str)
+def test_a_checkpoint_of_another_program_is_refused(extra):
+    with pytest.raises(ForeignCheckpoint, match="it is none of train.py: its extra is "):
+        checkpoints.check(extra, 3)
 
 
 @pytest.mark.parametrize("args", [["--resume-from", "10"], []], ids=str)
@@ -286,13 +232,10 @@ def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args,
     if not args:
         damage(copied / "step-00000030")
     before = steps_in(copied)
-    script = f"""
-        import pathlib, sys
-        from checkpoint.folder import hold
-        print(hold(pathlib.Path({str(copied / "step-00000001")!r})), flush=True)
-        sys.stdin.read()
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+    script = (f"import pathlib, sys, checkpoint.folder\n"
+              f"print(checkpoint.folder.hold(pathlib.Path({str(copied / 'step-00000001')!r})), flush=True)\n"
+              f"sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == "True\n"
@@ -319,7 +262,7 @@ def random_states(rank, folder):
     saved.step_done()
     expected = torch.rand(3)
     again, other_scheduler, saved = start()
-    for number in options.SIGNALS:
+    for number in checkpoints.SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
     assert saved.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
     assert torch.equal(torch.rand(3), expected)
@@ -368,7 +311,7 @@ def stepped_with(rank):
 
     class args:
         lr, weight_decay = 0.5, 0.125
-    options.take_hyperparameters(args, optimizer, scheduler)
+    checkpoints.take_hyperparameters(args, optimizer, scheduler)
     weight.grad = torch.zeros(1)
     optimizer.step()
     assert weight.item() == 1 - 0.25 * 0.125
