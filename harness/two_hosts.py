@@ -60,9 +60,8 @@ def parse(description):
     add("--ranks-per-host", type=int, default=1, help="processes on each of the two hosts (default 1)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, or one of several with commas "
         "between them, ddp and compute only; or curve")
-    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes")
-    add("--tuned", default=None, metavar="SIZES", help="rows with a bucket size of their own in MiB, like 'ddp=2; "
-        "ddp + stage 1=4' (default: the best of the last --sweep at this rate, kept in --json)")
+    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; the best are "
+        "rows, now and in later runs at this rate with the same --json")
     add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
@@ -70,19 +69,10 @@ def parse(description):
     args = parser.parse_args()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
-    args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
     names = [one.name for one in [*ROWS, *VARIANTS]]
     if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
     return args
-
-
-def choice(text):
-    """"ddp=2" -> Choice("ddp", 2.0)."""
-    base, _, size = (part.strip() for part in text.partition("="))
-    if not re.fullmatch(r"\d+(\.\d+)?", size):
-        fail(f"--tuned {text.strip()!r}: write the name of a row, =, and MiB, like ddp=2")
-    return Choice(base, float(size))
 
 
 def bits_per_second(rate):
@@ -295,14 +285,8 @@ def main():
 def measure(args):
     """-> whether a row is wrong. Ends this program where a host fails."""
     before = earlier(args)  # fails now if the file holds something else
-    if args.tuned is None:
-        sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
-        args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
-    for choice in args.tuned:
-        try:
-            catalogue.find(*choice)
-        except LookupError as error:
-            fail(f"--tuned: {error.args[0]}")
+    sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
+    args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
     if reason := missing():
         sys.exit(f"network: {reason}")
     signals.exit_on_signals()

@@ -75,9 +75,7 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--timeout", "99999999999"], "at most a million"), (["--json", "results"], "results: it is a folder"),
         (["--json", "net.svg"], "choose another ending"), (["--json", "x" * 300], "File name too long"),
         (["--json", "/dev/null"], "--json /dev/null: it is no file"),
-        (["--json", "results/bench.json"], "something else than results of make"),
-        (["--tuned", "ddp=two"], "--tuned 'ddp=two': write the name of a row"),
-        (["--tuned", "fsdp2=2"], "--tuned: there is no row 'fsdp2, 2 MB")]),
+        (["--json", "results/bench.json"], "something else than results of make")]),
     "plan": (plan.parse, [
         (["--model", "8b"], "argument --model: invalid choice: '8b'"),
         *((["--world", world], f"--world {world}: it must be from 1 to 4096") for world in ("0", "5000")),

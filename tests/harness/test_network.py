@@ -81,7 +81,7 @@ def test_what_a_killed_run_has_left_is_gone_when_the_next_begins():
 
 
 @needs_hosts
-def test_network_json_is_like_bench_json(result):
+def test_network_json_is_like_bench_json_with_the_steps_of_both_ranks(result):
     assert result.conditions.rate == "80mbit" and result.conditions.bits_per_second == 8e7
     others = committed()
     for other in others:
@@ -96,17 +96,12 @@ def test_network_json_is_like_bench_json(result):
     for row in result.rows[1:]:  # the interface counts headers too: much around small messages
         assert row.wire_bytes_theory < row.line_bytes < 2 * row.wire_bytes_theory + 50_000, row.name
     assert result.rows[0].line_bytes < 50_000
-    assert result.find("stage 4 overlap bf16").wire_bytes < 0.6 * result.find("stage 4 overlap").wire_bytes
-
-
-@needs_hosts
-def test_the_timeline_has_both_ranks_and_what_travelled(result):
     row = result.find("stage 4 overlap")
-    assert len(row.timeline) == 2
+    assert result.find("stage 4 overlap bf16").wire_bytes < 0.6 * row.wire_bytes
+    assert len(row.timeline) == 2  # of both ranks, and what travelled
     for step in row.timeline:
         assert [name for name, _, _ in step.phases] == ["forward", "backward", "step"]
-        kinds = {message.kind for message in step.communication}
-        assert kinds == {"send", "recv", "all_reduce", "broadcast"}
+        assert {message.kind for message in step.communication} == {"send", "recv", "all_reduce", "broadcast"}
         assert 0 <= step.exposed_seconds <= step.seconds
 
 
@@ -195,53 +190,31 @@ def written_after(measured, path, monkeypatch, *options):
     return found
 
 
-def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
-    """The other one, of another rate, writes while this one measures."""
-    path = tmp_path / "network.json"
+def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
+    """Of this rate what wasn't asked for, and no more; and another rate, which a second run has written meanwhile.
 
-    def measured(args):
-        path.write_text(results.to_json(committed_of_rate("1gbit")))
-        return committed_of_rate("300mbit")
-    found = written_after(measured, path, monkeypatch)
-    assert [other.conditions.rate for other in found.other_rates] == ["1gbit"]
-
-
-@pytest.mark.parametrize("options", [[], ["--accumulation"]], ids=["not asked for", "asked for and failed"])
-def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(options, tmp_path, monkeypatch):
-    path, before = tmp_path / "network.json", committed_of_rate("300mbit")
-    other = dataclasses.replace(committed_of_rate("1gbit"), accumulation=before.accumulation)
-    path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
-
-    def measured(args):
-        now = committed_of_rate("300mbit")
-        now.conditions.date, now.accumulation = "3000-01-01", None
-        return now
-    found = written_after(measured, path, monkeypatch, *options)
-    assert found.conditions.date == "3000-01-01" and found.other_rates[0].accumulation
-    assert found.accumulation == (None if options else before.accumulation)
-    assert before.accumulation.conditions.date < "3000"
-
-
-def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
-    """And without a sweep at this rate there are none; what the user names comes first."""
-    path, asked = tmp_path / "network.json", []
-    before = committed_of_rate("300mbit")
-    before.sweep = None
-
-    def measured(args):
-        asked.append(args.tuned)
-        now = committed_of_rate("300mbit")
-        now.sweep = None
-        return now
+    The best sizes of a sweep that is kept are rows.
+    """
+    path, tuned, other, before = tmp_path / "network.json", [], committed_of_rate("1gbit"), committed_of_rate("300mbit")
     times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("stage 4 overlap", 1, 0.5)]
     rows = [Row(base, bucket_mb, "peer", rounds_ms=[ms]) for base, bucket_mb, ms in times]
+
+    def measured(args):
+        tuned.append(args.tuned)
+        path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
+        now = committed_of_rate("300mbit")
+        now.conditions.date, now.accumulation, now.sweep = "3000-01-01", None, None
+        return now
+
     for sweep in (None, Sweep(before.conditions, rows)):
-        path.write_text(results.to_json(dataclasses.replace(before, sweep=sweep)))
+        before.sweep = sweep
+        path.write_text(results.to_json(before))
         found = written_after(measured, path, monkeypatch)
-        assert found.sweep == sweep
-    written_after(measured, path, monkeypatch, "--tuned", "ddp=8; ddp + stage 2=1")
-    assert asked == [[], [Choice("ddp", 2), Choice("ddp + torch ZeRO", 2)],
-                     [Choice("ddp", 8), Choice("ddp + stage 2", 1)]]
+        assert found.conditions.date == "3000-01-01" and found.other_rates == [other]
+        assert before.accumulation and (found.accumulation, found.sweep) == (before.accumulation, sweep)
+    found = written_after(measured, path, monkeypatch, "--accumulation", "--sweep")  # asked for, and failed
+    assert (found.accumulation, found.sweep) == (None, None)
+    assert tuned == [[], [Choice("ddp", 2), Choice("ddp + torch ZeRO", 2)], []]
 
 
 def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):
@@ -266,8 +239,10 @@ def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypa
     monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
     monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(conditions, [row]))
     monkeypatch.setattr(examine, "time_rows", lambda *_: [AccumulatedRow(1)])
-    monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--tuned", ""])
-    result = two_hosts.measure_here(two_hosts.parse(""), workers=None)
+    monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2"])
+    args = two_hosts.parse("")
+    args.tuned = []
+    result = two_hosts.measure_here(args, workers=None)
     assert (result.accumulation is not None) == (error is None)
 
 

@@ -246,26 +246,30 @@ def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args,
 
 
 def random_states(rank, folder):
-    args = options.parse_args(__doc__, ["--checkpoint", str(folder), "--save-every", "1", "--steps", "3"])
-    args.text = None
+    command = "--checkpoint", str(folder), "--save-every", "1", "--steps", "3"
 
-    def start():
+    def start(*more):
+        args = options.parse_args(__doc__, [*command, *more])
+        args.text = None
         model = torch.nn.Linear(3, 3).to(rank.device)
         optimizer = DistributedOptimizer(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return optimizer, scheduler, checkpoints.Checkpoints(args, rank, model, optimizer, scheduler)
 
-    optimizer, scheduler, saved = start()
+    _, scheduler, saved = start()
     assert saved.first_step == 0
     scheduler.step()
     torch.manual_seed(rank.rank)
     saved.step_done()
     expected = torch.rand(3)
-    again, other_scheduler, saved = start()
+    for more, lr in (((), 1.0), (("--lr", "0.5"), 0.5)):  # the run's own, or what the command says now
+        optimizer, scheduler, saved = start(*more)
+        assert saved.first_step == 1 and scheduler.last_epoch == 1 and torch.equal(torch.rand(3), expected)
+        assert optimizer.param_groups[0]["lr"] == lr / 2
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == lr / 3
     for number in checkpoints.SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
-    assert saved.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
-    assert torch.equal(torch.rand(3), expected)
     return expected
 
 
@@ -297,31 +301,18 @@ def stepped(folder):
     return group["initial_lr"], group["weight_decay"]
 
 
-@pytest.mark.parametrize("world_size", [1])
-def test_what_the_command_says_is_what_the_optimizer_steps_with(run, world_size):
-    run(stepped_with)
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder with texts, and `run`: one step on text.txt."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in (("text", "text"), ("same", "text"), ("other", "other"), ("alike", "tent")):
+        (folder / f"{name}.txt").write_text(text * 300)
+    assert alone(folder / "run", *command_on(folder / "text.txt")).code == 0
+    return folder
 
 
-def stepped_with(rank):
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    optimizer.step()
-    scheduler.step()
-
-    class args:
-        lr, weight_decay = 0.5, 0.125
-    checkpoints.take_hyperparameters(args, optimizer, scheduler)
-    weight.grad = torch.zeros(1)
-    optimizer.step()
-    assert weight.item() == 1 - 0.25 * 0.125
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5 / 3
-
-
-def write(path, text):
-    path.write_text(text * 300)
-    return path
+def command_on(text):
+    return "--sequence-length", "32", "--seed", "7", "--data", text
 
 
 @pytest.mark.parametrize("args, message", [
@@ -329,31 +320,27 @@ def write(path, text):
     (["--batch-size", "3"], "ranks x --batch-size is 3, the run's is 2"),
     (["--accumulate", "2"], "--accumulate is 2, the run's is 1"),
     (["--sequence-length", "16"], "--sequence-length is 16, the run's is 32"),
-    (["--data", "other.txt"], "--data is {0}/other.txt (1500 bytes, checksum ), the run's is {0}/text.txt "
-                              "(1200 bytes, checksum )"),
+    *((["--data", f"{name}.txt"], f"--data is {{0}}/{name}.txt ({n_bytes} bytes, checksum ), the run's is "
+                                  "{0}/text.txt (1200 bytes, checksum )")
+      for name, n_bytes in (("other", 1500), ("alike", 1200))),
     (["--seed", "8", "--batch-size", "3"], "--seed is 8, the run's is 7; ranks x --batch-size is 3, the run's is 2"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_decides_on_the_data_must_not_change_but_by_force(args, message, tmp_path):
-    write(tmp_path / "text.txt", "text"), write(tmp_path / "other.txt", "other")
-    args = [str(tmp_path / arg) if arg.endswith(".txt") else arg for arg in args]
-    command = ["--sequence-length", "32", "--data", tmp_path / "text.txt", "--seed", "7"]
-    folder = tmp_path / "run"
-    assert alone(folder, *command).code == 0
-    error = re.sub(r"checksum \w{8}", "checksum ", error_of(alone(folder, *command, *args, steps=2)))
-    assert error.endswith(f"--checkpoint {folder} is of a run with other data: {message.format(tmp_path)}: "
+def test_what_decides_on_the_data_must_not_change_but_by_force(args, message, texts, tmp_path):
+    args = [str(texts / arg) if arg.endswith(".txt") else arg for arg in args]
+    folder = shutil.copytree(texts / "run", tmp_path / "run")
+    command = *command_on(texts / "text.txt"), *args
+    error = re.sub(r"checksum \w{8}", "checksum ", error_of(alone(folder, *command, steps=2)))
+    assert error.endswith(f"--checkpoint {folder} is of a run with other data: {message.format(texts)}: "
                           "--force goes on nevertheless")
     assert steps_in(folder) == names(1)
-    forced = alone(folder, *command, *args, "--force", steps=2)
+    forced = alone(folder, *command, "--force", steps=2)
     assert forced.code == 0 and steps_in(folder) == names(1, 2)
     assert "changed since then: " in forced.stdout and f"{args[0].lstrip('-')} " in forced.stdout
 
 
-def test_the_same_text_in_another_place_is_the_same(tmp_path):
-    assert alone(tmp_path / "run", "--data", write(tmp_path / "one.txt", "text of a run")).code == 0
-    ended = alone(tmp_path / "run", "--data", write(tmp_path / "two.txt", "text of a run"), steps=2)
+def test_the_same_text_in_another_place_is_the_same(texts, tmp_path):
+    ended = alone(shutil.copytree(texts / "run", tmp_path / "run"), *command_on(texts / "same.txt"), steps=2)
     assert ended.code == 0 and "--data" not in ended.stdout.split("changed since then")[1].splitlines()[0]
-    changed = alone(tmp_path / "run", "--data", write(tmp_path / "two.txt", "text of a ruin"), steps=2)
-    assert "--data is" in error_of(changed)
 
 
 # ------------------------------------------------------------------------------------------------------------ time-outs
