@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -83,18 +84,21 @@ class Workers:
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes = [], []
+        self.processes, self.pipes, self.store = [], [], None
         self.folder.cleanup()
 
     def _start(self):
         start_forkserver()
         context = multiprocessing.get_context("forkserver")
-        self.folder = tempfile.TemporaryDirectory()  # where they meet: hosts that share no network share files
+        self.folder = tempfile.TemporaryDirectory()
+        place = str(Path(self.folder.name, "store"))  # where they meet: hosts that share no network share files
+        if not self.enter:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
+            place = self.store.port
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            meeting_place = str(Path(self.folder.name, "store")), rank, self.world_size, self.timeout_s
-            process = context.Process(target=_worker, args=(*meeting_place, theirs, self.enter), name=f"rank {rank}",
-                                      daemon=True)
+            process = context.Process(target=_worker, name=f"rank {rank}", daemon=True, args=(
+                place, rank, self.world_size, self.timeout_s, theirs, self.enter))
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -166,7 +170,7 @@ def event(obj):
         _to_parent.send_bytes(pickle.dumps(("event", obj)))
 
 
-def _worker(store, rank, world_size, timeout_s, pipe, enter):
+def _worker(place, rank, world_size, timeout_s, pipe, enter):
     """The life of one rank: connect, then functions until an empty message. An exception is sent, and not the end."""
     global _to_parent
     _to_parent = pipe
@@ -181,7 +185,10 @@ def _worker(store, rank, world_size, timeout_s, pipe, enter):
             if me is None:
                 if enter:
                     enter(rank)
-                me = join(rank, world_size, rank, world_size, timeout_s, dist.FileStore(store, world_size))
+                    store = dist.FileStore(place, world_size)
+                else:
+                    store = dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=timeout_s))
+                me = join(rank, world_size, rank, world_size, timeout_s, store)
             sys.path[:], call = pickle.loads(job)
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))
