@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from harness.workers import Pools, PoolsElsewhere, WorkerError
+from harness.workers import WorkerError, Workers
 from tests.common import STAGES
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
@@ -34,8 +34,6 @@ def pytest_configure(config):
             raise pytest.UsageError("--gpu: torch finds no GPU here")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in whatever is started: the same on every machine
-    if config.getoption("numprocesses", None) and not (hasattr(config, "workerinput") or config.getoption("--gpu")):
-        config.pluginmanager.register(RanksForXdist())
     for stage in config.getoption("--stage") or []:
         if importlib.util.find_spec(stage) is None:
             raise pytest.UsageError(f"--stage {stage}: there is no package of that name here; the stages are {STAGES}")
@@ -84,25 +82,33 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-class RanksForXdist:
-    """In the process that pytest-xdist's workers answer to: all of them share its ranks."""
+RENEWED_AFTER = 100  # calls: each process group that one leaves has threads, which look for messages
 
-    def __init__(self):
-        self.pools = Pools()
-        self.address = self.pools.serve()
 
-    def pytest_configure_node(self, node):
-        node.workerinput["ranks"] = self.address
+class Pools(dict):
+    """Workers by world size, each started when it is first asked for: idle ranks cost memory, and nothing else."""
 
-    def pytest_unconfigure(self):
-        self.pools.close()
+    def __missing__(self, world_size):
+        self[world_size] = Workers(world_size, timeout_s=300)
+        self[world_size].n_calls = 0
+        return self[world_size]
+
+    def run(self, world_size, function, *args, **kwargs):
+        workers = self[world_size]
+        workers.n_calls += 1
+        if workers.n_calls % RENEWED_AFTER == 0:
+            workers.kill()
+        return workers.run(function, *args, **kwargs)
+
+    def close(self, but=()):
+        """Ends the ranks of all world sizes but these."""
+        for world_size in set(self) - set(but):
+            self.pop(world_size).close()
 
 
 @pytest.fixture(scope="session")
-def pools(request):
-    """Ranks by world size, started once: idle ranks cost memory, and nothing else."""
-    address = getattr(request.config, "workerinput", {}).get("ranks")
-    pools = PoolsElsewhere(address) if address else Pools()
+def pools():
+    pools = Pools()
     yield pools
     pools.close()
 

@@ -1,6 +1,10 @@
-"""A run saves itself every few steps, and goes on from the newest complete checkpoint."""
+"""A run saves itself every few steps and when it is told to stop, and goes on from the newest complete checkpoint."""
 
 import os
+import re
+import shutil
+import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -9,69 +13,94 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint.folder import hold
 from checkpoint.ranks import at_own_pace, errors_on_all
-from harness import command_line, options
-from harness.meeting import is_rank_0, leave, on_all_ranks
+from harness import command_line
+from harness.meeting import beside, is_rank_0, leave, on_all_ranks
+from harness.options import PREEMPTED
+
+MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
 
 
-def extra_of(step, scheduler, rank, settings):
-    random = {"cpu": torch.get_rng_state()}
-    if rank.device.type == "cuda":
-        random["cuda"] = torch.cuda.get_rng_state(rank.device)
-    return {"step": step, "scheduler": scheduler.state_dict(), "random": random, "rank": rank.rank,
-            "world_size": rank.world_size, "settings": settings}
+def path_of(folder, step):
+    return Path(folder) / f"step-{step:08}"
 
 
-def checked(extra, step, scheduler, rank, settings):
-    """`extra`, of the checkpoint of this step. Raises ForeignCheckpoint: it is none that `extra_of` makes."""
-    wanted = extra_of(step, scheduler, rank, settings)
-    wanted["random"].pop("cuda", None)  # where it was saved there may have been none
-    for part, needed in (("scheduler", {"base_lrs", "last_epoch"}), ("settings", set())):  # others are of some versions
-        there = extra[part] if isinstance(extra, dict) and isinstance(extra.get(part), dict) else {}
-        wanted[part] = {key: value for key, value in wanted[part].items() if key in needed or key in there}
-    if found := difference(wanted, extra, "extra"):
-        raise checkpoint.ForeignCheckpoint(f"it is none of train.py: {found}")
-    scheduler = {key: extra["scheduler"][key] for key in wanted["scheduler"]}  # it would take any attribute
-    if not extra["step"] == scheduler["last_epoch"] == step:
-        steps = f"{extra['step']} and {scheduler['last_epoch']}"
-        raise checkpoint.ForeignCheckpoint(f"its name says step {step}, its extra {steps}: was it renamed?")
-    if min(scheduler["base_lrs"], default=0) < 0:
-        raise checkpoint.ForeignCheckpoint(f"it is none of train.py: its learning rates are {scheduler['base_lrs']}")
-    return {**extra, "scheduler": scheduler}
+def steps_in(folder):
+    """-> the steps of which the run in `folder` has a checkpoint, complete or not, the newest first.
+
+    Other names are not the run's: zzz-best, step-00000010.partial.
+    """
+    found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in Path(folder).glob("step-*")]
+    return sorted({int(match[1]) for match in found if match}, reverse=True)
 
 
-def difference(wanted, found, name):
-    """-> in words where `found` is of another kind than `wanted`, or None. None stands for any setting."""
-    if isinstance(wanted, dict):
-        if not isinstance(found, dict) or not wanted.keys() <= found.keys():
-            return f"{name} has not {', '.join(map(str, wanted))}"
-        parts = [(key, value, found[key]) for key, value in wanted.items()]
-        return next(filter(None, (difference(*both, f"{name}[{key!r}]") for key, *both in parts)), None)
-    if isinstance(wanted, (list, tuple)):
-        if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-            return f"{name} has not {len(wanted)} values"
-        return difference(dict(enumerate(wanted)), dict(enumerate(found)), name)
-    if isinstance(wanted, torch.Tensor):
-        is_same = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    elif isinstance(wanted, (int, float)) and not isinstance(wanted, bool):
-        is_number = isinstance(found, int if isinstance(wanted, int) else (int, float)) and not isinstance(found, bool)
-        is_same = is_number and abs(found) < 2**63
-    else:
-        is_same = wanted is None or isinstance(found, type(wanted))
-    return None if is_same else f"{name} is {found!r:.60}"
+def complete(folder):
+    """-> the steps of complete checkpoints, the newest first."""
+    return [step for step in steps_in(folder) if (path_of(folder, step) / MANIFEST).is_file()]
 
 
-def set_random_state(extra, rank):
-    """Raises ForeignCheckpoint where torch refuses it."""
-    try:
-        torch.set_rng_state(extra["random"]["cpu"])
-        if "cuda" in extra["random"] and rank.device.type == "cuda":
-            torch.cuda.set_rng_state(extra["random"]["cuda"], rank.device)
-    except (RuntimeError, TypeError) as error:
-        line = str(error).splitlines()[0]
-        raise checkpoint.ForeignCheckpoint(f"its random state is none: {line}") from None
+def remove_old(folder, keep):
+    """Removes what is older than the `keep` newest complete checkpoints, if `keep` isn't 0. Links stay.
+
+    The manifest goes first: a checkpoint that is half removed isn't complete. What can't be removed is one line.
+    """
+    kept = complete(folder)[:keep] if keep else []
+    for path in [path_of(folder, step) for step in steps_in(folder) if kept and step < kept[-1]]:
+        try:
+            if not path.is_symlink():
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+        except OSError as error:
+            print(f"{Path(sys.argv[0]).name}: {path} can't be removed: {error.strerror}", file=sys.stderr)
+
+
+def set_aside(path):
+    """Renames a checkpoint to step-….aside: the run goes on from one before, and will write a new one."""
+    names = [f"{path.name}.aside", *(f"{path.name}.aside-{number}" for number in range(2, 1000))]
+    path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
+
+
+def take_hyperparameters(args, optimizer, scheduler):
+    """Learning rate, its schedule and weight decay are those of `args` from here on, whatever the checkpoint had."""
+    scheduler.base_lrs = [args.lr] * len(optimizer.param_groups)
+    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas):
+        group["initial_lr"], group["weight_decay"] = args.lr, args.weight_decay
+        group["lr"] = args.lr * factor(scheduler.last_epoch)
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Whether a rank was told to stop, as all ranks see it after the same step.
+
+    The handler only takes a note. When optimizer.step() begins the ranks send each other their notes, beside what the
+    step sends, and look at the answer when the step is over: nothing waits for it. What comes while step() runs is seen
+    after the next one.
+    """
+
+    def __init__(self, optimizer, timeout_s):
+        self.work, self.received = None, [0]
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: the run goes on without its terminal
+                signal.signal(number, lambda number, _: self.received.__setitem__(0, number))
+        self.group = beside(timeout_s)  # made now, by all ranks
+        optimizer.register_step_pre_hook(lambda *_: self._ask())
+
+    def _ask(self):
+        self.answer = torch.tensor(self.received)  # (1,) int64
+        self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def agreed(self):
+        """-> the name of the signal that some rank has had, the same one on every rank, or None. Collective."""
+        if self.work is None:
+            self._ask()
+        self.work.wait()
+        self.work, number = None, self.answer.item()
+        return signal.Signals(number).name if number else None
 
 
 MISTAKES = ValueError, checkpoint.CheckpointError
+DATA_ORDER = ("--seed", "--data", "ranks x --batch-size", "--accumulate", "--sequence-length")  # else other text comes
 
 
 class Checkpoints:
@@ -89,7 +118,7 @@ class Checkpoints:
         if args.checkpoint:
             on_all_ranks(self._check_folder)
             on_all_ranks(self._resume, MISTAKES)
-            self.stop_signal = options.StopSignal(optimizer, args.timeout)
+            self.stop_signal = StopSignal(optimizer, args.timeout)
 
     def step_done(self):
         """Counts a step, and saves if it is time to; after a signal it doesn't return. Collective."""
@@ -103,18 +132,28 @@ class Checkpoints:
         if signal_name and not is_last:
             if is_rank_0():
                 print(f"stopped by {signal_name} after step {self.steps_done}, which is saved: the same command goes "
-                      f"on (exit code {options.PREEMPTED})", flush=True)
-            leave(options.PREEMPTED)
+                      f"on (exit code {PREEMPTED})", flush=True)
+            leave(PREEMPTED)
 
     def _save(self):
-        extra = extra_of(self.steps_done, self.scheduler, self.rank, self._settings())
-        checkpoint.save(options.path_of(self.args.checkpoint, self.steps_done), self.model, self.optimizer, extra)
+        random = {"cpu": torch.get_rng_state()}
+        if self.rank.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.rank.device)
+        extra = {"step": self.steps_done, "scheduler": self.scheduler.state_dict(), "random": random,
+                 "rank": self.rank.rank, "world_size": self.rank.world_size, "settings": self._settings()}
+        checkpoint.save(path_of(self.args.checkpoint, self.steps_done), self.model, self.optimizer, extra)
         with at_own_pace(f"old checkpoints in {self.args.checkpoint}", None):  # the others wait for their removal
             if is_rank_0():
-                options.remove_old(self.args.checkpoint, self.args.keep)
+                remove_old(self.args.checkpoint, self.args.keep)
 
     def _settings(self):
-        return options.settings_of(self.args, self.rank.world_size // self.args.tp)
+        """What a checkpoint says of its run: option -> value. Data are a place, a number of bytes, a checksum."""
+        args = self.args
+        return {"--seed": args.seed, "--data": args.text,
+                "ranks x --batch-size": self.rank.world_size // args.tp * args.batch_size,
+                "--accumulate": args.accumulate, "--sequence-length": args.sequence_length,
+                "--steps": args.steps, "--clip": args.clip, "--dtype": args.dtype,
+                "--lr": args.lr, "--weight-decay": args.weight_decay}
 
     def _check_folder(self):
         """Now, and not at the first save."""
@@ -126,33 +165,36 @@ class Checkpoints:
         step, extra, damage = self._load()
         if step is None:
             return
-        self.first_step = self.steps_done = extra["step"]
+        self.first_step = self.steps_done = step
         self.scheduler.load_state_dict(extra["scheduler"])
         changed = self._changes(extra["settings"])
-        options.take_hyperparameters(self.args, self.optimizer, self.scheduler)
+        take_hyperparameters(self.args, self.optimizer, self.scheduler)
         if (extra["rank"], extra["world_size"]) == self.rank[:2]:
-            set_random_state(extra, self.rank)
+            torch.set_rng_state(extra["random"]["cpu"])
+            if "cuda" in extra["random"] and self.rank.device.type == "cuda":
+                torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
         if is_rank_0():
-            later = [other for other in self.steps_found if other > step]
+            later = [path_of(self.args.checkpoint, other) for other in self.steps_found if other > step]
+            path = path_of(self.args.checkpoint, step)
             if later:
-                hold(options.path_of(self.args.checkpoint, step))  # no other run saves here from now on
-            aside = ", and later ones set aside" if later else ""
-            print(f"resumed from {options.path_of(self.args.checkpoint, step)}{aside}{damage}", flush=True)
+                hold(path)  # no other run saves here from now on
+            print(f"resumed from {path}{', and later ones set aside' if later else ''}{damage}", flush=True)
             if changed:
                 print("changed since then: " + ", ".join(f"{option} {before} -> {now}" for option, (before, now)
                                                          in changed.items()), flush=True)
             if self.first_step >= self.args.steps:
                 print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
             try:
-                options.set_aside(self.args.checkpoint, later)
+                for other in later:
+                    set_aside(other)
             except OSError as error:
                 raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
 
     def _steps_to_try(self):
         """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
         folder, wanted = self.args.checkpoint, self.args.resume_from
-        self.steps_found = options.steps_in(folder)  # what another run may save from here on is none of these
-        everything = [options.complete(folder)]
+        self.steps_found = steps_in(folder)  # what another run may save from here on is none of these
+        everything = [complete(folder)]
         dist.broadcast_object_list(everything, src=0)
         steps = everything[0]
         if wanted is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restart goes on
@@ -169,10 +211,10 @@ class Checkpoints:
         first_error = None
         for step in self._steps_to_try():
             try:
-                path = options.path_of(self.args.checkpoint, step)
+                path = path_of(self.args.checkpoint, step)
                 extra = checkpoint.load(path, self.model, self.optimizer)
                 with errors_on_all(f"checkpoint {path} can't be loaded", None):
-                    extra = checked(extra, step, self.scheduler, self.rank, self._settings())
+                    check(extra, step)
                 return step, extra, f": {first_error}" if first_error else ""
             except checkpoint.CheckpointError as error:
                 first_error = first_error or error
@@ -184,14 +226,30 @@ class Checkpoints:
 
     def _changes(self, before):
         """-> {option: (before, now)}. Raises ValueError where a step would see other data, unless --force is given."""
+        def text_of(value):
+            return "{} ({} bytes, checksum {:08x})".format(*value) if isinstance(value, (tuple, list)) else f"{value}"
+
+        def without_place(value):
+            return list(value[1:]) if isinstance(value, (tuple, list)) else value
+
         args, group = self.args, self.optimizer.param_groups[0]
         before = {**before, "--lr": self.scheduler.base_lrs[0], "--weight-decay": group["weight_decay"]}
         args.lr = args.lr if "lr" in args.given else before["--lr"]
         args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
-        changed = options.changes(before, self._settings())
+        changed = {option: (text_of(before[option]), text_of(value)) for option, value in self._settings().items()
+                   if option in before and without_place(before[option]) != without_place(value)}
         refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
-                   for option in options.DATA_ORDER if option in changed]
+                   for option in DATA_ORDER if option in changed]
         if refused and not args.force:
             raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
                              "--force goes on nevertheless")
         return changed
+
+
+def check(extra, step):
+    """Raises ForeignCheckpoint: a program of the user's own has saved it, or it was renamed."""
+    needed = {"step", "scheduler", "random", "rank", "world_size", "settings"}
+    if not isinstance(extra, dict) or not needed <= extra.keys():
+        raise checkpoint.ForeignCheckpoint(f"it is none of train.py: its extra is {extra!r:.60}")
+    if extra["step"] != step:
+        raise checkpoint.ForeignCheckpoint(f"its name says step {step}, its extra {extra['step']}: was it renamed?")

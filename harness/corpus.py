@@ -31,27 +31,22 @@ def load_bytes(path=None):
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files, limit = [file for file in _files(root) if file.suffix == ".py"], STDLIB_BYTES
+        files, limit = [file for file in _files(root, STDLIB_SKIPPED) if file.suffix == ".py"], STDLIB_BYTES
         advice = "this Python comes without its source: give a text file or folder with --data"
     else:
+        place, limit = os.path.expanduser(path), DATA_BYTES
         advice = "give a text file, or a folder with text files"
-        try:
-            root = Path(path).expanduser()
-            why_not = None if path and root.exists() else "there is no such file or folder"
-        except (OSError, RuntimeError) as error:  # its name is too long, or of a user that there isn't
-            why_not = error
-        if not (why_not or root.is_dir() or root.is_file() or root.is_char_device()):  # nobody may write into a FIFO
-            why_not = "it is no file and no folder"
-        if why_not:
-            raise ValueError(f"--data {path}: {why_not}; {advice}")
-        files, limit = _files(root, skipped=()) if root.is_dir() else [root], DATA_BYTES
+        if not (os.path.isdir(place) or os.path.isfile(place)):  # false of a name that is too long, and of a FIFO
+            raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
+        root = Path(place)
+        files = _files(root) if root.is_dir() else [root]
     data = _read(files, limit, skip_binary=root.is_dir())
     if not data:
         raise ValueError(f"{root}: no text in it; {advice}")
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def _files(root, skipped=STDLIB_SKIPPED):
+def _files(root, skipped=()):
     """The files below `root`, sorted by relative path, without hidden ones, and folders of names in `skipped`."""
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -70,8 +65,8 @@ def _read(files, limit, skip_binary):
     text = bytearray()
     for file in files:
         try:
-            with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-                content = opened.read(limit - len(text)) or b""
+            with file.open("rb") as opened:
+                content = opened.read(limit - len(text))
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
         if not (skip_binary and b"\0" in content):

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import os
 import platform
 import re
@@ -130,52 +129,56 @@ def connect(timeout_s=120):
     silence_torch()  # of cores, around which there is no guard that does
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
-    check_environment()
+    rank, world_size = _numbers("RANK", "WORLD_SIZE")
+    local_rank, local_world_size = _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE", rank, world_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
     # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except ValueError as error:
+        _fail(error)
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
     sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
     met.append((store, rank, world_size))
     return me
 
 
-def check_environment():
-    """One line, and exit code 2, where a launcher has set what can't be."""
-    fail = functools.partial(command_line.fail, Path(sys.argv[0]).name)
-    lowest = {"WORLD_SIZE": 1, "RANK": 0, "MASTER_PORT": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    for name in lowest:
-        text = os.environ.get(name, str(lowest[name]) if name.startswith("LOCAL") else "")
-        if not re.fullmatch("[0-9]{1,8}", text) or int(text) < lowest[name]:
-            fail(f"{name}={text:.40} in the environment: it must be a number from {lowest[name]} on, see torchrun")
-    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if size in os.environ and int(os.environ.get(rank, 0)) >= int(os.environ[size]):
-            fail(f"{rank}={os.environ[rank]} in the environment: it must be below {size}={os.environ[size]}")
+def _numbers(rank, size, *defaults):
+    """-> what a launcher has set: a rank, and a world size above it. Else one line, and exit code 2."""
+    texts = [str(os.environ.get(name, default)) for name, default in zip((rank, size), defaults or ("", ""))]
+    if all(re.fullmatch("[0-9]{1,8}", text) for text in texts) and int(texts[0]) < int(texts[1]):
+        return map(int, texts)
+    _fail(f"{rank}={texts[0]:.40} and {size}={texts[1]:.40} in the environment: they must be numbers, the first below "
+          "the second")
+
+
+def _fail(what):
+    command_line.fail(Path(sys.argv[0]).name, f"{what}: see torchrun")
 
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
     """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
-    def join(backend, device, store, device_id=None):
+    *others, last = choices(local_rank, local_world_size)
+
+    def join(backend, device, store):
         prepare(device)
         before = own_threads()
+        is_own = (backend, device) == last and backend == "nccl"  # else the GPU is another rank's too
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
-                                world_size=world_size, device_id=device_id)
+                                world_size=world_size, device_id=device if is_own else None)
         if backend == "gloo":
             let_computing_go_first(own_threads() - before)
+        return Rank(rank, world_size, device, backend)
 
-    *others, (backend, device) = choices(local_rank, local_world_size)
-    for number, other in enumerate(others):
+    for number, choice in enumerate(others):
         corner = dist.PrefixStore(f"choice {number}", store)
-        join(*other, corner)
-        if works(other[1], dist.PrefixStore("works", corner)):
-            return Rank(rank, world_size, other[1], other[0])
+        me = join(*choice, corner)
+        if works(me.device, dist.PrefixStore("works", corner)):
+            return me
         dist.destroy_process_group()
-    join(backend, device, store, device if backend == "nccl" else None)
-    return Rank(rank, world_size, device, backend)
+    return join(*last, store)
 
 
 _beside = []  # the group of `beside`, once there is one

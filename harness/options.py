@@ -1,16 +1,9 @@
-"""The options of every train.py, which of them a run may change when it goes on, its folder, and how it stops."""
+"""The options of every train.py, and its learning rate."""
 
 import argparse
 import functools
 import math
-import os
-import re
-import shutil
-import signal
-import sys
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from harness import command_line, gpt, meeting
@@ -18,128 +11,7 @@ from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
-MANIFEST = "manifest.json"  # a checkpoint is complete when it has one
-
-
-def path_of(folder, step):
-    return Path(folder) / f"step-{step:08}"
-
-
-def steps_in(folder):
-    """-> the steps of which the run in `folder` has a checkpoint, complete or not, the newest first.
-
-    Other names are not the run's: zzz-best, step-00000010.partial.
-    """
-    found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in Path(folder).glob("step-*")]
-    return sorted({int(match[1]) for match in found if match}, reverse=True)
-
-
-def complete(folder):
-    """-> the steps of complete checkpoints, the newest first."""
-    return [step for step in steps_in(folder) if (path_of(folder, step) / MANIFEST).is_file()]
-
-
-def remove_old(folder, keep):
-    """Removes what is older than the `keep` newest complete checkpoints, if `keep` isn't 0. Links stay.
-
-    The manifest goes first: a checkpoint that is half removed isn't complete. What can't be removed is one line.
-    """
-    kept = complete(folder)[:keep] if keep else []
-    for path in [path_of(folder, step) for step in steps_in(folder) if kept and step < kept[-1]]:
-        try:
-            if not path.is_symlink():
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path)
-        except OSError as error:
-            print(f"{Path(sys.argv[0]).name}: {path} can't be removed: {error.strerror}", file=sys.stderr)
-
-
-def set_aside(folder, steps):
-    """Renames these checkpoints to step-….aside: the run goes on from one before, and will write new ones."""
-    for path in [path_of(folder, step) for step in steps]:
-        names = [f"{path.name}.aside", *(f"{path.name}.aside-{number}" for number in range(2, 1000))]
-        path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
-
-
-def settings_of(args, world_size):
-    """What a checkpoint says of its run: option -> value. With other values of DATA_ORDER a step sees other text."""
-    return {"--seed": args.seed, "--data": args.text, "ranks x --batch-size": world_size * args.batch_size,
-            "--accumulate": args.accumulate, "--sequence-length": args.sequence_length,
-            "--steps": args.steps, "--clip": args.clip, "--dtype": args.dtype,
-            "--lr": args.lr, "--weight-decay": args.weight_decay}
-
-
-DATA_ORDER = ("--seed", "--data", "ranks x --batch-size", "--accumulate", "--sequence-length")
-
-
-def changes(before, now):
-    """-> {option: (value before, value now)}, as text. Data are (place, bytes, checksum), and the same in any place."""
-    def text_of(value):
-        return "{} ({} bytes, checksum {:08x})".format(*value) if isinstance(value, (tuple, list)) else f"{value}"
-
-    def compared(value):
-        return list(value[1:]) if isinstance(value, (tuple, list)) else value
-
-    return {option: (text_of(before[option]), text_of(value)) for option, value in now.items()
-            if option in before and compared(before[option]) != compared(value)}
-
-
-def take_hyperparameters(args, optimizer, scheduler):
-    """Learning rate, its schedule and weight decay are those of `args` from here on, whatever the checkpoint had."""
-    scheduler.base_lrs = [args.lr] * len(optimizer.param_groups)
-    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas):
-        group["initial_lr"], group["weight_decay"] = args.lr, args.weight_decay
-        group["lr"] = args.lr * factor(scheduler.last_epoch)
-
-
-def warmup_then_cosine(steps):
-    """For LambdaLR: the learning rate's factor, up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
-    warmup = max(1, min(steps // 5, 100))
-
-    def factor(step):
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
-        return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
-    return factor
-
-
-PREEMPTED = os.EX_TEMPFAIL  # 75, a rank's exit code: saved, start me again
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class StopSignal:
-    """Whether a rank was told to stop, as all ranks see it after the same step.
-
-    The handler only takes a note. When optimizer.step() begins the ranks send each other their notes, beside what the
-    step sends, and look at the answer when the step is over: nothing waits for it. What comes while step() runs is seen
-    after the next one.
-    """
-
-    def __init__(self, optimizer, timeout_s):
-        self.work, self.received = None, [0]
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: the run goes on without its terminal
-                signal.signal(number, lambda number, _: self.received.__setitem__(0, number))
-        self.group = meeting.beside(timeout_s)  # made now, by all ranks
-        optimizer.register_step_pre_hook(lambda *_: self._ask())
-
-    def _ask(self):
-        self.answer = torch.tensor(self.received)  # (1,) int64
-        self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def agreed(self):
-        """-> the name of the signal that some rank has had, the same one on every rank, or None. Collective."""
-        if self.work is None:
-            self._ask()
-        self.work.wait()
-        self.work, number = None, self.answer.item()
-        return signal.Signals(number).name if number else None
-
-
-# ---------------------------------------------------------------------------------------- The options of every train.py
-
-
+PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
 WEIGHT_DECAY = 0.1
 TIMEOUT_S, MOST_TIMEOUT_S = 600, 10**6  # that a rank waits for another one
 
@@ -194,8 +66,8 @@ def parse_args(description, arguments=None):
     add("--keep", type=_not_negative(int), metavar="N", help="how many of them, the newest; 0: all (default 3)")
     add("--resume-from", type=_positive(int), metavar="STEP", help="go on from this one; later ones are set aside")
     add("--force", action="store_true", help="go on from a checkpoint of other data, or another seed or batch size")
-    add("--timeout", type=_positive(float), metavar="SECONDS", help="that a rank waits for another one "
-        f"(default {TIMEOUT_S})")
+    add("--timeout", type=_positive(float), default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another "
+        "one (default %(default)s)")
     add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
         f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
 
@@ -217,14 +89,12 @@ def parse_args(description, arguments=None):
         for option in ("save_every", "keep", "resume_from"):
             if getattr(args, option) is not None and not args.checkpoint:
                 parser.error(f"argument --{option.replace('_', '-')}: there is no --checkpoint DIR to save in")
-        if args.timeout and args.timeout > MOST_TIMEOUT_S:
+        if args.timeout > MOST_TIMEOUT_S:
             parser.error(f"argument --timeout: {args.timeout:g} is too long, it must be at most {MOST_TIMEOUT_S}")
         args.given = {option for option in ("lr", "weight_decay") if getattr(args, option) is not None}
-        defaults = {"save_every": 100, "keep": 3, "timeout": TIMEOUT_S, "weight_decay": WEIGHT_DECAY,
-                    "lr": MODELS[args.model].lr}
-        for option, default in defaults.items():
-            if getattr(args, option) is None:
-                setattr(args, option, default)
+        args.lr = args.lr or MODELS[args.model].lr
+        args.weight_decay = WEIGHT_DECAY if args.weight_decay is None else args.weight_decay
+        args.save_every, args.keep = args.save_every or 100, 3 if args.keep is None else args.keep
         return args
     return on_all_ranks(parse)
 
@@ -243,3 +113,15 @@ def _not_negative(kind, description="non-negative", lowest=0.0):
 
 
 _positive = functools.partial(_not_negative, description="positive", lowest=math.ulp(0.0))
+
+
+def warmup_then_cosine(steps):
+    """For LambdaLR: the learning rate's factor, up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
+    warmup = max(1, min(steps // 5, 100))
+
+    def factor(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+    return factor

@@ -34,8 +34,7 @@ class Report:
 
     def __init__(self, args, rank, model, first_step=0):
         self.args, self.rank, self.first_step = args, rank, first_step
-        self.is_printing = rank.rank == 0
-        self.console = rich.console.Console(highlight=False, soft_wrap=True)
+        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=rank.rank != 0)
         self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last look
         self.steps_done = self.steps_seen = first_step
         self.line_every = max(REPORT_EVERY, args.steps // 20 // REPORT_EVERY * REPORT_EVERY)
@@ -43,7 +42,7 @@ class Report:
         self.bar = rich.progress.Progress(
             rich.progress.TextColumn("step"), rich.progress.MofNCompleteColumn(), rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[speed]}"), rich.progress.TimeRemainingColumn(),
-            console=self.console, disable=not (self.is_printing and takes_bar))
+            console=self.console, disable=self.console.quiet or not takes_bar)
         self._print_conditions(model)
 
     def __enter__(self):
@@ -92,10 +91,9 @@ class Report:
 
     def _print_conditions(self, model):
         args, (_, world_size, device, backend) = self.args, self.rank
-        script = Path(sys.argv[0]).resolve()
+        script, n_params = Path(sys.argv[0]).resolve(), sum(param.numel() for param in model.parameters())
         cpu = f"CPU with {torch.get_num_threads()} thread(s)"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-        n_params = sum(param.numel() for param in model.parameters())
         python = f"the source of the standard library of Python {platform.python_version()}"
         shared = f", {args.tp} of which share each layer" * (args.tp > 1)
         self._print(f"{script.parent.name}/{script.name}: {world_size} rank(s) with {backend}, each on {name}{shared}, "
@@ -106,6 +104,5 @@ class Report:
         self._print(f"batch {batch} (ranks x micro-batches x sequences x bytes) of {args.data or python}")
 
     def _print(self, line):
-        if self.is_printing:
-            self.console.print(line, markup=False)
-            self.console.file.flush()  # torchrun reads it through a pipe
+        self.console.print(line, markup=False)
+        self.console.file.flush()  # torchrun reads it through a pipe

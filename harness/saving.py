@@ -11,7 +11,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -20,8 +19,7 @@ import torch.distributed as dist
 import checkpoint
 import stage4_overlap
 from harness import command_line, results
-from harness.examine import _cpu_name as cpu_name
-from harness.examine import commit
+from harness.examine import made_here
 from harness.results import SavingConditions, SavingResult, SavingRow
 from harness.tables import saving_sheet, sheet_text
 from harness.workers import Workers
@@ -43,22 +41,11 @@ def seconds_of(function):
     return time.perf_counter() - start
 
 
-def synced(file):
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_raw(path, content):
+def write(path, write_into):
     with open(path, "wb") as file:
-        for start in range(0, len(content), CHUNK):
-            file.write(content[start : start + CHUNK])
-        synced(file)
-
-
-def torch_save(path, tensors):
-    with open(path, "wb") as file:
-        torch.save(tensors, file)
-        synced(file)
+        write_into(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def forget(folder):
@@ -67,14 +54,6 @@ def forget(folder):
         if path.is_file():
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_raw(path, content):
-    """Into memory that is there: what no load can exceed."""
-    with open(path, "rb", buffering=0) as file:
-        place = 0
-        while n_bytes := file.readinto(content[place : place + CHUNK]):
-            place += n_bytes
 
 
 class Round:
@@ -96,46 +75,54 @@ class Round:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def steps(self, until=None):
-        """-> ms of each step: N_STEPS, or those until `until` is done."""
-        times = []
-        while len(times) < N_STEPS if until is None else not until.done():
+    def steps(self, is_over):
+        """-> ms of each step, until `is_over(how many there are)` on all ranks."""
+        times, everywhere = [], torch.zeros(1)
+        while not everywhere:
             times.append(1e3 * seconds_of(self.step))
-            if until is not None and dist.get_world_size() > 1:  # all ranks make as many
-                done = torch.tensor(float(until.done()))
-                dist.all_reduce(done, op=dist.ReduceOp.MIN)
-                if done:
-                    break
+            everywhere = torch.tensor([float(is_over(len(times)))])
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return times
 
     def save_behind(self, path):
-        """-> ms for which the call holds up training."""
-        saving = []
-        held_up = 1e3 * seconds_of(lambda: saving.append(
-            checkpoint.save(path, self.model, self.optimizer, asynchronous=True)))
-        saving[0].result()
-        return held_up
+        """-> the checkpoint that is being written, and ms for which the call holds up training."""
+        saving, args = [], (path, self.model, self.optimizer)
+        held_up = seconds_of(lambda: saving.append(checkpoint.save(*args, asynchronous=True)))
+        return saving[0], 1e3 * held_up
 
     def measure(self, folder, rank, number):
         """-> {row: seconds}, and what an asynchronous save costs steps: (ms of the call, ms of steps, their number).
 
         In each round another row writes first: a disk may be slower after some gigabytes.
         """
-        mine, content = folder / f"mine-{rank}", memoryview(bytearray(os.urandom(CHUNK)) * (self.n_bytes // CHUNK))
-        torch_path, found, held_up = folder / f"torch-{rank}", {}, []
-        writers = [("disk, write", lambda: write_raw(mine, content)),
-                   ("torch.save", lambda: torch_save(torch_path, self.tensors)),
-                   ("checkpoint.save", lambda: checkpoint.save(folder / "saved", self.model, self.optimizer)),
-                   ("checkpoint.save, asynchronous", lambda: held_up.append(self.save_behind(folder / "behind")))]
-        for name, writer in writers[number % len(writers) :] + writers[: number % len(writers)]:
-            found[name] = seconds_of(writer)
-        alone = statistics.median(self.steps())
+        content = memoryview(bytearray(os.urandom(CHUNK)) * (self.n_bytes // CHUNK))
+        pieces = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
+        mine, torch_path, saved, held_up = folder / f"mine-{rank}", folder / f"torch-{rank}", folder / "saved", []
+
+        def save_all_behind():
+            saving, call_ms = self.save_behind(folder / "behind")
+            saving.result()
+            held_up.append(call_ms)
+
+        def read_raw():
+            """Into memory that is there: what no load can exceed."""
+            with open(mine, "rb", buffering=0) as file:
+                for piece in pieces:
+                    file.readinto(piece)
+
+        writers = [("disk, write", lambda: write(mine, lambda file: file.writelines(pieces))),
+                   ("torch.save", lambda: write(torch_path, lambda file: torch.save(self.tensors, file))),
+                   ("checkpoint.save", lambda: checkpoint.save(saved, self.model, self.optimizer)),
+                   ("checkpoint.save, asynchronous", save_all_behind)]
+        first = number % len(writers)
+        found = {name: seconds_of(writer) for name, writer in writers[first:] + writers[:first]}
+        alone = statistics.median(self.steps(lambda n: n == N_STEPS))
         forget(folder)
-        found["disk, read"] = seconds_of(lambda: read_raw(mine, content))
-        found["torch.load"] = seconds_of(lambda: torch.load(torch_path))
-        found["checkpoint.load"] = seconds_of(lambda: checkpoint.load(folder / "saved", self.model, self.optimizer))
-        again = checkpoint.save(folder / "again", self.model, self.optimizer, asynchronous=True)
-        behind = self.steps(again)
+        readers = {"disk, read": read_raw, "torch.load": lambda: torch.load(torch_path),
+                   "checkpoint.load": lambda: checkpoint.load(saved, self.model, self.optimizer)}
+        found.update({name: seconds_of(reader) for name, reader in readers.items()})
+        again, _ = self.save_behind(folder / "again")
+        behind = self.steps(lambda n: again.done())
         again.result()
         return found, (held_up[0], alone, sum(behind) - alone * len(behind), len(behind))
 
@@ -167,8 +154,8 @@ def main():
         answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)
     rounds, steps = zip(*answers[0][1])
     held_up, alone, behind, n_behind = map(list, zip(*steps))
-    conditions = SavingConditions(cpu_name(), torch.__version__, RANKS, sum(n_bytes for n_bytes, _ in answers),
-                                  args.rounds, statistics.median(alone), date.today().isoformat(), commit())
+    conditions = SavingConditions(**vars(made_here()), ranks=RANKS, bytes=sum(n_bytes for n_bytes, _ in answers),
+                                  rounds=args.rounds, step_ms=statistics.median(alone))
     rows = [SavingRow(name, beside, [one[name] for one in rounds]) for name, beside in BESIDE.items()]
     result = SavingResult(conditions, rows, held_up, behind, n_behind)
     command_line.write_and_show(args.json, results.to_json(result), parser.error,

@@ -6,7 +6,7 @@ file is published. Exit code: 0; that of the first rate that fails; 1 when a row
 """
 
 import argparse
-import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
@@ -15,13 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-import torch.distributed as dist
-
-from harness import command_line, every_row, examine, meeting, pictures, tables, timeline
+from harness import command_line, every_row, examine, pictures, tables, timeline
 from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
@@ -30,7 +26,7 @@ from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep
 from harness.rows import Choice, is_asked
-from harness.workers import WorkerError
+from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "network")
 
@@ -64,9 +60,8 @@ def parse(description):
     add("--ranks-per-host", type=int, default=1, help="processes on each of the two hosts (default 1)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, or one of several with commas "
         "between them, ddp and compute only; or curve")
-    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes")
-    add("--tuned", default=None, metavar="SIZES", help="rows with a bucket size of their own in MiB, like 'ddp=2; "
-        "ddp + stage 1=4' (default: the best of the last --sweep at this rate, kept in --json)")
+    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; the best are "
+        "rows, now and in later runs at this rate with the same --json")
     add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
@@ -74,19 +69,10 @@ def parse(description):
     args = parser.parse_args()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
-    args.tuned = args.tuned if args.tuned is None else [choice(one) for one in args.tuned.split(";") if one.strip()]
     names = [one.name for one in [*ROWS, *VARIANTS]]
     if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
     return args
-
-
-def choice(text):
-    """"ddp=2" -> Choice("ddp", 2.0)."""
-    base, _, size = (part.strip() for part in text.partition("="))
-    if not re.fullmatch(r"\d+(\.\d+)?", size):
-        fail(f"--tuned {text.strip()!r}: write the name of a row, =, and MiB, like ddp=2")
-    return Choice(base, float(size))
 
 
 def bits_per_second(rate):
@@ -102,7 +88,7 @@ def bits_per_second(rate):
 
 NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
 TCP = "cubic"  # Linux's default, whatever this machine has set: how senders find the rate is part of a figure
-INSIDE = "DISTRIBUTED_OPTIMIZER_HOST"  # set there, and not RANK, which another launcher may have set outside
+CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 def left_behind():
@@ -115,14 +101,15 @@ def left_behind():
 class Hosts:
     """Two network namespaces and the line between them, while it is entered. `names`: as `ip netns` knows them."""
 
-    def __init__(self, rate):
-        self.rate = rate
+    def __init__(self, rate, ranks_per_host=1):
+        self.rate, self.ranks_per_host = rate, ranks_per_host
         self.names = [f"dopt-{os.getpid()}-{host}" for host in "ab"]
         self.links = [f"dopt{os.getpid()}{host}" for host in "ab"]  # at most 15 characters
 
     def __enter__(self):
         try:
-            self.remove(left_behind())
+            for name in left_behind():
+                run("ip", "netns", "delete", name)
             for name in self.names:
                 run("ip", "netns", "add", name)
             run("ip", "link", "add", self.links[0], "netns", self.names[0], "type", "veth",
@@ -140,43 +127,29 @@ class Hosts:
         return self
 
     def __exit__(self, *exception):
-        """End what still runs in the namespaces, by its process id, and remove them; the line goes with them.
-
-        A second Ctrl-C doesn't interrupt that.
-        """
+        """Removes the namespaces, and the line with them. A second Ctrl-C doesn't interrupt that."""
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
         try:
-            self.remove(name for name in self.names if Path("/run/netns", name).exists())
+            for name in self.names:
+                if Path("/run/netns", name).exists():
+                    run("ip", "netns", "delete", name)
         finally:
             for number, handler in zip(numbers, handlers):
                 signal.signal(number, handler)
 
-    @staticmethod
-    def remove(names):
-        for name in names:
-            for pid in run("ip", "netns", "pids", name).split():
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                    os.kill(int(pid), signal.SIGKILL)
-            run("ip", "netns", "delete", name)
-
-    def start(self, host, *command):
-        """Start a command on host 0 or 1 -> Popen. It ends when this process does.
+    def enter(self, rank):
+        """Puts the process of this rank, which has no tensors yet, on its host.
 
         Hosts have processors of their own: each gets every second core, where there are two.
         """
-        cores = sorted(os.sched_getaffinity(0))[host::2]
-
-        def prepare():
-            signals.end_with_parent()
-            if cores:
-                os.sched_setaffinity(0, cores)
-
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.links[host], "CUDA_VISIBLE_DEVICES": "",
-                       "OMP_NUM_THREADS": "1", INSIDE: str(host)}
-        return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], env=environment,
-                                cwd=Path(__file__).resolve().parents[1], start_new_session=True,
-                                preexec_fn=prepare)
+        host = rank // self.ranks_per_host
+        with open(Path("/run/netns", self.names[host])) as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns {self.names[host]}")
+        if cores := sorted(os.sched_getaffinity(0))[host::2]:
+            os.sched_setaffinity(0, cores)
+        os.environ.update(GLOO_SOCKET_IFNAME=self.links[host], CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 
 
 def run(*command):
@@ -196,67 +169,55 @@ def missing():
     return None
 
 
-# ------------------------------- What each of the ranks on two hosts does: it measures the rows, in step with the other
+# ------------------------------------------------------------------------------------------- What is measured on them
 
 
 SWEEP_STEPS = 3  # at most, in one round: it finds a size, and the row with that size is then measured as any other
+LIMIT_S = 3600  # of one row: on a slow line a step takes a minute
 
 
-class Together:
-    """What `Workers` is to a process that starts ranks, for ranks that torchrun started: each calls `run`."""
-
-    def __init__(self, rank):
-        self.rank, self.world_size = rank, rank.world_size
-
-    def run(self, function, *args):
-        """-> [function(rank 0, *args), function(rank 1, *args)], on every rank. Raises WorkerError where one fails."""
-        result, error = None, None
-        try:
-            result = function(self.rank, *args)
-        except Exception as failure:
-            error = f"rank {self.rank.rank}: {type(failure).__name__}: {failure}".splitlines()[0]
-        answers = [None] * self.world_size
-        dist.all_gather_object(answers, (result, error))
-        errors = [error for _, error in answers if error is not None]
-        if errors:
-            raise WorkerError(errors[0])
-        return [result for result, _ in answers]
+def measure_on_two_hosts(args):
+    """-> the result of ranks on two hosts, which are here meanwhile. Raises WorkerError, OSError."""
+    with Hosts(args.rate, args.ranks_per_host) as hosts, \
+            Workers(2 * args.ranks_per_host, args.timeout, LIMIT_S, hosts.enter) as workers:
+        return measure_here(args, workers)
 
 
-def measure_here(args):
-    """On every rank: the rows, interleaved; rank 0 writes the result."""
-    rank = meeting.connect(args.timeout)
+def measure_here(args, workers):
+    """-> the result: the rows, interleaved."""
     settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
     always = ("ddp", "compute only") + ("stage 3 grad buffer", "stage 4 overlap") * args.accumulation
 
     def progress(text):
-        if rank.rank == 0:
-            print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
-    together, sweep, tuned, is_curve = Together(rank), None, args.tuned or [], args.rows == "curve"
+        print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+    sweep, tuned, is_curve = None, args.tuned, args.rows == "curve"
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
         sizes = catalogue.of_curve() if is_curve else catalogue.swept()
-        found = every_row.measure_rows(together, short, sizes, progress)
+        found = every_row.measure_rows(workers, short, sizes, progress)
         sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
     named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
     chosen = [choice for choice in named if is_curve or is_asked(args.rows, choice.name) or choice.name in always]
     sized = [choice for choice in tuned if not is_curve and is_asked(args.rows, choice.name) or choice.base == "ddp"]
-    result = every_row.measure_rows(together, settings, catalogue.beside(chosen, sized), progress)
+    result = every_row.measure_rows(workers, settings, catalogue.beside(chosen, sized), progress)
     result.sweep = sweep
     if not is_curve and not any(word in args.rows for word in UNDRAWN):
-        timeline.record_rows(together, settings, [row for row in result.rows if row.base in RECORDED], progress)
+        timeline.record_rows(workers, settings, [row for row in result.rows if row.base in RECORDED], progress)
     if args.accumulation:
-        time_accumulation(together, settings, result, always, tuned, progress)
-    if rank.rank == 0:
-        print(f"\r{'':60}\r", end="", file=sys.stderr)
-        result.conditions = dataclasses.replace(
-            result.conditions, rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
-            cores_per_host=len(os.sched_getaffinity(0)))
-        args.json.write_text(saved.to_json(result), encoding="utf-8")
-    meeting.disconnect()
+        time_accumulation(workers, settings, result, always, tuned, progress)
+    progress("")
+    print(end="\r", file=sys.stderr)
+    result.conditions = dataclasses.replace(
+        result.conditions, rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
+        cores_per_host=on_rank_0(workers, cores_of))
+    return result
 
 
-def time_accumulation(together, settings, result, bases, tuned, progress):
+def cores_of(rank):
+    return len(os.sched_getaffinity(0))
+
+
+def time_accumulation(workers, settings, result, bases, tuned, progress):
     """The result's `accumulation`, if all the rows of `bases` are right: what is wrong gets no time."""
     rows = [row for row in result.rows if row.name in bases]
     if any(row.error for row in rows):
@@ -265,32 +226,10 @@ def time_accumulation(together, settings, result, bases, tuned, progress):
     short = settings._replace(rounds=min(settings.rounds, 2))
 
     def time_rows():
-        found = examine.time_rows(together, short, ddp_mb, progress)
+        found = examine.time_rows(workers, short, ddp_mb, progress)
         conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
         result.accumulation = Accumulation(conditions, found, ddp_mb)
     every_row.attempt(rows[-1], time_rows)
-
-
-PORT = 29500
-
-
-def measure_on_two_hosts(args):
-    """-> the result, or None when a host failed; what failed has been printed by then."""
-    with tempfile.TemporaryDirectory() as folder, Hosts(args.rate) as hosts:
-        path = Path(folder, "network.json")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-                    "--nproc-per-node", str(args.ranks_per_host),
-                    "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
-        flags = [name for name in ("accumulation", "sweep") if getattr(args, name)]
-        tuned = ";".join(f"{choice.base}={choice.bucket_mb:g}" for choice in args.tuned)
-        options = [*(f"--{name}" for name in flags), f"--tuned={tuned}",
-                   *(f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items()
-                     if name not in ("json", "accumulation", "sweep", "tuned", "curve"))]
-        processes = [hosts.start(host, *torchrun, "--node-rank", str(host), "-m", "harness.two_hosts",
-                                 *options, f"--json={path}") for host in (0, 1)]
-        while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            time.sleep(0.2)  # and no longer than until the first that fails: Hosts ends the other
-        return saved.from_json(Result, path.read_text()) if codes == [0, 0] else None
 
 
 def earlier(args):
@@ -336,9 +275,6 @@ def measure_curve(args):
 
 def main():
     args = parse(__doc__)
-    if INSIDE in os.environ:
-        measure_here(args)
-        os._exit(0)  # Python ends threads of gloo that ask for its lock while it ends: 1 host of 150 aborted
     args.json = args.json or (Path("measured/network.json") if args.curve else None)
     command_line.check_workload(args, ("rounds", "steps", "timeout", "ranks_per_host"), MODELS, fail)
     if args.json:
@@ -349,23 +285,15 @@ def main():
 def measure(args):
     """-> whether a row is wrong. Ends this program where a host fails."""
     before = earlier(args)  # fails now if the file holds something else
-    if args.tuned is None:
-        sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
-        args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
-    for choice in args.tuned:
-        try:
-            catalogue.find(*choice)
-        except LookupError as error:
-            fail(f"--tuned: {error.args[0]}")
+    sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
+    args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
     if reason := missing():
         sys.exit(f"network: {reason}")
     signals.exit_on_signals()
     try:
         result = measure_on_two_hosts(args)
-    except OSError as error:
+    except (OSError, WorkerError) as error:
         sys.exit(f"network: {error}")
-    if result is None:
-        sys.exit("network: a host failed; see above")
     shown, title = pictures.on_two_hosts(result)
     steps = f"{title}\n{pictures.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
     try:

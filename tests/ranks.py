@@ -15,7 +15,6 @@ import tempfile
 import time
 import types
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,21 +54,15 @@ def run_ranks(n_ranks, script, *args, cwd=ROOT):
     return _run([{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(n_ranks)], script, args, cwd)
 
 
-def run_alone(script, *args, cwd=ROOT):
-    """Runs a script as `python script.py` does, without torchrun's environment -> Ended."""
-    (ended,) = _run([{}], script, args, cwd)
+def run_alone(script, *args, cwd=ROOT, limit_s=LIMIT_S, **environment):
+    """Runs a script as `python script.py` does, without torchrun's environment, but with this one -> Ended."""
+    (ended,) = _run([environment], script, args, cwd, limit_s)
     return ended
 
 
-def run_module(module, *args, cwd=ROOT, limit_s=LIMIT_S, **environment):
-    """Runs `python -m module`, with more in its environment -> Ended."""
-    (ended,) = _run([environment], f"-m {module}", args, cwd, limit_s)
-    return ended
-
-
-def run_with(environments, script, *args, cwd=ROOT):
-    """Runs a script once for each of the environments that a launcher has made -> an Ended for each."""
-    return _run(environments, script, args, cwd)
+def run_module(module, *args, **kwargs):
+    """The same of `python -m module`."""
+    return run_alone(f"-m {module}", *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -104,39 +97,30 @@ def _find_server(server):
 
 def _run(environments, script, args, cwd, limit_s=LIMIT_S):
     start_forkserver()
-    context = multiprocessing.get_context("forkserver")
+    context, command = multiprocessing.get_context("forkserver"), [str(script), *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
-        command, processes = [str(script), *map(str, args)], []
         files = [[Path(folder, f"{rank}.{name}") for name in ("out", "err")] for rank in range(len(environments))]
         for file in sum(files, []):
             file.touch()
+        processes = [context.Process(target=_be_a_rank, args=(command, _environment(environment), str(cwd), outputs,
+                                                              _the_server()))
+                     for environment, outputs in zip(environments, files)]
+        deadline = time.monotonic() + limit_s
         try:
-            for environment, outputs in zip(environments, files):
-                arguments = (command, _environment(environment), str(cwd), outputs, _the_server())
-                process = context.Process(target=_be_a_rank, args=arguments)
+            for process in processes:
                 process.start()
-                processes.append(process)
-            _wait_for(processes, limit_s)
-        except TimeoutError as error:
-            said = "".join(errors.read_text() for _, errors in files)
-            raise TimeoutError(f"{error}; the ranks have said:\n{said}") from None
+            for process in processes:
+                process.join(max(0, deadline - time.monotonic()))
+            if running := [rank for rank, process in enumerate(processes) if process.is_alive()]:
+                said = "".join(errors.read_text() for _, errors in files)
+                raise TimeoutError(f"ranks {running} still run after {limit_s} seconds; the ranks have said:\n{said}")
         finally:
             for process in processes:
-                process.kill()
-                process.join()
+                if process.pid:
+                    process.kill()
+                    process.join()
         return [Ended(process.exitcode, *(file.read_text() for file in outputs))
                 for process, outputs in zip(processes, files)]
-
-
-def _wait_for(processes, limit_s):
-    deadline = time.monotonic() + limit_s
-    alive = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while alive:
-        ended = wait(alive, max(0, deadline - time.monotonic()))
-        if not ended:
-            raise TimeoutError(f"rank {', '.join(map(str, alive.values()))} still runs after {limit_s} seconds")
-        for sentinel in ended:
-            del alive[sentinel]
 
 
 def _environment(changes):

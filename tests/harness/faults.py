@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -65,37 +64,32 @@ class Run:
 
     def _read(self):
         for line in self.process.stdout:
-            self.lines.append(line.rstrip())
             self.unread.put(line.rstrip())
         self.unread.put(None)
 
+    def said(self, pattern):
+        """Reads on until a line matches -> the match; None: the run has ended."""
+        while (line := self.unread.get(timeout=START_LIMIT_S)) is not None:
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                return match
+        self.unread.put(None)  # for the next who asks
+
     def starts(self):
         """Yield, for each attempt to train, the name of the checkpoint it goes on from; "" for none."""
-        resumed = ""
-        while (line := self.unread.get(timeout=START_LIMIT_S)) is not None:
-            if match := re.match(r"resumed from ([^,]+)", line):
-                resumed = Path(match[1]).name
-            elif line.startswith("validation loss before"):
-                yield resumed
-                resumed = ""
+        while match := self.said(r"^resumed from ([^,]+)|^validation loss before"):
+            if match[1]:
+                self.said("^validation loss before")
+            yield Path(match[1] or "").name
 
     def rank_processes(self):
         """-> the ids of torchrun's children, in the order of ranks."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(child) for child in children]
 
-    def said(self, pattern):
-        """Waits until a line matches -> the match."""
-        deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if match := re.search(pattern, line):
-                    return match
-            time.sleep(0.05)
-        raise AssertionError("\n".join([f"no line has {pattern!r}", *self.lines[-20:]]))
-
     def end(self):
-        """-> the exit code, which torchrun is given a moment for."""
+        """-> the exit code, which torchrun is given a moment for. All lines have been read then."""
+        self.said("(?!)")
         return self.process.wait(60)
 
     def is_undisturbed(self):

@@ -12,7 +12,8 @@ import random
 import re
 import shutil
 import signal
-import time
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from checkpoint import latest
 from harness import corpus, options
-from harness.checkpoints import Checkpoints
+from harness.checkpoints import Checkpoints, complete
 from harness.gpt import GPT, MODELS, build_model
 from harness.options import warmup_then_cosine
 from harness.results import Stop
@@ -76,7 +77,8 @@ def test_random_kills_lose_nothing(in_full, tmp_path):
             assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
             if killed == kills:
                 continue
-            time.sleep(chance.uniform(0, 1.0))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(chance.uniform(0, 1.0))
             newest = getattr(latest(tmp_path / "killed"), "name", "")
             while_saving += any((tmp_path / "killed").glob("*.partial"))
             if children := run.rank_processes():
@@ -178,9 +180,9 @@ def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(in_full, tmp_p
                     break
                 except WorkerError as end:
                     assert str(end) == f"rank {killed} was killed by signal 9"
-                newest = [*options.complete(run), None][0]
+                newest = [*complete(run), None][0]
                 assert newest in (SAVED - 1, SAVED) and workers.run(trained, stage, run, STEPS) == [newest] * 2
-                assert options.complete(run) == [STEPS, STEPS - 1] and same(run, tmp_path / "undisturbed", tmp_path)
+                assert complete(run) == [STEPS, STEPS - 1] and same(run, tmp_path / "undisturbed", tmp_path)
                 shutil.rmtree(run)
                 n_kills += 1
     assert n_kills >= 4
@@ -197,11 +199,11 @@ def test_signals_under_torchrun(tmp_path):
     with Run(TRAIN_4, 2, steps, folder, **more, max_restarts=1) as run:
         starts = run.starts()
         assert next(starts) == "", run.lines
-        time.sleep(0.3)
+        assert run.said("^step +20/")
         os.kill(run.rank_processes()[-1], signal.SIGUSR1)
-        begin, first = next(starts), run.said(r"stopped by SIGUSR1 after step (\d+)")[1]
+        first, begin = run.said(r"stopped by SIGUSR1 after step (\d+)")[1], next(starts)
         assert begin == f"step-{int(first):08}", run.lines[-20:]
-        time.sleep(0.3)
+        assert run.said("^step ")
         run.process.terminate()
         second = run.said(r"stopped by SIGTERM after step (\d+)")[1]
         run.end()
@@ -219,20 +221,14 @@ def test_signals_under_torchrun(tmp_path):
 
 def at_once(*runs):
     """Stops each run when it is about to train, until all of them are; one that ends before is left alone."""
-    held, waiting, deadline = [], list(runs), time.monotonic() + 300
-    try:
-        while waiting and time.monotonic() < deadline:
-            for run in list(waiting):
-                is_ready = any(line.startswith("validation loss before") for line in list(run.lines))
-                if is_ready:
-                    held += run.rank_processes()
-                    for process in run.rank_processes():
-                        os.kill(process, signal.SIGSTOP)
-                if is_ready or run.process.poll() is not None:
-                    waiting.remove(run)
-            time.sleep(0.002)
-    finally:
+    def hold(run):
+        held = run.rank_processes() if run.said("^validation loss before") else []
         for process in held:
+            os.kill(process, signal.SIGSTOP)
+        return held
+
+    with ThreadPoolExecutor() as threads:
+        for process in sum(threads.map(hold, runs), []):
             os.kill(process, signal.SIGCONT)
 
 
@@ -245,11 +241,11 @@ def test_two_runs_that_begin_at_once_in_one_folder_mix_nothing(tmp_path, steps=1
     with (Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", seed=0) as one,
           Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", seed=1) as other):
         at_once(one, other)
-        codes = [run.process.wait(300) for run in (one, other)]
+        codes = [run.end() for run in (one, other)]
         errors = [[line for line in run.lines if line.startswith("train.py: error: ")] for run in (one, other)]
     assert 0 in codes and [len(lines) for lines in errors] == [int(code != 0) for code in codes], errors
     whole = 0
-    for step in options.complete(tmp_path / "both"):
+    for step in complete(tmp_path / "both"):
         name = f"step-{step:08}"
         found = state_of(tmp_path / "both" / name, tmp_path / "one.pt")
         assert any(not differing(found, state_of(tmp_path / f"seed {seed}" / name, tmp_path / "other.pt"))
@@ -271,8 +267,8 @@ def test_a_run_moves_through_stages_ranks_and_plain_torch(in_full, tmp_path):
         script, batch_size = f"{stage}/train.py", 12 // ranks
         with Run(script, ranks, steps, folder, "--keep=0", batch_size=batch_size, save_every=every) as run:
             next(run.starts())
-            while getattr(latest(folder), "name", "") < f"step-{until:08}":
-                time.sleep(0.01)
+            while int(run.said(r"^step +(\d+)/")[1]) <= until:  # the one of `until` comes before it is saved
+                pass
             os.kill(run.rank_processes()[0], signal.SIGKILL)
             assert run.end() != 0, "torchrun has not noticed that a rank was killed"
         stops.append((f"{stage}, {ranks} ranks, killed", latest(folder).name,

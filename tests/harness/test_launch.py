@@ -1,10 +1,10 @@
 """Ranks end, whatever happens: a failure, a death, a wait that is too long, Ctrl-C."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 from harness import meeting
 from harness.workers import WorkerError, Workers, event
-from tests.ranks import hears_ctrl_c, run_ranks
+from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def add(rank, a, b):
@@ -28,24 +26,20 @@ def add(rank, a, b):
 
 def fails_on_rank_1(rank, how):
     event({"pid": os.getpid()})
+    if rank.rank == 1 and how == "raise":
+        raise ValueError("the loss is nan")
     if rank.rank == 1:
-        how_to_end(how)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     dist.barrier()  # the others wait here for a rank that never comes
 
 
-def how_to_end(how):
-    if how == "raise":
-        raise ValueError("the loss is nan")
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-
-
-def gone(pid):
+def gone(pid, limit_s=0):
+    """Whether a process has ended, within this time; Linux only."""
     try:
-        os.kill(pid, 0)
+        ended = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    stat = Path(f"/proc/{pid}/stat")  # of Linux: ended, and not yet waited for, is gone too
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return bool(select.select([ended], [], [], limit_s)[0])
 
 
 def test_ranks_are_started_once_and_reused():
@@ -71,25 +65,25 @@ def test_a_rank_that_fails_ends_the_others_and_says_so_in_one_line(how, message,
         assert workers.run(add, 1, 1)[0][0] == 9.0  # the next run starts new ranks
 
 
-def test_ctrl_c_ends_every_rank(tmp_path):
-    """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
-    program = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
+INTERRUPTED = """
 from harness.workers import Workers
 from tests.harness.test_launch import fails_on_rank_1
 if __name__ == "__main__":
     with Workers(2) as workers:
         workers.run(fails_on_rank_1, "hang", on_event=lambda rank, event: print(event["pid"], flush=True))
 """
+
+
+def test_ctrl_c_ends_every_rank(tmp_path):
+    """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
     script = tmp_path / "program.py"
-    script.write_text(program)
+    script.write_text(INTERRUPTED)
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=hears_ctrl_c)
+                               env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=hears_ctrl_c)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert all(gone(pid) for pid in pids)
+    assert process.returncode != 0 and all(gone(pid) for pid in pids)
 
 
 CPU, OWN, SHARED = ("gloo", "cpu"), ("nccl", "cuda:1"), "cuda:0"
@@ -112,24 +106,20 @@ def test_backend_and_device_of_rank_1_of_2(monkeypatch, n_gpus, share, expected,
     assert os.environ["NCCL_HOSTID"] == (host or "")
 
 
-FALLS_BACK = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from harness import meeting
-cpu, meta = torch.device("cpu"), torch.device("meta")
-meeting.choices = lambda *_: [("gloo", meta), ("gloo", cpu), ("gloo", meta)]
-rank = meeting.connect(timeout_s=30)
-print(rank.device, rank.backend)
-meeting.disconnect()
-"""
+def knows_no_meta_device(rank):
+    """gloo doesn't know the device of the first choice and the last."""
+    meta = torch.device("meta")
+    meeting.choices = lambda *_: [("gloo", meta), ("gloo", torch.device("cpu")), ("gloo", meta)]
+
+
+def where(rank):
+    return rank.device.type, rank.backend
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_first_choice_that_works_is_taken(world_size, tmp_path):
-    """gloo doesn't know the device of the first and the last."""
-    (tmp_path / "falls_back.py").write_text(FALLS_BACK)
-    ranks = run_ranks(world_size, tmp_path / "falls_back.py", ROOT)
-    assert [rank.stdout.split() for rank in ranks] == [["cpu", "gloo"]] * world_size, ranks
+def test_the_first_choice_that_works_is_taken(world_size):
+    with Workers(world_size, timeout_s=30, enter=knows_no_meta_device) as workers:
+        assert workers.run(where) == [("cpu", "gloo")] * world_size
 
 
 @pytest.mark.parametrize("written, threads", [(None, 1), ("", 1), ("2", 2), ("2,1", 2), ("0", 1), ("-2", 1), ("x", 1)])
@@ -144,36 +134,30 @@ def test_threads_of_a_rank(written, threads, monkeypatch):
     assert found == [threads]
 
 
-POLICIES = """
-import os, torch
-from pathlib import Path
-from harness import meeting
-
-meeting.connect(timeout_s=30)
-torch.distributed.all_reduce(torch.ones(1), group=meeting.beside(30))
-names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
-gloo = [thread for thread, name in names.items() if "gloo" in name]
-print(os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in gloo])
-meeting.disconnect()
-"""
+def is_told_nothing(rank):
+    os.environ.pop("GLOO_PRIORITY", None)
 
 
-@pytest.mark.parametrize("written", [None, "normal"])
-def test_what_computes_goes_before_threads_of_gloo(written, tmp_path, monkeypatch):
+def is_told_normal(rank):
+    os.environ["GLOO_PRIORITY"] = "normal"
+
+
+def policies(rank):
+    """-> own niceness, and (policy, niceness) of each thread of gloo."""
+    dist.all_reduce(torch.ones(1), group=meeting.beside(30))
+    names = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
+    gloo = [thread for thread, name in names.items() if "gloo" in name]
+    return os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in gloo]
+
+
+@pytest.mark.parametrize("enter", [is_told_nothing, is_told_normal])
+def test_what_computes_goes_before_threads_of_gloo(enter):
     """On Linux, and unless it is told not to; elsewhere a thread has no policy of its own."""
-    monkeypatch.delenv("GLOO_PRIORITY", raising=False)
-    if written:
-        monkeypatch.setenv("GLOO_PRIORITY", written)
-    (tmp_path / "policies.py").write_text(POLICIES)
-    for name in ("harness", "guard"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for rank in run_ranks(2, tmp_path / "policies.py"):
-        assert rank.code == 0, rank.stderr
-        nice, threads = rank.stdout.split(" ", 1)
-        threads, nice = eval(threads), int(nice)
-        assert len(threads) >= 2 or not Path("/proc/self/task").exists()
-        lower = (os.SCHED_BATCH, min(nice + 10, 19))
-        assert all(found == ((os.SCHED_OTHER, nice) if written else lower) for found in threads)
+    with Workers(2, enter=enter) as workers:
+        for nice, threads in workers.run(policies):
+            expected = (os.SCHED_BATCH, min(nice + 10, 19)) if enter is is_told_nothing else (os.SCHED_OTHER, nice)
+            assert len(threads) >= 2 or not Path("/proc/self/task").exists()
+            assert set(threads) <= {expected}
 
 
 ENDS = """
@@ -232,18 +216,15 @@ def test_ctrl_c_is_one_word_for_a_rank(capsys):
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nfrom harness.meeting import connect\nconnect()\n"
-                      "os.write(1, f'{os.getpid()}\\n'.encode())  # print may write the line in two\ntime.sleep(60)\n")
+    script.write_text("import os, signal\nfrom harness.meeting import connect\nconnect()\n"
+                      "os.write(1, f'{os.getpid()}\\n'.encode())  # print may write the line in two\nsignal.pause()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as torchrun:
         ranks = [int(torchrun.stdout.readline()) for _ in range(2)]
         torchrun.kill()
     try:
-        deadline = time.monotonic() + 300
-        while not all(map(gone, ranks)):
-            assert time.monotonic() < deadline, "a rank lives on"
-            time.sleep(0.05)
+        assert all(gone(rank, limit_s=300) for rank in ranks)
     finally:
         for rank in ranks:
             if not gone(rank):

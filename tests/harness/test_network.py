@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from harness import every_row, examine, meeting, processes, results, timeline, two_hosts
+from harness import every_row, examine, processes, results, timeline, two_hosts
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Result, Row, Sweep
 from harness.rows import Choice
 from harness.two_hosts import Hosts
-from tests.ranks import hears_ctrl_c
+from harness.workers import Workers
+from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
 
-ROOT = Path(__file__).resolve().parents[2]
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
 
 
@@ -37,10 +37,15 @@ def can_make_hosts():
 needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
 
-def network(*args, **kwargs):
+def start(*args, **kwargs):
     """Ahead of the ranks of other tests: each host has one core, on which every message would wait for theirs."""
     command = ["nice", "-n", "-10", sys.executable, "-m", "harness.two_hosts", *args]
-    return command, dict(cwd=ROOT, text=True, **kwargs)
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+def of_run(process):
+    """The namespaces that this run has now; other tests may have theirs."""
+    return [name for name in hosts() if f"-{process.pid}-" in name]
 
 
 def hosts():
@@ -53,14 +58,13 @@ def result(tmp_path_factory):
     """Of a run that finds results of other rates, ours."""
     path = tmp_path_factory.mktemp("results") / "network.json"
     shutil.copy(ROOT / "results" / "network.json", path)
-    command, options = network("--rate", "80mbit", "--rows", "stage 4", *NANO, "--json", str(path))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+    with start("--rate", "80mbit", "--rows", "stage 4", *NANO, "--json", str(path)) as process:
         try:
             stdout, stderr = process.communicate(timeout=900)
         finally:
             process.kill()
     assert process.returncode == 0, stdout + stderr
-    assert not [name for name in hosts() if f"-{process.pid}-" in name]  # other tests may have theirs
+    assert not of_run(process)
     assert "What the line of 80 Mbit/s allows" in stdout and "computes" in stdout
     return results.from_json(Result, path.read_text())
 
@@ -77,7 +81,7 @@ def test_what_a_killed_run_has_left_is_gone_when_the_next_begins():
 
 
 @needs_hosts
-def test_network_json_is_like_bench_json(result):
+def test_network_json_is_like_bench_json_with_the_steps_of_both_ranks(result):
     assert result.conditions.rate == "80mbit" and result.conditions.bits_per_second == 8e7
     others = committed()
     for other in others:
@@ -92,32 +96,29 @@ def test_network_json_is_like_bench_json(result):
     for row in result.rows[1:]:  # the interface counts headers too: much around small messages
         assert row.wire_bytes_theory < row.line_bytes < 2 * row.wire_bytes_theory + 50_000, row.name
     assert result.rows[0].line_bytes < 50_000
-    assert result.find("stage 4 overlap bf16").wire_bytes < 0.6 * result.find("stage 4 overlap").wire_bytes
-
-
-@needs_hosts
-def test_the_timeline_has_both_ranks_and_what_travelled(result):
     row = result.find("stage 4 overlap")
-    assert len(row.timeline) == 2
+    assert result.find("stage 4 overlap bf16").wire_bytes < 0.6 * row.wire_bytes
+    assert len(row.timeline) == 2  # of both ranks, and what travelled
     for step in row.timeline:
         assert [name for name, _, _ in step.phases] == ["forward", "backward", "step"]
-        kinds = {message.kind for message in step.communication}
-        assert kinds == {"send", "recv", "all_reduce", "broadcast"}
+        assert {message.kind for message in step.communication} == {"send", "recv", "all_reduce", "broadcast"}
         assert 0 <= step.exposed_seconds <= step.seconds
+
+
+def affinity(rank):
+    return os.sched_getaffinity(0)
 
 
 @needs_hosts
 def test_hosts_are_as_the_conditions_say(result, tmp_path):
     """As Linux says, and not by a clock: a line of that rate, cubic whatever this machine has set, and no core that
     both have."""
-    tells = "import os, sys; print(*os.sched_getaffinity(0), file=open(sys.argv[1], 'w'))"
-    with Hosts("12mbit") as made:
+    with Hosts("12mbit") as made, Workers(2, enter=made.enter) as workers:
+        cores = list(map(set, workers.run(affinity)))
         for host, (name, link) in enumerate(zip(made.names, made.links)):
-            assert made.start(host, sys.executable, "-c", tells, tmp_path / name).wait(timeout=300) == 0
             shown = two_hosts.run("tc", "-n", name, "qdisc", "show", "dev", link)
             assert "qdisc tbf" in shown and "rate 12Mbit" in shown
             assert "congctl cubic" in two_hosts.run("ip", "-n", name, "route", "get", two_hosts.ADDRESSES[1 - host])
-    cores = [set((tmp_path / name).read_text().split()) for name in made.names]
     assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
     assert (result.conditions.cores_per_host, result.conditions.tcp) == (len(cores[0]), "cubic")
 
@@ -126,16 +127,12 @@ def test_hosts_are_as_the_conditions_say(result, tmp_path):
 @pytest.mark.parametrize("number, n_signals", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
     """Nor where somebody has no patience: a second signal comes while it cleans up, to all of its process group."""
-    def own_hosts():
-        return [name for name in hosts() if f"-{process.pid}-" in name]
-    command, options = network("--rate", "10mbit", *NANO[:6], "--rounds", "50")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c,
-                               start_new_session=True, **options)
+    process = start("--rate", "10mbit", *NANO[:6], "--rounds", "50", preexec_fn=hears_ctrl_c, start_new_session=True)
     try:
         for line in iter(lambda: process.stderr.read(1), ""):
             if line == "r":  # of "round" or "stage 1 …": the ranks are at work
                 break
-        assert len(own_hosts()) == 2
+        assert len(of_run(process)) == 2
         os.killpg(process.pid, number)
         for _ in range(n_signals - 1):
             threading.Event().wait(0.02)
@@ -144,7 +141,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
     finally:
         process.kill()
     assert process.returncode != 0
-    assert not own_hosts()
+    assert not of_run(process)
 
 
 def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
@@ -193,53 +190,31 @@ def written_after(measured, path, monkeypatch, *options):
     return found
 
 
-def test_two_runs_at_once_keep_both_results(tmp_path, monkeypatch):
-    """The other one, of another rate, writes while this one measures."""
-    path = tmp_path / "network.json"
+def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
+    """Of this rate what wasn't asked for, and no more; and another rate, which a second run has written meanwhile.
 
-    def measured(args):
-        path.write_text(results.to_json(committed_of_rate("1gbit")))
-        return committed_of_rate("300mbit")
-    found = written_after(measured, path, monkeypatch)
-    assert [other.conditions.rate for other in found.other_rates] == ["1gbit"]
-
-
-@pytest.mark.parametrize("options", [[], ["--accumulation"]], ids=["not asked for", "asked for and failed"])
-def test_the_table_of_accumulation_is_kept_where_it_is_not_measured_again(options, tmp_path, monkeypatch):
-    path, before = tmp_path / "network.json", committed_of_rate("300mbit")
-    other = dataclasses.replace(committed_of_rate("1gbit"), accumulation=before.accumulation)
-    path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
-
-    def measured(args):
-        now = committed_of_rate("300mbit")
-        now.conditions.date, now.accumulation = "3000-01-01", None
-        return now
-    found = written_after(measured, path, monkeypatch, *options)
-    assert found.conditions.date == "3000-01-01" and found.other_rates[0].accumulation
-    assert found.accumulation == (None if options else before.accumulation)
-    assert before.accumulation.conditions.date < "3000"
-
-
-def test_the_sweep_is_kept_and_its_best_sizes_are_rows(tmp_path, monkeypatch):
-    """And without a sweep at this rate there are none; what the user names comes first."""
-    path, asked = tmp_path / "network.json", []
-    before = committed_of_rate("300mbit")
-    before.sweep = None
-
-    def measured(args):
-        asked.append(args.tuned)
-        now = committed_of_rate("300mbit")
-        now.sweep = None
-        return now
+    The best sizes of a sweep that is kept are rows.
+    """
+    path, tuned, other, before = tmp_path / "network.json", [], committed_of_rate("1gbit"), committed_of_rate("300mbit")
     times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("stage 4 overlap", 1, 0.5)]
     rows = [Row(base, bucket_mb, "peer", rounds_ms=[ms]) for base, bucket_mb, ms in times]
+
+    def measured(args):
+        tuned.append(args.tuned)
+        path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
+        now = committed_of_rate("300mbit")
+        now.conditions.date, now.accumulation, now.sweep = "3000-01-01", None, None
+        return now
+
     for sweep in (None, Sweep(before.conditions, rows)):
-        path.write_text(results.to_json(dataclasses.replace(before, sweep=sweep)))
+        before.sweep = sweep
+        path.write_text(results.to_json(before))
         found = written_after(measured, path, monkeypatch)
-        assert found.sweep == sweep
-    written_after(measured, path, monkeypatch, "--tuned", "ddp=8; ddp + stage 2=1")
-    assert asked == [[], [Choice("ddp", 2), Choice("ddp + torch ZeRO", 2)],
-                     [Choice("ddp", 8), Choice("ddp + stage 2", 1)]]
+        assert found.conditions.date == "3000-01-01" and found.other_rates == [other]
+        assert before.accumulation and (found.accumulation, found.sweep) == (before.accumulation, sweep)
+    found = written_after(measured, path, monkeypatch, "--accumulation", "--sweep")  # asked for, and failed
+    assert (found.accumulation, found.sweep) == (None, None)
+    assert tuned == [[], [Choice("ddp", 2), Choice("ddp + torch ZeRO", 2)], []]
 
 
 def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):
@@ -258,17 +233,17 @@ def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])
-def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, tmp_path, monkeypatch):
+def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypatch):
     row, conditions = Row("stage 4 overlap", kind="stage", error=error), committed()[0].conditions
-    monkeypatch.setattr(meeting, "connect", lambda timeout: meeting.Rank(0, 1, None, "gloo"))
-    monkeypatch.setattr(meeting, "disconnect", lambda: None)
+    monkeypatch.setattr(two_hosts, "on_rank_0", lambda *_: 1)
     monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
     monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(conditions, [row]))
     monkeypatch.setattr(examine, "time_rows", lambda *_: [AccumulatedRow(1)])
-    path = tmp_path / "network.json"
-    monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2", "--json", str(path)])
-    two_hosts.measure_here(two_hosts.parse(''))
-    assert (results.from_json(Result, path.read_text()).accumulation is not None) == (error is None)
+    monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2"])
+    args = two_hosts.parse("")
+    args.tuned = []
+    result = two_hosts.measure_here(args, workers=None)
+    assert (result.accumulation is not None) == (error is None)
 
 
 def test_a_cleanup_that_fails_leaves_ctrl_c_as_it_was(monkeypatch):

@@ -5,8 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,23 +70,21 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
 @pytest.mark.parametrize("world_size", [1])
 def test_under_nohup_a_run_goes_on_when_the_terminal_goes(run):
     """nohup has SIGHUP ignored, and so it stays."""
-    run(hangs_up)
+    assert run(hangs_up) == [[None, "SIGHUP"]]
 
 
 def hangs_up(rank):
-    before = {number: signal.getsignal(number) for number in options.SIGNALS}
+    before, heard = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}, []
     try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        told = options.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
-        signal.raise_signal(signal.SIGHUP)
-        assert told.agreed() is None
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        told = options.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
-        signal.raise_signal(signal.SIGHUP)
-        assert told.agreed() == "SIGHUP"
+        for at_first in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, at_first)
+            told = checkpoints.StopSignal(torch.optim.SGD([torch.ones(1)]), 30)
+            signal.raise_signal(signal.SIGHUP)
+            heard.append(told.agreed())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return heard
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
@@ -108,10 +104,10 @@ def test_as_many_checkpoints_stay_as_asked(args, steps, tmp_path):
 
 def make(folder, *steps, is_complete=True):
     for step in steps:
-        options.path_of(folder, step).mkdir()
-        (options.path_of(folder, step) / "data").touch()
+        checkpoints.path_of(folder, step).mkdir()
+        (checkpoints.path_of(folder, step) / "data").touch()
         if is_complete:
-            (options.path_of(folder, step) / options.MANIFEST).touch()
+            (checkpoints.path_of(folder, step) / checkpoints.MANIFEST).touch()
 
 
 def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
@@ -125,23 +121,23 @@ def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
     others = ["best", "step-00000001.aside", "step-00000001.partial", "step-1", "zzz-best"]
     for name in others:
         (folder / name).mkdir()
-        (folder / name / options.MANIFEST).touch()
-    options.path_of(folder, 4).symlink_to(options.path_of(elsewhere, 4))
-    assert options.complete(folder) == [123456789, 10, 4, 3, 2]
-    options.remove_old(folder, 2)
+        (folder / name / checkpoints.MANIFEST).touch()
+    checkpoints.path_of(folder, 4).symlink_to(checkpoints.path_of(elsewhere, 4))
+    assert checkpoints.complete(folder) == [123456789, 10, 4, 3, 2]
+    checkpoints.remove_old(folder, 2)
     assert steps_in(folder) == sorted([*others, *names(4, 10, 11, 123456789)])
-    assert options.complete(elsewhere) == [4] and options.complete(folder) == [123456789, 10, 4]
-    options.remove_old(folder, 0)
+    assert checkpoints.complete(elsewhere) == [4] and checkpoints.complete(folder) == [123456789, 10, 4]
+    checkpoints.remove_old(folder, 0)
     assert len(steps_in(folder)) == 9
 
 
 def test_what_can_not_be_removed_is_one_line_and_no_error(tmp_path, monkeypatch, capsys):
     make(tmp_path, 1, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    options.remove_old(tmp_path, 1)
+    checkpoints.remove_old(tmp_path, 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{tmp_path}/step-00000001 can't be removed: Permission denied")
-    assert options.complete(tmp_path) == [2]  # and the rest goes at the next save
+    assert checkpoints.complete(tmp_path) == [2]  # and the rest goes at the next save
 
 
 # -------------------------------------------------------------------------------------------------- which one is taken
@@ -220,64 +216,14 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(copied):
     shutil.rmtree(copied / "step-00000030")
     (copied / "step-00000010").rename(copied / "step-00000020")
     error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied))
-    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10 and 10: was it renamed?")
+    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")
     assert steps_in(copied) == names(20)
 
 
-RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-SETTINGS = {"--seed": 0, "--data": ("stdlib", 5, 7), "--clip": 0.0, "--dtype": "float32"}
-
-
-def a_scheduler():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    return scheduler
-
-
-EXTRA = checkpoints.extra_of(3, a_scheduler(), RANK, SETTINGS)
-SCHEDULER, CPU = EXTRA["scheduler"], EXTRA["random"]["cpu"]
-
-
-def checked(extra):
-    return checkpoints.checked(extra, 3, a_scheduler(), RANK, SETTINGS)
-
-
-def test_the_extra_of_a_run_is_taken():
-    assert checked(EXTRA) == EXTRA
-    others = {**EXTRA, "settings": {}, "scheduler": {**SCHEDULER, "of another version": 1}}  # of torch, say
-    assert checked(others)["scheduler"] == SCHEDULER
-
-
-WRONG = {
-    "none": None, "a list": [EXTRA],
-    **{f"no {key}": {name: value for name, value in EXTRA.items() if name != key} for key in EXTRA},
-    **{f"{key} a text": {**EXTRA, key: "1"} for key in EXTRA},
-    "another step": {**EXTRA, "step": 4}, "half a step": {**EXTRA, "step": 3.5},
-    "true for a rank": {**EXTRA, "rank": True},
-    **{f"random numbers of {state}": {**EXTRA, "random": {"cpu": state}} for state in (None, CPU[:-1], CPU.float())},
-    **{f"--data {data}": {**EXTRA, "settings": {**SETTINGS, "--data": data}}
-       for data in ("stdlib", ("stdlib", 5), ("stdlib", "5", "7"))},
-    **{f"{key} {value}": {**EXTRA, "scheduler": {**SCHEDULER, key: value}}
-       for key, value in (("base_lrs", []), ("base_lrs", [float("nan")]), ("base_lrs", [-1.0]), ("base_lrs", ["1"]),
-                          ("base_lrs", [10**400]), ("last_epoch", 4), ("last_epoch", "3"), ("_last_lr", 3))},
-}
-
-
-def test_an_extra_that_is_none_of_train_py_is_refused():
-    for what, extra in WRONG.items():
-        with pytest.raises(ForeignCheckpoint) as refusal:
-            checked(extra)
-        assert len(str(refusal.value)) < 300 and len(str(refusal.value).splitlines()) == 1, what
-
-
-def test_a_random_state_that_torch_refuses_is_one_line():
-    state = torch.get_rng_state()
-    with pytest.raises(ForeignCheckpoint, match="its random state is none: "):
-        checkpoints.set_random_state({"random": {"cpu": torch.full_like(state, 255)}}, RANK)
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("extra", [None, [3], {"step": 3}, {"epoch": 1, "loss": 2.0}], ids=str)
+def test_a_checkpoint_of_another_program_is_refused(extra):
+    with pytest.raises(ForeignCheckpoint, match="it is none of train.py: its extra is "):
+        checkpoints.check(extra, 3)
 
 
 @pytest.mark.parametrize("args", [["--resume-from", "10"], []], ids=str)
@@ -286,13 +232,10 @@ def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args,
     if not args:
         damage(copied / "step-00000030")
     before = steps_in(copied)
-    script = f"""
-        import pathlib, sys
-        from checkpoint.folder import hold
-        print(hold(pathlib.Path({str(copied / "step-00000001")!r})), flush=True)
-        sys.stdin.read()
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+    script = (f"import pathlib, sys, checkpoint.folder\n"
+              f"print(checkpoint.folder.hold(pathlib.Path({str(copied / 'step-00000001')!r})), flush=True)\n"
+              f"sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == "True\n"
@@ -303,26 +246,30 @@ def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args,
 
 
 def random_states(rank, folder):
-    args = options.parse_args(__doc__, ["--checkpoint", str(folder), "--save-every", "1", "--steps", "3"])
-    args.text = None
+    command = "--checkpoint", str(folder), "--save-every", "1", "--steps", "3"
 
-    def start():
+    def start(*more):
+        args = options.parse_args(__doc__, [*command, *more])
+        args.text = None
         model = torch.nn.Linear(3, 3).to(rank.device)
         optimizer = DistributedOptimizer(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return optimizer, scheduler, checkpoints.Checkpoints(args, rank, model, optimizer, scheduler)
 
-    optimizer, scheduler, saved = start()
+    _, scheduler, saved = start()
     assert saved.first_step == 0
     scheduler.step()
     torch.manual_seed(rank.rank)
     saved.step_done()
     expected = torch.rand(3)
-    again, other_scheduler, saved = start()
-    for number in options.SIGNALS:
+    for more, lr in (((), 1.0), (("--lr", "0.5"), 0.5)):  # the run's own, or what the command says now
+        optimizer, scheduler, saved = start(*more)
+        assert saved.first_step == 1 and scheduler.last_epoch == 1 and torch.equal(torch.rand(3), expected)
+        assert optimizer.param_groups[0]["lr"] == lr / 2
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == lr / 3
+    for number in checkpoints.SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
-    assert saved.first_step == 1 and other_scheduler.last_epoch == 1 and again.param_groups[0]["lr"] == 0.5
-    assert torch.equal(torch.rand(3), expected)
     return expected
 
 
@@ -354,31 +301,18 @@ def stepped(folder):
     return group["initial_lr"], group["weight_decay"]
 
 
-@pytest.mark.parametrize("world_size", [1])
-def test_what_the_command_says_is_what_the_optimizer_steps_with(run, world_size):
-    run(stepped_with)
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder with texts, and `run`: one step on text.txt."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in (("text", "text"), ("same", "text"), ("other", "other"), ("alike", "tent")):
+        (folder / f"{name}.txt").write_text(text * 300)
+    assert alone(folder / "run", *command_on(folder / "text.txt")).code == 0
+    return folder
 
 
-def stepped_with(rank):
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    optimizer.step()
-    scheduler.step()
-
-    class args:
-        lr, weight_decay = 0.5, 0.125
-    options.take_hyperparameters(args, optimizer, scheduler)
-    weight.grad = torch.zeros(1)
-    optimizer.step()
-    assert weight.item() == 1 - 0.25 * 0.125
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5 / 3
-
-
-def write(path, text):
-    path.write_text(text * 300)
-    return path
+def command_on(text):
+    return "--sequence-length", "32", "--seed", "7", "--data", text
 
 
 @pytest.mark.parametrize("args, message", [
@@ -386,31 +320,27 @@ def write(path, text):
     (["--batch-size", "3"], "ranks x --batch-size is 3, the run's is 2"),
     (["--accumulate", "2"], "--accumulate is 2, the run's is 1"),
     (["--sequence-length", "16"], "--sequence-length is 16, the run's is 32"),
-    (["--data", "other.txt"], "--data is {0}/other.txt (1500 bytes, checksum ), the run's is {0}/text.txt "
-                              "(1200 bytes, checksum )"),
+    *((["--data", f"{name}.txt"], f"--data is {{0}}/{name}.txt ({n_bytes} bytes, checksum ), the run's is "
+                                  "{0}/text.txt (1200 bytes, checksum )")
+      for name, n_bytes in (("other", 1500), ("alike", 1200))),
     (["--seed", "8", "--batch-size", "3"], "--seed is 8, the run's is 7; ranks x --batch-size is 3, the run's is 2"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_decides_on_the_data_must_not_change_but_by_force(args, message, tmp_path):
-    write(tmp_path / "text.txt", "text"), write(tmp_path / "other.txt", "other")
-    args = [str(tmp_path / arg) if arg.endswith(".txt") else arg for arg in args]
-    command = ["--sequence-length", "32", "--data", tmp_path / "text.txt", "--seed", "7"]
-    folder = tmp_path / "run"
-    assert alone(folder, *command).code == 0
-    error = re.sub(r"checksum \w{8}", "checksum ", error_of(alone(folder, *command, *args, steps=2)))
-    assert error.endswith(f"--checkpoint {folder} is of a run with other data: {message.format(tmp_path)}: "
+def test_what_decides_on_the_data_must_not_change_but_by_force(args, message, texts, tmp_path):
+    args = [str(texts / arg) if arg.endswith(".txt") else arg for arg in args]
+    folder = shutil.copytree(texts / "run", tmp_path / "run")
+    command = *command_on(texts / "text.txt"), *args
+    error = re.sub(r"checksum \w{8}", "checksum ", error_of(alone(folder, *command, steps=2)))
+    assert error.endswith(f"--checkpoint {folder} is of a run with other data: {message.format(texts)}: "
                           "--force goes on nevertheless")
     assert steps_in(folder) == names(1)
-    forced = alone(folder, *command, *args, "--force", steps=2)
+    forced = alone(folder, *command, "--force", steps=2)
     assert forced.code == 0 and steps_in(folder) == names(1, 2)
     assert "changed since then: " in forced.stdout and f"{args[0].lstrip('-')} " in forced.stdout
 
 
-def test_the_same_text_in_another_place_is_the_same(tmp_path):
-    assert alone(tmp_path / "run", "--data", write(tmp_path / "one.txt", "text of a run")).code == 0
-    ended = alone(tmp_path / "run", "--data", write(tmp_path / "two.txt", "text of a run"), steps=2)
+def test_the_same_text_in_another_place_is_the_same(texts, tmp_path):
+    ended = alone(shutil.copytree(texts / "run", tmp_path / "run"), *command_on(texts / "same.txt"), steps=2)
     assert ended.code == 0 and "--data" not in ended.stdout.split("changed since then")[1].splitlines()[0]
-    changed = alone(tmp_path / "run", "--data", write(tmp_path / "two.txt", "text of a ruin"), steps=2)
-    assert "--data is" in error_of(changed)
 
 
 # ------------------------------------------------------------------------------------------------------------ time-outs

@@ -45,35 +45,15 @@ def test_every_stage_prints_the_losses_of_ddp(stage):
     assert losses(f"{stage}/train.py") == reference
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--model", "huge"], "huge"),
-        (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
-        (["--data", "empty.txt"], "empty.txt"),
-        (["--steps", "0"], "--steps"),
-        (["--steps", "9" * 30], "9: it must be at most a million"),
-        (["--seed", str(2**63)], "--seed: 9223372036854775808 is too large"),
-        (["--seed", "9" * 400], "--seed"),
-        (["--batch-size", "1000001"], "--batch-size is 1000001: it must be at most a million"),
-        (["--accumulate", "9" * 30], "--accumulate"),
-        (["--lr", "inf"], "--lr"),
-        (["--clip", "nan"], "--clip"),
-        (["--sequence-length", "100000"], "--sequence-length"),
-        (["--save-every", "5"], "--checkpoint"),
-        (["--checkpoint", ""], "--checkpoint"),
-        ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory"),
-        (["--timeout", "0"], "--timeout: must be a positive number, not '0'"),
-        (["--timeout", "1e9"], "--timeout: 1e+09 is too long, it must be at most 1000000"),
-        (["--timeout"], "--timeout: expected one argument"),
-        (["--keep", "-1"], "--keep: must be a non-negative whole number"),
-        (["--keep", "2"], "--keep: there is no --checkpoint DIR to save in"),
-        (["--resume-from", "2"], "--resume-from: there is no --checkpoint DIR to save in"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("args, message", [
+    (["--steps", "0"], "--steps"),
+    (["--timeout"], "--timeout: expected one argument"),
+    (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
+    (["--data", "empty.txt"], "empty.txt"),
+    ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory"),
+], ids=str)
 def test_bad_input_is_one_line(args, message, tmp_path):
-    """Started without torchrun, as one rank: what torchrun adds to the output is its own."""
+    """Of a rank without torchrun, which adds lines of its own. More options: tests/harness/test_command_lines.py."""
     (tmp_path / "empty.txt").touch()
     run = run_alone(ROOT / STAGES[0] / "train.py", *args, cwd=tmp_path)
     assert run.code == 2
@@ -106,9 +86,6 @@ def test_a_folder_of_text_is_read_but_for_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert bytes(corpus.load_bytes(tmp_path)) == b"text " * 9
-
-
-@pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-that-name/text"])
-def test_data_that_cannot_be_there_is_said_to_be_wrong(path):
-    with pytest.raises(ValueError, match="--data .*give a text file"):
-        corpus.load_bytes(path)
+    for path in (tmp_path / "pipe", "x" * 300, "~nobody-of-that-name/text"):
+        with pytest.raises(ValueError, match="--data .*: there is no such file or folder; give a text file"):
+            corpus.load_bytes(path)
