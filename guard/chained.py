@@ -5,6 +5,7 @@ ChainedOptimizer. Shown by tests/variants/test_chained.py.
 """
 
 import contextlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,10 @@ class Chained(Together):
     `checkpoint.save`, `load` and the full state accept it as they do any optimizer, if all have one process group.
 
     Process groups may differ: experts, for example, have a smaller group, and ranks outside of it have other
-    parameters. The norm counts each parameter once. The constructor is then collective.
+    parameters. The norm counts each parameter once. Smaller groups must divide the largest one.
 
     Raises:
-        ValueError: on every rank; the smaller groups don't divide the largest one, with each rank in one of them, so it
-            can't be known which ranks have the same parameters.
+        ValueError: no group includes all the others, so it can't be known which ranks have the same parameters.
     """
 
     def __init__(self, *optimizers):
@@ -52,14 +52,7 @@ class Chained(Together):
         own = [ranks if hasattr(optimizer, "across") else dist.get_process_group_ranks(group)
                for optimizer, group in zip(optimizers, groups)]
         self.n_ranks = [len(its) for its in own]
-        is_known = all(set(its) <= set(ranks) for its in own)
-        if is_known and min(self.n_ranks) < len(ranks):
-            everyone = [None] * len(ranks)
-            dist.all_gather_object(everyone, own, self.process_group)
-            of_rank = dict(zip(ranks, everyone))
-            is_known = all(of_rank[other][number] == its for all_its in everyone
-                           for number, its in enumerate(all_its) for other in its)
-        if not is_known:
+        if not all(set(its) <= set(ranks) for its in own):
             raise ValueError(f"the optimizers are for ranks {own}: no group has all others as its parts, so whose "
                              "parameters are alike can't be known")
 
@@ -118,10 +111,9 @@ class Inner(Together):
 
     def state_dict(self):
         """-> a state_dict without states, in which parameters are numbered through all optimizers."""
-        groups, n_before = [], 0
-        for group in self.param_groups:
-            groups.append({**group, "params": list(range(n_before, n_before + len(group["params"])))})
-            n_before += len(group["params"])
+        places = itertools.count()
+        groups = [{**group, "params": list(itertools.islice(places, len(group["params"])))}
+                  for group in self.param_groups]
         return {"state": {}, "param_groups": groups}
 
     def load_state_dict(self, state_dict):

@@ -47,37 +47,49 @@ def spread_over(param):
 
 
 def settings_of(groups):
-    """-> dict: (name such as "lr of group 0", place in a tuple or list) -> number or text.
+    """-> dict: name such as "lr of group 0", or "betas[1] of group 0" -> number or text.
 
     Only plain values and one-element CPU tensors: reading a tensor on a GPU would wait for the GPU.
     """
     found = {}
     for g, group in enumerate(groups):
         for key, value in hyperparameters(group).items():
-            for place, part in enumerate(value if isinstance(value, (tuple, list)) else [value]):
+            is_sequence = isinstance(value, (tuple, list))
+            for place, part in enumerate(value if is_sequence else [value]):
                 if isinstance(part, torch.Tensor) and part.numel() == 1 and part.device.type == "cpu":
                     part = part.item()
                 if isinstance(part, (numbers.Real, str)):
-                    found[f"{key} of group {g}", place] = part if isinstance(part, str) else float(part)
+                    name = f"{key}[{place}]" if is_sequence else key
+                    found[f"{name} of group {g}"] = part if isinstance(part, str) else float(part)
     return found
 
 
-def checksum_of(groups):
+def checksum_of(settings):
     """-> 31 bits. Floats count with nine digits, because the cosines of two CPUs may differ in the last bit."""
-    values = [value if isinstance(value, str) else f"{value:.9g}" for value in settings_of(groups).values()]
+    values = [value if isinstance(value, str) else f"{value:.9g}" for value in settings.values()]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
 
-def difference_between_ranks(groups, process_group):
-    """-> on every rank a message if the settings of the ranks differ by more than rounding, or None. Collective."""
+def first_difference(settings, process_group):
+    """-> (name, value on rank 0, another rank, its value) of what differs by more than rounding, or None. Collective.
+
+    settings: of this rank, name -> number or text.
+    """
     everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, settings_of(groups), group=process_group)
+    dist.all_gather_object(everyone, settings, group=process_group)
     for rank, theirs in enumerate(everyone):
-        for setting in everyone[0] | theirs:
-            one, other = everyone[0].get(setting), theirs.get(setting)
-            are_floats = isinstance(one, float) and isinstance(other, float)
-            are_close = are_floats and (math.isclose(one, other, rel_tol=1e-6) or one != one and other != other)
-            if one != other and not are_close:
-                return (f"{setting[0]} is {one} on rank 0 and {other} on rank {rank}: set the same on every rank (feed "
-                        "ReduceLROnPlateau with the average of all losses), or take an optimizer that writes the same")
+        for name in everyone[0] | theirs:
+            one, other = everyone[0].get(name), theirs.get(name)
+            if one != other and not (type(one) is type(other) is float and math.isclose(one, other, rel_tol=1e-6)):
+                return name, one, rank, other
     return None
+
+
+def difference_between_ranks(groups, process_group):
+    """-> on every rank a RuntimeError if the settings of the ranks differ, or None. Collective."""
+    difference = first_difference(settings_of(groups), process_group)
+    if difference is None:
+        return None
+    name, one, rank, other = difference
+    return RuntimeError(f"{name} is {one} on rank 0 and {other} on rank {rank}: set the same on every rank (feed "
+                        "ReduceLROnPlateau with the average of all losses), or take an optimizer that writes the same")

@@ -4,6 +4,7 @@ Situation: training, from the constructor to a save. The class in a stage's `dis
 that it defines replaces the one here, because super() is the core in both classes. It defines:
 
     _refuse(named), _probe(make_optimizer, groups)   raise an error for what the stage can't train
+    _takes_dtensors, _takes_any_layout   of parameters
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
     _take_model_changes()       update main parameters from what others wrote into the model
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters
 from .hooks import without_global_hooks
-from .refuse import agree, checked_groups, param_ids, refuse_edited, silence_torch, warn_of_an_untried_torch
+from .refuse import agree, checked_groups, param_ids, refuse_edited, silence_torch
 from .scaling import found_inf, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
 
@@ -37,21 +38,21 @@ class Guarded(torch.optim.Optimizer):
             """The core's."""
 
     finish_grad_sync: Callable[[], None]
+    _takes_dtensors = _takes_any_layout = False
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _known_params: Any = None  # param_ids() of the sharded parameters; None while torch's constructor runs
     _states: Any = None  # a ByParameter; None while torch's constructor runs
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
-        warn_of_an_untried_torch()
         silence_torch()
-        watch_torchs_clipping(self)
+        watch_torchs_clipping()
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
-        return self._checked(params, settings={"optimizer_cls": optimizer_cls, **settings, **optimizer_kwargs})
+        return self._checked(params, **settings)
 
-    def _checked(self, params, existing=(), settings=None):
-        groups = checked_groups(params, self.process_group, existing, refuse=self._refuse, settings=settings)
+    def _checked(self, params, **settings):
+        groups = checked_groups(self, params, settings)
         self._probe(self.make_optimizer, groups)
         return groups
 
@@ -60,8 +61,7 @@ class Guarded(torch.optim.Optimizer):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         if self._known_params is None:
             return super().add_param_group(param_group)
-        (param_group,) = self._checked([param_group], self.param_groups)
-        super().add_param_group(param_group)
+        super().add_param_group(self._checked([*map(dict, self.param_groups), param_group])[-1])
         self.shard(self.param_groups[-1:])
 
     @torch.no_grad()
@@ -110,6 +110,8 @@ class Guarded(torch.optim.Optimizer):
         Raises:
             RuntimeError: `param_groups` has other parameters than were added; or what `finish_grad_sync` raises.
         """
+        if self.rank < 0:
+            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         refuse_edited(self.param_groups, self._known_params)
         loss = None if closure is None else mean_loss(self, closure)
         self.finish_grad_sync()
@@ -188,7 +190,7 @@ class Guarded(torch.optim.Optimizer):
             parts, state_dict = state_for_rank(self, state_dict)
         except ValueError as refusal:
             error = refusal
-        agree(error, [], self.process_group, all_params(self)[0].device)
+        agree(error, {}, self.process_group, all_params(self)[0].device)
         for main, saved in parts:
             main.copy_(saved)
         self.optimizer.load_state_dict(state_dict)
@@ -201,7 +203,7 @@ class Guarded(torch.optim.Optimizer):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
         difference = difference_between_ranks(self.param_groups, self.process_group)
         if difference:
-            raise RuntimeError(difference)
+            raise difference
 
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")

@@ -7,6 +7,7 @@ tests/stages/test_users.py, `test_hooks_of_all_optimizers_are_called_once_a_step
 """
 
 import contextlib
+import functools
 import weakref
 
 import torch
@@ -22,7 +23,12 @@ def untraced(function):
 
     The wrapper of torch.compiler.disable() takes longer than a hook, so it is used only while something is compiled.
     """
-    return skip(lambda *args: (function if compiler() is None else torch.compiler.disable(function))(*args))
+    @skip
+    @functools.wraps(function)  # so that it can be pickled, with a model that has it as a hook
+    def without_compiler(*args):
+        return (function if compiler() is None else torch.compiler.disable(function))(*args)
+
+    return without_compiler
 
 
 def hook_gradient(param, method, takes=False):

@@ -1,72 +1,59 @@
 """Refuses parameters that can't work, by name, on every rank, before anything is changed.
 
-Examples are duplicates, several devices, different models on the ranks, and groups edited behind the optimizer's back.
-Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
+Examples are shared memory, several devices, different models on the ranks, and groups edited behind the optimizer's
+back. Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
-import functools
-import hashlib
-import os
 import warnings
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
-from .groups import named_params, settings_of
-
-NEWEST = "2.14.1"  # the newest torch on which all tests passed
-PLAIN = bool, int, float, str, type, torch.dtype, type(None)  # equal values of these print the same on every rank
+from .groups import checksum_of, first_difference, named_params, settings_of
 
 
-def checked_groups(params, process_group, existing=(), *, refuse, settings=None):
-    """-> `params` as a list of parameter groups, or the same refusal on every rank. Collective.
+class Parsed(torch.optim.Optimizer):
+    """torch's own reading of parameters. A class for this alone, because torch changes a class that it instantiates."""
+
+
+def checked_groups(optimizer, params, settings):
+    """-> `params` as parameter groups with all hyperparameters, or the same refusal on every rank. Collective.
 
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
-        existing: the groups that the optimizer has already.
-        refuse: function of [(name, parameter), …] that raises TypeError or ValueError for what the stage can't take.
-            -> [(name, tensor), …]: the part of each parameter that is on this rank.
-        settings: the stage's arguments by name, which must be the same on every rank.
+        settings: the stage's own arguments by name, which must be the same on every rank.
 
     Raises:
-        RuntimeError: there is no process group, or this rank is not in it.
-        TypeError: something is not a tensor, parameters are in a set, or `process_group` is something else.
-        ValueError: there are no parameters; or one can't be sharded or updated, because it is a duplicate, shares
-            memory with another, is sparse, integer or 8-bit, is no leaf, was made in inference_mode(), has gaps in
-            memory, or is on another device or one that `process_group` has no backend for. Or only some parameters have
-            names, or the ranks disagree.
+        RuntimeError: this rank is not in the process group.
+        TypeError, ValueError, KeyError: torch can't read `params` or the process group, or the inner optimizer's class
+            refuses its arguments.
+        ValueError: there are no parameters; or one can't be sharded or updated, because it shares memory with another,
+            is sparse, integer or 8-bit, has gaps in memory, is on another device, or is nothing that the stage takes;
+            or the ranks disagree.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("there is no process group: call torch.distributed.init_process_group() first")
-    no_groups = None, dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(process_group, dist.ProcessGroup) and process_group not in no_groups:
-        kind = type(process_group).__name__
-        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
+    process_group = optimizer.process_group
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
-    groups, lines, error = [], [], None
-    backends = backends_of(process_group)
-    device = "cpu" if "cpu" in backends else next(iter(backends))
+    groups, everything, error, device = [], {}, None, next(iter(backends_of(process_group)))
     try:
-        groups = _as_groups(params)
-        if len({"param_names" in group for group in [*existing, *groups]}) > 1:
-            raise ValueError("some parameter groups have names for their parameters: name all of them or none")
-        named = named_params([*existing, *groups])
+        groups = Parsed(params, optimizer.make_optimizer([{"params": []}]).defaults).param_groups
+        named = named_params(groups)
         if not named:  # as in torch, one group may be empty, but not all
             raise ValueError("the parameter list is empty: pass model.parameters()")
-        _check_params(named, backends)
         if named[0][1].device.type == device:
             device = named[0][1].device  # the GPU with the model, if there are several
-        here = refuse(named)
-        _check_memory(here)
-        lines = [f"{key}={value}" for key, value in (settings or {}).items() if _is_plain(value)]
-        lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if param.requires_grad else ' frozen'}"
-                  for (name, tensor), (_, param) in zip(here, named)]
-        lines += [f"{what}={value}" for (what, _), value in settings_of([*existing, *groups]).items()]
-    except (RuntimeError, TypeError, ValueError) as refusal:
+        check_params(named, optimizer._takes_dtensors)
+        here = optimizer._refuse(named)
+        check_memory(here, optimizer._takes_any_layout)
+        everything = {name: str(value) for name, value in settings.items()}
+        everything["optimizer_cls"] = optimizer.make_optimizer.func.__name__
+        for (name, tensor), (_, param) in zip(here, named):
+            frozen = "" if param.requires_grad else " frozen"
+            everything[f"parameter {len(everything)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
+        everything.update(settings_of(groups))
+    except Exception as refusal:
         error = refusal
-    agree(error, lines, process_group, device)
+    agree(error, everything, process_group, device)
     return groups
 
 
@@ -87,79 +74,31 @@ def refuse_edited(groups, known):
                            "the optimizer anew")
 
 
-def _as_groups(params):
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params must be an iterable of tensors or dicts, such as model.parameters(), not one tensor")
-    _refuse_set(params)
-    try:
-        items = list(params)
-    except TypeError:
-        raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from None
-    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
-    for g, group in enumerate(groups):
-        if not isinstance(group, dict) or "params" not in group:
-            raise TypeError(f"parameter group {g} must be a dict with a 'params' entry")
-        _refuse_set(group["params"])
-        items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        groups[g] = {**group, "params": items}
-        if any(isinstance(item, tuple) for item in items):
-            if not all(isinstance(item, tuple) for item in items):
-                raise ValueError(f"parameter group {g} names some of its parameters: name all of them or none")
-            groups[g].update(params=[param for _, param in items], param_names=[name for name, _ in items])
-    return groups
-
-
-def _refuse_set(params):
-    if isinstance(params, (set, frozenset)):
-        raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
-
-
-def _check_params(named, backends):
+def check_params(named, takes_dtensors):
     first_name, first = named[0]
-    name_of = {}
     for name, param in named:
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(f"parameter {name} is not a tensor but {type(param).__name__}")
-        if id(param) in name_of:
-            raise ValueError(f"parameter {name} is a duplicate of parameter {name_of[id(param)]}: pass each one once")
-        name_of[id(param)] = name
         if param.layout != torch.strided:
             raise ValueError(f"parameter {name} is sparse ({param.layout}): only dense parameters can be sharded")
-        if param.is_inference():
-            raise ValueError(f"parameter {name} was made in inference_mode(), for good: make the model outside of it")
-        if not param.is_leaf:
-            raise ValueError(f"parameter {name} is not a leaf: only leaf tensors receive gradients")
         if not param.is_floating_point() or param.dtype.itemsize < 2:
             raise ValueError(f"parameter {name} has dtype {param.dtype}: only floats of 16 bits or more can be stepped")
         if param.device != first.device:
             raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
-        if param.device.type not in backends:
-            only = ", ".join(f"{backend} for {device}" for device, backend in backends.items())
-            raise ValueError(f"parameter {name} is on {param.device}, process_group has {only}: move the model before")
+        if hasattr(param, "device_mesh") and not takes_dtensors:
+            raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
 
 
-def _check_memory(named):
-    """Refuse parameters that share memory: they would be averaged and updated as two, but written back as one."""
+def check_memory(named, takes_any_layout):
+    """Refuse gaps, and parameters that share memory: they would be updated as two, but written back as one."""
     for name, tensor in named:
-        if tensor.stride() != torch.empty_like(tensor, device="meta").stride():
-            raise not_contiguous(name, tensor)
+        has_no_gaps = takes_any_layout and tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+        if not tensor.is_contiguous() and not has_no_gaps:  # a broadcast would fill gaps
+            raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
     # data_ptr() is 0 for empty tensors and on the meta device
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
     for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
         if other_start < start + nbytes:
-            raise ValueError(f"parameters {name} and {other} share memory: tie them as one torch.nn.Parameter")
-
-
-def refuse_dtensors(named):
-    for name, param in named:
-        if hasattr(param, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
-
-
-def refuse_other_layouts(named):
-    for name, tensor in named:
-        if not tensor.is_contiguous():
-            raise not_contiguous(name, tensor)
+            raise ValueError(f"parameters {name} and {other} share memory: pass each one once, and tie as one "
+                             "torch.nn.Parameter")
 
 
 def data_replaced(name):
@@ -168,40 +107,22 @@ def data_replaced(name):
                         "copy_(), or build the optimizer afterwards")
 
 
-def not_contiguous(name, tensor):
-    return ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
-
-
-def _is_plain(value):
-    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
-
-
-def agree(error, lines, process_group, device):
-    """Raise on every rank if one of them has an `error`, or if the ranks have different `lines`. Collective."""
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    report = torch.tensor([error is not None, digest, -digest], device=device)  # all digests are equal if max is min
+def agree(error, settings, process_group, device):
+    """Raise on every rank if one of them has an `error`, or if they have different `settings`. Collective."""
+    checksum = checksum_of(settings)
+    report = torch.tensor([error is not None, checksum, -checksum], device=device)  # all are equal if max is min
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
-    if not failed and largest == -minus_smallest:
-        return
-    reports = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(reports, (error, lines), group=process_group)
-    for rank, (theirs, _) in enumerate(reports):
-        if theirs is not None:
-            raise error or type(theirs)(f"rank {rank}: {theirs}")
-    first = reports[0][1]
-    rank, other = next((rank, lines) for rank, (_, lines) in enumerate(reports) if lines != first)
-    ours, theirs = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
-    raise ValueError(f"the ranks disagree on parameters or arguments: rank 0 has {ours}, rank {rank} {theirs}")
-
-
-@functools.cache
-def warn_of_an_untried_torch(version=str(torch.__version__)):
-    """Warn once per process, under torchrun on rank 0 only. Patch releases of NEWEST count as tried."""
-    minor, tried = (tuple(map(int, release.split(".")[:2])) for release in (version, NEWEST))
-    if minor > tried and os.environ.get("RANK", "0") == "0":
-        warnings.warn(f"torch {version} is newer than {NEWEST}, the newest that DistributedOptimizer was tried with",
-                      stacklevel=2)
+    if failed:
+        errors = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(errors, error, group=process_group)
+        rank, theirs = next((rank, theirs) for rank, theirs in enumerate(errors) if theirs is not None)
+        raise error or type(theirs)(f"rank {rank}: {theirs}")
+    difference = largest != -minus_smallest and first_difference(settings, process_group)
+    if difference:
+        name, one, rank, other = difference
+        raise ValueError(f"the ranks disagree on parameters or arguments: {name} is {one} on rank 0 and {other} on "
+                         f"rank {rank}")
 
 
 def silence_torch():

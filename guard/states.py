@@ -22,7 +22,6 @@ class ByParameter(MutableMapping):
     the same code.
 
     Attributes:
-        inner: the inner optimizer.
         main_param: parameter of the model -> what this rank updates of it, the tensor that `inner` knows.
         elsewhere: parameters of the model of which this rank updates nothing.
         looked_at: parameters whose state somebody has accessed since the last step.
@@ -35,17 +34,14 @@ class ByParameter(MutableMapping):
         self.looked_at = set()
 
     def _key(self, param):
+        self.looked_at.add(param)
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
-        if param in self.elsewhere:
-            return {}
-        self.looked_at.add(param)
-        return self.inner.state[self._key(param)]
+        return {} if param in self.elsewhere else self.inner.state[self._key(param)]
 
     def __setitem__(self, param, state):
         if param not in self.elsewhere:
-            self.looked_at.add(param)
             self.inner.state[self._key(param)] = state
 
     def __delitem__(self, param):
@@ -71,7 +67,7 @@ class ByParameter(MutableMapping):
         return self.inner.state.pop(self._key(param), *default)
 
     def setdefault(self, param, default=None):
-        if param not in self and param not in self.elsewhere:
+        if param not in self:
             self[param] = default
         return self[param]
 
@@ -101,18 +97,19 @@ def state_of_rank(optimizer):
     for key in [key for key, state in inner.state.items() if isinstance(key, torch.Tensor) and not state]:
         del inner.state[key]  # an empty entry, made when somebody read it; maybe another rank updates the parameter
     index_of = {id(param): index for index, param in enumerate(params)}
-    pieces = [(index_of[id(param)], *piece) for param, *piece in optimizer.pieces()]
-    name_of_part = {  # torch's own tools print these words when they refuse it
-        id(main): f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
-                  f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole"
-        for index, start, stop, main in pieces}
-    names, part = {i: name_of_part[id(main)] for i, main in enumerate(all_params(inner))}, inner.state_dict()
-    part["state"] = {names.get(key, key): state for key, state in part["state"].items()}
+    part, names, main_params, bounds = inner.state_dict(), {}, {}, {}
+    for param, start, stop, main in optimizer.pieces():
+        index = index_of[id(param)]
+        names[id(main)] = (f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
+                           f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole")
+        if main is not param:  # torch's own tools print these words when they refuse it
+            bounds[index] = start, stop, *map(dist.get_rank, spread_over(param))
+        if main.dtype != param.dtype:
+            main_params[index] = main
+    name_of_index = {index: names[id(main)] for index, main in enumerate(all_params(inner))}
+    part["state"] = {name_of_index.get(key, key): state for key, state in part["state"].items()}
     for group in part["param_groups"]:
-        group["params"] = [names[index] for index in group["params"]]
-    bounds = {index: (start, stop, *map(dist.get_rank, spread_over(params[index])))
-              for index, start, stop, main in pieces if main is not params[index]}
-    main_params = {index: main for index, _, _, main in pieces if main.dtype != params[index].dtype}
+        group["params"] = [name_of_index[index] for index in group["params"]]
     return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "main_params": main_params,
             "bounds": bounds}
 
@@ -123,20 +120,15 @@ def state_for_rank(optimizer, state_dict):
     Raises ValueError: the state_dict is from another rank, other shards, or another optimizer.
     """
     here, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict.get("world_size"))
-    if made_by == (None, None):
-        raise ValueError("this state_dict is of no rank of a DistributedOptimizer: a plain optimizer's, or "
-                         "full_state_dict()'s, is for checkpoint.load_full_state_dict(optimizer, state_dict)")
     if made_by != (here["rank"], here["world_size"]):
         raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is "
                          f"{here['rank'], here['world_size']}: a file of one rank has one part of {made_by[1]}, save "
-                         "checkpoint.full_state_dict(optimizer) for the whole")
+                         "checkpoint.full_state_dict(optimizer) for the whole, which, as a plain optimizer's, is for "
+                         "checkpoint.load_full_state_dict(optimizer, state_dict)")
     mains, saved = here["main_params"], state_dict.get("main_params", {})
     if (here["bounds"], mains.keys()) != (state_dict.get("bounds", {}), saved.keys()):
         raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                          "tensor-parallel rank say: use full_state_dict()")
-    for index, main in mains.items():
-        if (saved[index].shape, saved[index].dtype) != (main.shape, main.dtype):
-            raise ValueError(f"main_params of this state_dict doesn't fit parameter {index}: {saved[index].shape}")
     of_inner = checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict)
     return [(main, saved[index]) for index, main in mains.items()], of_inner
 

@@ -17,13 +17,13 @@ from .groups import all_params
 from .guarded import Guarded
 from .hooks import hook_gradient
 from .probe import check_one_by_one
-from .refuse import refuse_dtensors
 
 
 class OfWholeParams(Guarded):
     average: Callable[..., Any]  # the core's method
     _probe = staticmethod(check_one_by_one)
     has_grads = _grads_elsewhere = False
+    _takes_any_layout = True
     _grads_synced = False  # whether param.grad holds the average already
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
@@ -36,7 +36,6 @@ class OfWholeParams(Guarded):
 
     def _refuse(self, named):
         """Refuse several dtypes, because one flat tensor holds all gradients. -> `named`"""
-        refuse_dtensors(named)
         first_name, first = named[0]
         for name, param in named:
             if param.dtype != first.dtype:

@@ -8,7 +8,6 @@ from torch.optim.optimizer import ParamsT
 
 from guard.guarded import Guarded
 from guard.probe import check_elementwise
-from guard.refuse import refuse_dtensors, refuse_other_layouts
 
 from .buffer import Holds
 from .grads import GuardedBuffer
@@ -46,9 +45,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """Refuse parameters and gradients that the buffer or main parameters can't hold. -> `named`"""
-        refuse_dtensors(named)
-        refuse_other_layouts(named)
+        """Refuse gradients that the buffer or main gradients can't hold. -> `named`"""
         for name, param in named:
             if self.grad_dtype not in (None, param.dtype, torch.float32 if param.dtype.itemsize <= 2 else None):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
@@ -72,11 +69,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         the owner itself had a gradient for it, so freeze a layer on all ranks or on none, and before backward(). Call
         GradScaler.unscale_() before this.
         """
-        if self.rank < 0:
-            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         for buffer in self.buffers:
-            buffer.refuse_new_data(self.param_groups)
-            buffer.refuse_new_grads(self.param_groups)
+            buffer.refuse_changes(self.param_groups)
         self.sync_grads()
 
     def _take_model_changes(self):

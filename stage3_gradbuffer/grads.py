@@ -27,11 +27,11 @@ class GuardedBuffer(GradBuffer):
         self.in_main_grad = grad_dtype != params[0].dtype
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.received, self.hooks, self.given = set(), [], [None] * len(params)
+        self.received, self.given = set(), [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # to notice replaced data; share_memory() moves both
-        self.note_new_params()
+        self.versions = [param._version for param in params]
 
     def attach(self, param, grad):
         if self.in_main_grad or param.requires_grad and param.grad is None:  # an existing gradient counts, as in torch
@@ -51,7 +51,7 @@ class GuardedBuffer(GradBuffer):
                 or given.data_ptr() != view.data_ptr()]
 
     def watch(self, param):
-        self.hooks.append(hook_gradient(param, self.take_grad, takes=True))
+        hook_gradient(param, self.take_grad, takes=True)  # the hook goes with this object
 
     def take_grad(self, param):
         index = self.index_of[id(param)]
@@ -64,16 +64,13 @@ class GuardedBuffer(GradBuffer):
     def bring_grad(self, param, index):
         """Copy `param.grad` into the buffer, unless it is there already."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
-            self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
                                "before backward()")
-        if param.grad is None:  # an earlier hook has removed it
-            return
         self.received.add(index)
         if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
             self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
             # A gradient that requires grad was made by backward(create_graph=True), and stays to be differentiated.
-            if not param.grad.requires_grad and is_same(param, self.param_views[index]):
+            if not param.grad.requires_grad:
                 self.give(index)
         super().take_grad(param)
 
@@ -102,38 +99,27 @@ class GuardedBuffer(GradBuffer):
             frozen = not self.params[r.index].requires_grad and r.index not in self.received
             main_param.grad = None if frozen else main_grad
 
-    def refuse_new_grads(self, groups):
-        """Refuse gradients assigned to `param.grad` while the buffer holds a shard: they are too late to be averaged.
+    def refuse_changes(self, groups):
+        """Refuse memory that was replaced, and gradients that are too late to be averaged: the buffer holds a shard.
 
         Writing into the buffer is allowed where main gradients are views of it, and refused where they are copies.
         """
-        if self.holds in (Holds.ZEROS, Holds.GRADS):
-            return
-        if self.shard_version is None:
-            raise RuntimeError("a backward pass after finish_grad_sync() was refused: call the optimizer's zero_grad()")
-        if self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
+        is_late = self.holds not in (Holds.ZEROS, Holds.GRADS)
+        if is_late and self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
-        for param, grad in zip(self.params, self.grads):
-            if param.grad is not None and not is_same(param.grad, grad):
-                name = name_of(param, groups)
-                raise RuntimeError(f"the gradient of parameter {name} was assigned after finish_grad_sync(): too late")
-
-    def refuse_new_data(self, groups):
-        """Refuse a parameter if somebody has replaced its `data` or `main_grad`: we still use the old memory."""
         for param, view, grad in zip(self.params, self.param_views, self.grads):
             if param.data_ptr() != view.data_ptr():
                 raise data_replaced(name_of(param, groups))
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
-                name = name_of(param, groups)
-                raise RuntimeError(f"main_grad of parameter {name} was replaced, or a later optimizer has the "
-                                   "gradients: write into it with copy_(), or build this one anew")
+                raise RuntimeError(f"main_grad of parameter {name_of(param, groups)} was replaced, or a later optimizer"
+                                   " has the gradients: write into it with copy_(), or build this one anew")
+            if is_late and param.grad is not None and not is_same(param.grad, grad):
+                raise RuntimeError(f"the gradient of parameter {name_of(param, groups)} was assigned after "
+                                   "finish_grad_sync(): too late")
 
     def copy_params_to_model(self):
         super().copy_params_to_model()
-        self.note_new_params()
-
-    def note_new_params(self):
         self.versions = [param._version for param in self.params]
 
     def take_model_changes(self):
@@ -151,9 +137,7 @@ class GuardedBuffer(GradBuffer):
             self.give(index)
 
     def let_go(self):
-        """Detach from the parameters: remove hooks, and gradients that are views of the buffer."""
-        for hook in self.hooks:
-            hook.remove()
+        """Detach from the parameters gradients that are views of the buffer."""
         for param, grad in zip(self.params, self.grads):
             if is_same(param.grad, grad):
                 param.grad = None

@@ -8,12 +8,11 @@ tests/stages/test_hostile.py, and tests/stages/test_dtensor.py.
 While its bucket is in flight, a parameter has another class. torch passes every function that is called with such a
 tensor to this class first, and the class waits for the bucket: in an evaluation, a save, a second forward pass, a hook.
 The module hook waits before a module is called, so torch.compile never sees the other class. If an all-gather fails,
-only the first reader gets the error. Shown by tests/stages/test_overlap.py,
-`test_whoever_reads_past_the_hooks_sees_finished_parameters`, and tests/stages/test_users.py,
-`test_after_a_failure_the_model_can_be_read_and_trained_anew`.
+every reader gets the error. Shown by tests/stages/test_overlap.py,
+`test_whoever_reads_past_the_hooks_sees_finished_parameters`.
 """
 
-import functools
+import weakref
 
 import torch
 
@@ -28,6 +27,7 @@ READ_NO_ELEMENT = {  # functions that don't need the values of a parameter, and 
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
 }
+BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of all optimizers, in order -> None
 
 
 class Awaited:
@@ -76,71 +76,42 @@ def wait_for(kinds):
             kind.bucket.finish_param_sync()
 
 
-def hook_module(module):
-    """-> [the handle of a new hook], or []: an existing hook, of this or another optimizer, is renewed instead."""
-    for key, hook in module._forward_pre_hooks.items():
-        if isinstance(hook, ModuleHook):
-            module._forward_pre_hooks[key] = ModuleHook(module)  # a layer may have been replaced since
-            return []
-    return [module.register_forward_pre_hook(ModuleHook(module), prepend=True)]
-
-
-class ModuleHook:
+@untraced
+def wait_for_own(module, _):
     """Before a module is called, waits for its own parameters, and for those of containers in it, which nobody calls.
 
     Some modules read parameters of their children, and so wait for all parameters in them. torch's MultiheadAttention
     reads its projection without calling it. TransformerEncoder in eval mode checks the class of its first layer's
-    parameters. Inside torch.func.grad every module waits for all: it wraps parameters, bypassing __torch_function__.
+    parameters. Inside torch.func.grad every module waits for all that there are: what it has there are other tensors.
     """
-
-    def __init__(self, module):
-        self.params = list(module.parameters())
-        self.own = [module._parameters, *containers_in(module)]
-        self.is_attention = isinstance(module, torch.nn.MultiheadAttention)
-        self.is_encoder = isinstance(module, torch.nn.TransformerEncoder)
-
-    @untraced
-    def __call__(self, module, _):
-        reads_others = self.is_attention or self.is_encoder and not module.layers[0].training
-        if reads_others or torch._C._functorch.maybe_current_level() is not None:
-            wait_for(map(type, self.params))
-        for params in self.own:
-            for param in params.values():
-                if isinstance(param, Awaited):
-                    wait_for([type(param)])
+    if torch._C._functorch.maybe_current_level() is not None:
+        for bucket in list(BUCKETS):
+            bucket.finish_param_sync()
+    reads_others = (isinstance(module, torch.nn.MultiheadAttention)
+                    or isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
+    for param in module.parameters() if reads_others else own_params(module):
+        if isinstance(param, Awaited):
+            type(param).bucket.finish_param_sync()
 
 
-def containers_in(module):
-    """-> iterator over name -> parameter of each container in `module`, such as a ParameterList or ParameterDict."""
+def own_params(module):
+    """-> its own, or None, and those of containers in it, such as a ParameterList or ParameterDict."""
+    params = list(module._parameters.values())
     for child in module.children():
         if type(child).forward is torch.nn.Module.forward:
-            yield child._parameters
-            yield from containers_in(child)
-
-
-@functools.cache
-def guarded_bucket(core):
-    """-> a subclass of `core`, the bucket class of a core or a variant, with AwaitedBucket in front."""
-    class GuardedBucket(AwaitedBucket, core):
-        pass
-
-    return GuardedBucket
+            params += own_params(child)
+    return params
 
 
 class AwaitedBucket:
-    """Attributes:
+    """Stands in front of the bucket class of a core or a variant.
+
+    Attributes:
         main_grads: parameter -> the gradient of its main parameter.
         written: all tensors that others may write into: each parameter, and the local tensor of a DTensor.
         versions: autograd's version counter of each tensor in `written`; a later write changes it.
         kinds: class of parameters -> their class while they are in flight.
-        unused: parameters that no rank used; the step doesn't update them.
-        together: all buckets of the optimizer.
-        is_awaited: whether the parameters have their other class.
-        is_incomplete: whether an all-gather has failed, of this bucket or of one before it.
     """
-
-    is_awaited = is_incomplete = False
-    unused = frozenset()
 
     def tensor_of(self, param):
         return local(param)
@@ -153,6 +124,7 @@ class AwaitedBucket:
         super().partition()
         self.main_grads = {param: main.grad for param, main in self.main_params.items()}
         self.zero = flat.new_zeros(())
+        BUCKETS[self] = None
         self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
         self.written = list(dict.fromkeys([*self.params, *self.tensors]))
         self.note_new_params()
@@ -172,13 +144,9 @@ class AwaitedBucket:
             grad = local(grad.redistribute(placements=param.placements))
         return grad.to_dense()
 
-    def note_new_params(self, unchanged=()):
-        """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that read the old values.
-
-        unchanged: parameters that were not updated.
-        """
-        old = {*unchanged, *map(local, unchanged)} if unchanged else ()
-        torch.autograd.graph.increment_version([one for one in self.written if one not in old] if old else self.written)
+    def note_new_params(self):
+        """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""
+        torch.autograd.graph.increment_version(self.written)
         self.versions = [one._version for one in self.written]
 
     def take_model_changes(self):
@@ -193,8 +161,7 @@ class AwaitedBucket:
 
     def start_param_sync(self):
         """Change the class of the parameters first: from now on, reading one waits for it."""
-        self.note_new_params(self.unused)
-        self.is_awaited = True
+        self.note_new_params()
         for kind in self.kinds.values():
             kind.bucket = self
         for param in self.params:
@@ -202,25 +169,10 @@ class AwaitedBucket:
         super().start_param_sync()
 
     def finish_param_sync(self):
-        if self.is_awaited:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():  # or this would wait for itself
-                    super().finish_param_sync()
-            except Exception:  # a time-out, say. Later reads must not fail again: a checkpoint may be loaded
-                for bucket in list(self.together):
-                    bucket.give_up()
-                raise
-            self.release()
-
-    def release(self):
-        for param in self.params:
-            if isinstance(param, Awaited):
+        if self.param_sync is not None:
+            with torch._C.DisableTorchFunctionSubclass():  # or this would wait for itself
+                super().finish_param_sync()
+            for param in self.params:
                 param.__class__ = type(param).kind
-        for kind in self.kinds.values():
-            kind.bucket = None
-        self.is_awaited = False
-
-    def give_up(self):
-        if self.is_awaited:
-            self.last_param_sync, self.param_sync, self.is_incomplete = self.param_sync, None, True
-            self.release()
+            for kind in self.kinds.values():
+                kind.bucket = None

@@ -19,9 +19,8 @@ from guard.groups import all_params, difference_between_ranks
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
-from guard.refuse import refuse_other_layouts
 
-from .awaited import guarded_bucket, hook_module
+from .awaited import AwaitedBucket, wait_for_own
 from .drops import forget_arrived, keep_under_way, next_tag
 from .dtensor import local_parts
 from .optimizer import ShardedOptimizer
@@ -51,11 +50,11 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     Raises:
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` is not element-wise, so it would update shards differently; or `bucket_cap_mb` or
-            `reduce_dtype` is not one of the values above.
+        ValueError: `optimizer_cls` is not element-wise, so it would update shards differently.
     """
 
     _probe = staticmethod(check_elementwise)
+    _takes_dtensors = True
     _param_grad_holds = "nothing"  # or a gradient that waits for its round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
@@ -63,32 +62,22 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                  reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
                  **optimizer_kwargs: Any) -> None:
         of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
-        self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
-        self.bucket_class = guarded_bucket(self.bucket_class)
+        self.bucket_class = type("Guarded", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **of_core)
         super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """Refuse what a bucket can't hold: it views parameters as flat. -> [(name, local tensor), …]"""
-        if self.reduce_dtype not in (None, torch.float32):
-            raise ValueError(f"reduce_dtype is {self.reduce_dtype}: it must be torch.float32 or None")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}: it must be more than 0")
+        """-> [(name, local tensor), …]"""
         if self.has_grads:
             raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
-        here = local_parts(named, self.process_group)
-        refuse_other_layouts(here)
-        return here
+        return local_parts(named, self.process_group)
 
     def _watch_shards(self, groups):
-        together = weakref.WeakSet(self.buckets)
-        for bucket in self.buckets:
-            bucket.together = together
         self.idle[0].transport.tag = next_tag(self.process_group)  # both buffers have this transport
 
     def watch(self, param):
@@ -179,13 +168,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 the ranks have agreed already, on the rank concerned alone. Or the parameter groups of the ranks differ,
                 in lr for example.
         """
-        if any(bucket.is_incomplete for bucket in self.buckets):
-            raise RuntimeError("an all-gather has failed, and parameters of this rank are incomplete: load a checkpoint"
-                               " into the model, and build the optimizer anew")
         error = error_of(self._agree(), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
             difference = difference_between_ranks(self.param_groups, self.process_group)
-            error = RuntimeError(difference) if difference else error
+            error = difference or error
         if error:
             self.zero_grad()
             raise error
@@ -197,8 +183,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         wrong = what_is_wrong(now, params, self.buckets)
         if now.is_synced:  # the ranks have agreed before: the others would not answer
             return wrong
-        if self.rank < 0:
-            raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
         if now.is_open or not now.n:
             self._finish_round()
         used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self.process_group)
@@ -214,8 +198,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
                 bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
-        for bucket in self.buckets:
-            bucket.unused = unused
         self._rounds.unused = unused
 
     def _take_model_changes(self):
@@ -224,10 +206,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             bucket.take_model_changes()
 
     def sync_params(self):
-        try:
-            super().sync_params()
-        finally:
-            self._start_accumulation()
+        super().sync_params()
+        self._start_accumulation()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -258,7 +238,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         Returns the handles of the new hooks; their remove() undoes this.
         """
         self.prefetching = True
-        return [handle for module in model.modules() for handle in hook_module(module)]
+        return [module.register_forward_pre_hook(wait_for_own, prepend=True) for module in model.modules()
+                if wait_for_own not in module._forward_pre_hooks.values()]
 
     def _owned_ranges(self):
         for bucket in self.buckets:

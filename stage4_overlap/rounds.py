@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from guard.groups import checksum_of, named_params
+from guard.groups import checksum_of, named_params, settings_of
 from guard.refuse import backends_of, data_replaced
 
 # What can be wrong with a gradient; 0 is nothing. The ranks agree on the largest number.
@@ -84,36 +84,23 @@ def what_is_wrong(now, params, buckets):
     assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # so a user assigned these
     late = assigned if now.is_synced else assigned & now.used
     moved = {id(param) for bucket in buckets for param in bucket.moved_params()}
-    if not late and not moved:
-        return [0] * len(params)
     return [MOVED if id(param) in moved else LATE if id(param) in late else 0 for param in params]
 
 
 def host_group(process_group, device):
-    """-> a group of the same ranks for CPU tensors: `process_group` itself, or a gloo group made once. Collective."""
+    """-> gloo between the ranks of `process_group`, made once; None if that serves CPU tensors itself. Collective.
+
+    Not by `new_group`, which names a group after the number of groups that this rank is in: ranks in different numbers
+    of groups would wait for each other under different names, for ever. Here the name comes from the group.
+    """
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
-        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else gloo_beside(
-            group, group._get_backend(device).options._timeout)
-    return HOST_GROUPS[group] or process_group
-
-
-def gloo_beside(group, timeout):
-    """-> a gloo group of the ranks of `group`, made as `new_group` does, but with another name.
-
-    `new_group` names a group after the number of groups that this rank is in. Ranks in different numbers of groups
-    would wait for each other under different names, for ever. Here the name comes from `group`, with a counter."""
-    MADE[group.group_name] += 1  # under the same name, the store would still have entries of the earlier group
-    name = f"{group.group_name} on the host, {MADE[group.group_name]}"
-    rank, gloo = dist.get_rank(group), dist.ProcessGroup.BackendType.GLOO
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    beside = dist.ProcessGroup(store, rank, group.size())
-    beside._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, group.size(), timeout))
-    beside._set_default_backend(gloo)
-    beside._set_group_name(name)
-    dist.distributed_c10d._world.pg_map[beside] = ("gloo", store)  # dist.all_reduce and dist.get_backend look there
-    torch._C._distributed_c10d._register_process_group(name, beside)  # and compiled code here
-    return beside
+        MADE[group.group_name] += 1  # under the same name, the store would still have entries of an earlier group
+        name = f"{group.group_name} on the host, {MADE[group.group_name]}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.ProcessGroupGloo(
+            store, dist.get_rank(group), group.size(), group._get_backend(device).options._timeout)
+    return HOST_GROUPS[group]
 
 
 def agree(now, params, wrong, groups, process_group):
@@ -127,11 +114,16 @@ def agree(now, params, wrong, groups, process_group):
     used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
     wrong = [what or (MISSING if not is_used and param.requires_grad else 0)
              for param, is_used, what in zip(params, used, wrong)]
-    checksum = checksum_of(groups)  # the ranks have the same if the largest equals the smallest
+    checksum = checksum_of(settings_of(groups))  # the ranks have the same if the largest equals the smallest
     report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")
     of_hosts = host_group(process_group, params[0].device)
-    dist.all_reduce(report, dist.ReduceOp.MAX, group=of_hosts)
+    if of_hosts is None:
+        dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
+    else:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        of_hosts.allreduce([report], options).wait()
     *of_params, now.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     now.settings_differ = largest != -minus_smallest
     return of_params[: len(params)], of_params[len(params) :], n_rounds

@@ -272,27 +272,26 @@ def test_an_optimizer_is_tried_once_until_its_groups_change(tmp_path, monkeypatc
         checkpoint.load(tmp_path / str(turn), model, optimizer)
         assert len(trials) == [1, 1, 2, 2][turn]
     with pytest.raises(ValueError, match="can't step with the hyperparameters that were saved"):
-        states.schemas_of(optimizer, [{**optimizer.param_groups[0], "lr": -1.0}])
+        states.schemas_of(optimizer, [{**optimizer.param_groups[0], "weight_decay": "much"}])
 
 
 NUMBER, LIKE_IT = Spec((), torch.float32), Spec((5, 7), torch.float32)
 SCHEMA = Schema({"step": NUMBER, "sum": LIKE_IT, "n": 3, "text": "a", "last": Spec((2, 5, 7), torch.float32),
                  "pair": (NUMBER, 1), "past": [LIKE_IT]}, False, (5, 7))
-FITS = {"step": Spec((), torch.float32, 2.0), "sum": Spec((5, 7), torch.bfloat16), "n": 9, "text": "b",
+FITS = {"step": Spec((), torch.float32), "sum": Spec((5, 7), torch.bfloat16), "n": 9, "text": "b",
         "last": Spec((3, 5, 7), torch.float32), "pair": (NUMBER, 2), "past": [LIKE_IT] * 4}
 MISFITS = [("sum", Spec((1,), torch.float32)), ("sum", Spec((7, 5), torch.float32)),
            ("sum", Spec((1, 5, 7), torch.float32)), ("last", LIKE_IT), ("last", Spec((0, 5, 7), torch.float32)),
            ("sum", Spec((5, 7), torch.int64)), ("sum", Spec((5, 7), torch.float8_e5m2)), ("step", 2.0), ("n", "3"),
-           ("n", Spec((), torch.int64, 3)), ("sum", None), ("pair", [NUMBER, 2]), ("pair", (NUMBER, 2, 1)),
-           ("past", LIKE_IT), ("past", [1]), ("step", Spec((), torch.float32, float("nan"))),
-           ("step", Spec((), torch.float32, -1.0)), ("slow", Spec((5, 6), torch.float32)),
+           ("n", Spec((), torch.int64)), ("sum", None), ("pair", [NUMBER, 2]), ("pair", (NUMBER, 2, 1)),
+           ("past", LIKE_IT), ("past", [1]), ("slow", Spec((5, 6), torch.float32)),
            ("slow", {"a": [Spec((3,), torch.int8)]})]
 
 
 def test_what_fits_a_schema_is_taken_and_what_does_not_is_refused_by_name():
     check_state(SCHEMA, FITS, (5, 7), "it")
     check_state(SCHEMA, {}, (5, 7), "it")  # it was never stepped
-    more = {"slow": LIKE_IT, "since": 3, "deep": {"a": [Spec((), torch.int8, 1)]}}
+    more = {"slow": LIKE_IT, "since": 3, "deep": {"a": [Spec((), torch.int8)]}}
     check_state(SCHEMA, {**FITS, **more}, (5, 7), "it")  # of later steps
     for name, value in MISFITS:
         with situation((name, value)):
@@ -342,7 +341,6 @@ OF_A_STATE = {
     "a stack": entry("exp_avg", lambda value: value[None].clone()),
     "an empty stack": entry("exp_avg", lambda value: value.new_empty(0, *value.shape)),
     "two counts": entry("step", lambda value: value.repeat(2)),
-    "a count that is no number": entry("step", lambda value: value * float("nan")),
     "a number for a moment": entry("exp_avg", lambda value: 0.0),
     "none": entry("exp_avg", lambda value: None),
 }
@@ -362,9 +360,7 @@ WRONG = {
     "amsgrad": (group_says(amsgrad=True), "is of another optimizer: .*this one keeps .*max_exp_avg_sq"),
     "a lr of nan": (group_says(lr=float("nan")), "lr of group 0 is 'nan', here it is 0.001"),
     "two lrs": (group_says(lr=torch.ones(2)), "lr of group 0 is 'tensor"),
-    "betas": (group_says(betas=(5, -1.0)), "Invalid beta parameter"),
     "an infinite decay": (group_says(weight_decay=10**400), "weight_decay of group 0 is '1000"),
-    "eps": (group_says(eps=-1.0), "Invalid epsilon value: -1.0"),
     "a number for a flag": (group_says(amsgrad=3), "amsgrad of group 0 is '3', here it is False"),
 }
 NO_MAIN_PARAM = "main_param in the state of parameter [0-9]+ is .*, and none of shape"
@@ -430,12 +426,6 @@ def test_a_stages_own_state_dict_is_checked_before_anything_changes(rank, stage)
             param.fill_(7)
         line = error_of(lambda: optimizer.load_state_dict(wrong), ValueError)
         assert f"the state of parameter {index} of this rank is of another optimizer" in line, what
-    if is_16_bit:
-        index, main_param = next(iter(before["main_params"].items()))
-        for wrong in (main_param[:-1], main_param.int()):
-            words = f"main_params of this state_dict doesn't fit parameter {index}: "
-            with pytest.raises(ValueError, match=words):
-                optimizer.load_state_dict({**before, "main_params": {**before["main_params"], index: wrong}})
     assert equal(optimizer.state_dict(), before)
 
 

@@ -208,30 +208,6 @@ def test_gloo_by_another_name_sums_in_fp32_too(rank):
 
 @on_ranks(2)
 @on_its_device
-def test_graphs_through_what_was_not_stepped(rank):
-    """Graphs through parameters that a step leaves alone, since they are unused or frozen, live on, as in torch."""
-    torch.manual_seed(0)
-    one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-    params = [*one.parameters(), *other.parameters()]
-    optimizer = DistributedOptimizer(params, lr=0.1, find_unused_parameters=True)
-    x = torch.ones(2, 3, requires_grad=True)
-    later = one(one(x)).sum()
-    other(other(x)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    later.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    one.requires_grad_(False)
-    features = one(one(x))
-    other(features.detach()).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    features.sum().backward()
-
-
-@on_ranks(2)
-@on_its_device
 def test_an_interrupt_where_a_bucket_leaves(rank):
     """Ctrl-C where a bucket leaves, on every rank: what is given up is gone, and the rest is as if it had not been."""
     models, calls = [], itertools.count()
@@ -309,7 +285,7 @@ def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
             optimizer.step()
             optimizer.zero_grad()
     (of_host,) = of_hosts.values()
-    assert dist.get_backend(of_host) == "gloo" and of_host.size() == 3
+    assert of_host.name() == "gloo" and of_host.size() == 3
     if rank.rank == 0:
         dist.destroy_process_group(alone)
 

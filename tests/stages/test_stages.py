@@ -79,7 +79,7 @@ class WantsRequiresGrad(torch.optim.SGD):
 def test_what_would_not_be_stepped_or_does_not_lie_in_one_piece_is_refused(stage):
     with one_rank_of(2):
         weight = torch.nn.Parameter(torch.ones(8, 8))
-        with pytest.raises(ValueError, match="WantsRequiresGrad doesn't step tensors with requires_grad=False"):
+        with pytest.raises(ValueError, match="WantsRequiresGrad is not element-wise"):
             optimizer_of(stage)([weight], WantsRequiresGrad)
         with pytest.raises(ValueError, match="conv is not contiguous"):
             optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])
@@ -104,13 +104,13 @@ def test_what_p_grad_holds_at_step_counts(rank, stage):
     pair.assert_same()
 
 
-@pytest.mark.parametrize("stage, grad_dtype", [(ONE, None), (TWO, None), (THREE, None), (THREE, torch.float32)])
+@pytest.mark.parametrize("stage", [ONE, TWO])
 @on_ranks(2)
-def test_a_hook_may_take_the_gradient_first(rank, stage, grad_dtype):
+def test_a_hook_may_take_the_gradient_first(rank, stage):
     """A user's hook, there before the optimizer's, drops the gradient of one parameter: a filter say."""
-    params = [torch.nn.Parameter(torch.ones(3, device=rank.device, dtype=torch.bfloat16)) for _ in range(2)]
+    params = [torch.nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
     params[0].register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    optimizer = sgd_of(stage, params, **({"grad_dtype": grad_dtype} if grad_dtype else {}))
+    optimizer = sgd_of(stage, params)
     for _ in range(2):
         sum(param.sum() for param in params).backward()
         optimizer.step()
