@@ -277,7 +277,7 @@ def test_the_trial_is_short_and_leaves_no_trace(stage):
     """Here 5,400 to 6,700 operators, 0.1 seconds; were each group a kind of its own, 21,000 and more."""
     calls, state = [], torch.get_rng_state()
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
-    groups = [{"params": [param], "lr": 0.001 * n} for n, param in enumerate(model_of_all())]  # one kind, and an lr of 0
+    groups = [{"params": [param], "lr": 0.001 * n} for n, param in enumerate(model_of_all())]  # one kind; an lr is 0
     build(stage, torch.optim.AdamW)
     try:
         torch.set_rng_state(state)
