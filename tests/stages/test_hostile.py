@@ -123,17 +123,14 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
 NORMS = [(None, False), (None, True), (2.0, True), (2.0, False), (1.0, False), (torch.inf, False)]
 
 
-@pytest.mark.parametrize("value, where", [(torch.nan, "scale"), (torch.nan, "tied.bias"), (torch.inf, "scale")])
-@on_ranks(norm_and_skip=NORMS)
-def test_a_nan_or_inf_on_one_rank_is_what_torch_makes_of_it(rank, stage, value, where, norm_and_skip):
+@on_ranks(norm_and_skip=NORMS, value_and_where=[(torch.nan, "scale"), (torch.nan, "tied.bias"), (torch.inf, "scale")])
+def test_a_nan_or_inf_on_one_rank_is_what_torch_makes_of_it(rank, stage, norm_and_skip, value_and_where):
     """In a shard of the first rank, or of the last: a maximum may lose the one or the other."""
-    norm_type, skip = norm_and_skip
-    pair = Pair(rank, stage)
+    (norm_type, skip), (value, where), pair = norm_and_skip, value_and_where, Pair(rank, stage)
     bad = batch(1, rank.world_size - 1, device=rank.device)[0]  # of the last rank
 
     def loss(model, x, y):
-        poison = dict(model.named_parameters())[where].sum() * value
-        return loss_of(model, x, y) + (poison if torch.equal(x, bad) else 0)
+        return loss_of(model, x, y) + (model.get_parameter(where).sum() * value if torch.equal(x, bad) else 0)
 
     for step in range(4):
         pair.backward(step, loss_of=loss)
@@ -148,45 +145,38 @@ def test_a_nan_or_inf_on_one_rank_is_what_torch_makes_of_it(rank, stage, value, 
     assert n_bad == 0 if skip else n_bad > 1
 
 
-FORMS = {
-    "as they are": lambda grad: grad,
-    "expanded": lambda grad: grad.flatten()[:1].view([1] * grad.dim()).expand_as(grad),
-    "transposed": lambda grad: grad.t().contiguous().t() if grad.dim() == 2 else grad,
-    "strided": lambda grad: torch.stack([grad, grad + 7], dim=-1)[..., 0],
-    "sparse": lambda grad: grad.to_sparse(),
-    "sparse on rank 1": lambda grad: grad.to_sparse(),
-    "None on rank 1": lambda grad: grad,
+FORMS = {  # of a gradient that is assigned on rank r
+    "as they are": lambda grad, r: grad,
+    "expanded": lambda grad, r: grad.flatten()[:1].view([1] * grad.dim()).expand_as(grad),
+    "transposed": lambda grad, r: grad.t().contiguous().t() if grad.dim() == 2 else grad,
+    "strided": lambda grad, r: torch.stack([grad, grad + 7], dim=-1)[..., 0],
+    "sparse": lambda grad, r: grad.to_sparse(),
+    "sparse on rank 1": lambda grad, r: grad.to_sparse() if r == 1 else grad,
+    "None on rank 1": lambda grad, r: None if r == 1 else grad,
 }
 if hasattr(torch.Tensor, "grad_dtype"):  # since torch 2.10 a parameter may have gradients of another dtype
-    FORMS["in bfloat16"] = lambda grad: grad.bfloat16()
+    FORMS["in bfloat16"] = lambda grad, r: grad.bfloat16()
 
 
 @on_ranks(form=FORMS, before_there_is_an_optimizer=[False, True])
 def test_gradients_assigned_by_hand_in_any_layout(rank, stage, form, before_there_is_an_optimizer):
     reference, model = Replicated(rank, **ADAMW), Net(seed=0).to(rank.device)
-
-    def grads_of(r, step):
-        generator = torch.Generator().manual_seed(10 * step + r)
-        grads = [torch.randn(p.shape, generator=generator).to(rank.device) for p in trainable(model)]
-        return [FORMS[form](g) if r == 1 or "rank 1" not in form else g for g in grads]
-
-    def assign(step):
-        for param, grad in zip(trainable(model), grads_of(rank.rank, step)):
+    params, optimizer = trainable(model), None
+    for step in range(3):
+        if optimizer is None and not before_there_is_an_optimizer:
+            optimizer = optimizer_of(stage)(params, **UNUSED.get(stage, {}), **ADAMW)
+        generators = [torch.Generator().manual_seed(10 * step + r) for r in range(rank.world_size)]
+        for param, expected in zip(params, trainable(reference.model)):
+            grads = [FORMS[form](torch.randn(param.shape, generator=generator).to(rank.device), r)
+                     for r, generator in enumerate(generators)]
             if form == "in bfloat16":
                 param.grad, param.grad_dtype = None, None
-            param.grad = None if form == "None on rank 1" and rank.rank == 1 else grad
-
-    if before_there_is_an_optimizer:
-        assign(0)
-    optimizer = optimizer_of(stage)(trainable(model), **UNUSED.get(stage, {}), **ADAMW)
-    for step in range(3):
-        if step or not before_there_is_an_optimizer:
-            assign(step)
+            param.grad = grads[rank.rank]
+            present = [grad.to_dense().to(expected) / rank.world_size for grad in grads if grad is not None]
+            expected.grad = sum(present).contiguous()
+        optimizer = optimizer or optimizer_of(stage)(params, **UNUSED.get(stage, {}), **ADAMW)
         optimizer.step()
         optimizer.zero_grad()
-        present = [r for r in range(rank.world_size) if form != "None on rank 1" or r != 1]
-        for param, *grads in zip(trainable(reference.model), *(grads_of(r, step) for r in present)):
-            param.grad = sum(grad.to_dense().to(param) / rank.world_size for grad in grads).contiguous()
         reference.optimizer.step()
     assert_same(model, reference.model, exact(rank))
 
@@ -288,8 +278,7 @@ BAD_GROUPS = {
 @on_ranks(2, bad=BAD_GROUPS)
 def test_a_bad_group_is_refused_on_every_rank_and_leaves_no_trace(rank, stage, bad):
     weight = parameter_of(1, rank)
-    optimizer = sgd_of(stage, [weight])
-    group = {"params": [BAD_GROUPS[bad](rank, weight)]}
+    optimizer, group = sgd_of(stage, [weight]), {"params": [BAD_GROUPS[bad](rank, weight)]}
     assert "0 of group 1" in error_of(lambda: optimizer.add_param_group(group), TypeError, ValueError)
     weight.sum().backward()
     optimizer.step()
