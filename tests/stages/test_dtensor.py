@@ -27,12 +27,12 @@ from tests.pairs import SMALL, deliver_when_asked, sgd_of
 class Block(nn.Module):
     """`up` is cut by rows, `first`, `down` by columns, `norm` is whole but sees half a sequence, `scale` is plain."""
 
-    def __init__(self):
+    def __init__(self, width=12):
         super().__init__()
         torch.manual_seed(0)
         self.scale = nn.Parameter(torch.rand(8))
         self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x, skips=False):  # (batch, sequence, 6) -> (batch, sequence, 8)
         x = x[:, :, :1] if skips else self.down(torch.tanh(self.up(self.norm(self.first(x)))))
@@ -44,13 +44,13 @@ def mesh_of(rank, shape=(2, 2)):
     return init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
 
 
-def tensor_parallel(rank, shape=(2, 2)):
+def tensor_parallel(rank, shape=(2, 2), width=12):
     """-> the model, cut over dimension "tp" of the mesh; the data-parallel group."""
     mesh = mesh_of(rank, shape)
     plan = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),  # its gradients are partial sums
-            "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
-    return parallelize_module(Block().to(rank.device), mesh["tp"], plan), mesh["dp"].get_group()
+            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False), "down": RowwiseParallel()}
+    return parallelize_module(Block(width).to(rank.device), mesh["tp"], plan), mesh["dp"].get_group()
 
 
 def data(rank, step, replica):
@@ -62,9 +62,9 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def build(rank, optimizer_cls=torch.optim.AdamW, dtype=torch.float32, **kwargs):
+def build(rank, optimizer_cls=torch.optim.AdamW, dtype=torch.float32, width=12, **kwargs):
     """-> the model, cut, and the optimizer of its data-parallel ranks."""
-    model, group = tensor_parallel(rank)
+    model, group = tensor_parallel(rank, width=width)
     settings = {"process_group": group, "bucket_cap_mb": 0.0003, "lr": 0.01, **kwargs}
     return model, DistributedOptimizer(model.to(dtype).named_parameters(), optimizer_cls, **settings)
 
@@ -371,33 +371,14 @@ def test_the_loss_of_a_closure_may_be_a_dtensor(rank):
     assert optimizer.step(closure).item() == 5.0
 
 
-class Uneven(nn.Module):
-    """`up` and `down` are cut into 2 and 1 of 3: parts of a parameter are not equally large on all ranks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 3, bias=False), nn.Linear(3, 8, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 @on_ranks(4)
 def test_buckets_and_the_norm_are_the_same_where_parts_are_not(rank):
-    """A bucket with norms makes a collective over "tp" when it leaves: else ranks would wait for each other. And each
-    rank scales its copy of what isn't cut by the norm, to the bit: else copies drift apart."""
-    tp, dp = mesh_of(rank)["tp"], mesh_of(rank)["dp"].get_group()
-    model, norms = nn.Sequential(*(Uneven() for _ in range(4))).to(rank.device), []
-    for block in model:
-        parallelize_module(block, tp, {
-            "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-            "down": RowwiseParallel(output_layouts=Shard(1))})
-    optimizer = DistributedOptimizer(model.parameters(), process_group=dp, bucket_cap_mb=0.0003)
-    generator = torch.Generator().manual_seed(rank.rank // 2)
-    for _ in range(30):
-        x = torch.randn(2, 4, 8, generator=generator).to(rank.device)
-        model(x.chunk(2, dim=1)[rank.rank % 2]).square().sum().backward()
+    """`up` and `down` are cut into 2 and 1 of 3. A bucket with norms makes a collective over "tp" when it leaves: else
+    ranks would wait for each other. And each rank scales its copy of what isn't cut by the norm, to the bit: else
+    copies drift apart."""
+    (model, optimizer), norms = build(rank, width=3, bucket_cap_mb=1e-4), []
+    for step in range(30):
+        backward(rank, model, step)
         norms.append(optimizer.clip_grad_norm_(0.1).item())
         optimizer.step()
     assert all(other == norms for other in all_of(norms)) and len(set(norms)) > 25
