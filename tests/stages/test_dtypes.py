@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from harness.alone import STATE_ROWS, state_bytes
+from harness.examine import Settings
 from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
-from tests.common import STAGES, batch, error_of, on_its_device, on_ranks, one_rank_of, optimizer_of, padding, trainable
+from tests.common import STAGES, batch, error_of, on_its_device, on_ranks, optimizer_of, padding, situation, trainable
 from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of
 from tests.stages.test_contract import SCHEDULERS, two_groups
 
@@ -226,27 +228,14 @@ def test_on_gloo_a_step_allocates_the_copy_in_which_it_reduces_and_nothing_else(
     assert made == copies * sum(buffer.flat.nbytes for buffer in optimizer.buffers)
 
 
-FORMULAS = [(THREE, BF16, {}, lambda d: 4 + 16 / d), (THREE, BF16, {"grad_dtype": FP32}, lambda d: 6 + 12 / d),
-            (THREE, FP32, {}, lambda d: 8 + 8 / d),
-            (FOUR, FP32, {}, lambda d: 4 + 12 / d), (FOUR, BF16, {}, lambda d: 2 + 16 / d)]
-
-
-@pytest.mark.parametrize("stage, dtype, kwargs, formula", FORMULAS)
-def test_bytes_a_parameter_are_those_of_the_formula(stage, dtype, kwargs, formula):
-    """Stage 4 holds two bucket buffers besides, which are reduced in place."""
+@pytest.mark.parametrize("_, package, dtype, grad_dtype, formula, theory", STATE_ROWS)
+def test_bytes_a_parameter_are_those_of_the_formula(_, package, dtype, grad_dtype, formula, theory):
+    """Stage 4 holds two bucket buffers besides."""
     for d in (2, 64):
-        with one_rank_of(d), Memory("cpu") as memory:
-            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, dtype=dtype) for _ in range(4)))
-            optimizer = optimizer_of(stage)(model.parameters(), lr=0.1, fused=True, **kwargs)
-            for _ in range(2):
-                model(torch.ones(1, 2048, dtype=dtype)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            buffers = 2 * max(bucket.flat_params.nbytes for bucket in optimizer.buckets) if stage == FOUR else 0
-            assert buffers == getattr(optimizer, "bucket_buffer_bytes", 0)
-            numel = sum(param.numel() for param in model.parameters())
-            assert (memory.live - buffers) / numel == pytest.approx(formula(d), rel=0.01), d
-            del model, optimizer
+        with situation((formula, d)):
+            counted, buffers = state_bytes(Settings("tiny"), d, package, dtype, grad_dtype)
+            assert counted == pytest.approx(theory(d, buffers), rel=0.01)
+            assert bool(buffers) == (package.__name__ == FOUR)
 
 
 # ------------------------------------------------------------------------------------------- the buffer and its users
