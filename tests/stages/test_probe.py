@@ -22,11 +22,12 @@ ONE, TWO, THREE, FOUR = STAGES
 
 
 class Plain(torch.optim.Optimizer):
-    """SGD, to be changed. `rule(param, grad)` -> what is stepped."""
+    """SGD, to be changed. `rule(param, grad)` -> what is stepped; `before()` and `after()` what else a step does."""
+
+    n_calls = 0
 
     def __init__(self, params, lr=0.1, **defaults):
         super().__init__(params, {"lr": lr, **defaults})
-        self.n_calls = 0
 
     def params(self):
         return [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
@@ -34,11 +35,22 @@ class Plain(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         self.n_calls += 1
+        self.before()
         for group, param in self.params():
-            param -= group["lr"] * self.rule(param, param.grad)
+            param -= group["lr"] * group.get("d", 1.0) * self.rule(param, param.grad)
+        self.after()
 
     def rule(self, param, grad):
         return grad
+
+    def before(self):
+        pass
+
+    after = before
+
+
+def changed(**methods):
+    return type("Changed", (Plain,), methods)
 
 
 # ------------------------------------------------------------------------ what is not what it would be without sharding
@@ -50,8 +62,7 @@ class SumsUp(Plain):
     def __init__(self, params, lr=1.0):
         super().__init__(params, lr, d=1e-6, numerator=0.0)
 
-    @torch.no_grad()
-    def step(self, closure=None):
+    def before(self):
         for group, param in self.params():
             state = self.state[param]
             if not state:
@@ -61,40 +72,22 @@ class SumsUp(Plain):
         for group in self.param_groups:
             total = sum(self.state[param]["sum"].abs().sum().item() for param in group["params"])
             group["d"] = max(group["d"], min(group["numerator"] / total, group["d"] * 10)) if total else group["d"]
-        for group, param in self.params():
-            param -= group["lr"] * group["d"] * param.grad
 
 
-class ClipsAbove(Plain):
-    """LAMB, Adan: a norm over all gradients is clipped inside step(), above a threshold."""
-
-    def step(self, closure=None):
-        nn.utils.clip_grad_norm_([param for _, param in self.params()], 10.0)
-        super().step()
+def clip_above(self):
+    nn.utils.clip_grad_norm_([param for _, param in self.params()], 10.0)
 
 
-class CountsTensors(Plain):
-    """It counts in step(), but once a tensor."""
-
-    def rule(self, param, grad):
-        self.n_tensors = getattr(self, "n_tensors", 0) + 1
-        return grad / self.n_tensors
+def count_tensors(self, param, grad):
+    self.n_tensors = getattr(self, "n_tensors", 0) + 1
+    return grad / self.n_tensors
 
 
-class DoesNothingAtFirst(Plain):
-    """A look-ahead that mixes tensors every tenth step."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        if self.n_calls % 10 == 0:
-            mean = torch.cat([param.flatten() for _, param in self.params()]).mean()
-            for _, param in self.params():
-                param.lerp_(mean, 0.5)
-
-
-def with_rule(rule):
-    return type("Whole", (Plain,), {"rule": lambda self, param, grad: rule(param, grad)})
+def mix_every_tenth(self):
+    if self.n_calls % 10 == 0:
+        mean = torch.cat([param.flatten() for _, param in self.params()]).mean()
+        for _, param in self.params():
+            param.lerp_(mean, 0.5)
 
 
 def factored_where_large(param, grad):
@@ -107,20 +100,24 @@ def factored_where_large(param, grad):
 def in_blocks(is_right, block):
     """torchao, bitsandbytes: momentum has 8 bits, with a scale for each block, where the number of elements is right.
     """
-    class InBlocks(Plain):
-        def rule(self, param, grad):
-            momentum = self.state[param].get("momentum", 0) * 0.9 + grad
-            if is_right(param.numel()):
-                blocks = momentum.reshape(-1, block)
-                scale = blocks.abs().amax(1, keepdim=True) / 127
-                momentum = ((blocks / scale).round() * scale).view(param.shape)
-            self.state[param]["momentum"] = momentum
-            return momentum
-    return InBlocks
+    def rule(self, param, grad):
+        momentum = self.state[param].get("momentum", 0) * 0.9 + grad
+        if is_right(param.numel()):
+            blocks = momentum.reshape(-1, block)
+            scale = blocks.abs().amax(1, keepdim=True) / 127
+            momentum = ((blocks / scale).round() * scale).view(param.shape)
+        self.state[param]["momentum"] = momentum
+        return momentum
+    return changed(rule=rule)
 
 
-TOGETHER = {cls.__name__: cls for cls in (SumsUp, ClipsAbove, CountsTensors, DoesNothingAtFirst)}
-WHOLE = {name: with_rule(rule) for name, rule in {  # they need whole tensors, each stepped one by one
+TOGETHER = {
+    "D-Adaptation, Prodigy": SumsUp,
+    "LAMB, Adan: a norm over all gradients is clipped, above a threshold": changed(before=clip_above),
+    "it counts in step(), but once a tensor": changed(rule=count_tensors),
+    "a look-ahead that mixes tensors every tenth step": changed(after=mix_every_tenth),
+}
+WHOLE = {name: changed(rule=lambda self, *args, rule=rule: rule(*args)) for name, rule in {  # each steps one by one
     "Adafactor: clipped by the root of the mean square": lambda param, grad: (
         grad / grad.pow(2).mean().sqrt().clamp(min=1.0)),
     "timm's Adafactor: second moments are factored where both dimensions are large": factored_where_large,
@@ -175,10 +172,10 @@ def test_muon_is_tried_on_what_it_is_for():
 
 def test_each_kind_of_group_is_tried(stage):
     """One that isn't divisible with what its group says, but is with the defaults."""
-    class ClipsIfTold(ClipsAbove):
-        def step(self, closure=None):
-            clips = any(group.get("clip") for group in self.param_groups)
-            super().step() if clips else Plain.step(self)
+    class ClipsIfTold(Plain):
+        def before(self):
+            if any(group.get("clip") for group in self.param_groups):
+                clip_above(self)
 
     build(stage, ClipsIfTold)
     params = model_of_all()
@@ -197,9 +194,7 @@ class WantsAllGradients(Plain):
 class CountsCalls(Plain):
     """Lookahead, warm-ups: step() is counted, and is called once a step. And its kernel takes 32 bits."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
+    def after(self):
         for _, param in self.params():
             slow = self.state[param].setdefault("slow", param.clone())
             if self.n_calls % 5 == 0:
@@ -222,7 +217,7 @@ def test_an_optimizer_that_matches_plain_training_is_taken(rank, stage, optimize
 
 
 class Fails(Plain):
-    def rule(self, param, grad):
+    def before(self):
         raise KeyError("momentum_buffer")
 
 
@@ -304,9 +299,8 @@ def test_who_builds_many_alike_waits_for_one_trial(stage):
     steps = []
 
     class Counting(Plain):
-        def step(self, closure=None):
+        def before(self):
             steps.append(self)
-            super().step()
 
     def is_tried(params=None, **kwargs):
         steps.clear()
