@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from harness.alone import STATE_ROWS, state_bytes
+from harness.examine import Settings
 from harness.memory import Memory
 from stage3_gradbuffer import DistributedOptimizer
-from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, one_rank_of, optimizer_of, padding, trainable
-from tests.pairs import ADAMW, Pair, parameter_of, sgd_of
+from tests.common import STAGES, batch, error_of, on_its_device, on_ranks, optimizer_of, padding, situation, trainable
+from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of
 from tests.stages.test_contract import SCHEDULERS, two_groups
 
 ONE, TWO, THREE, FOUR = STAGES
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = [(BF16, None), (BF16, FP32), (FP16, None), (FP16, FP32), (FP32, None)]  # dtype, grad_dtype
-CLIP_BY_SCALE = r"clip_grad_norm_\(max_norm \* scaler.get_scale\(\)\)"
+UNUSED = {"find_unused_parameters": True}
 
 
 class Mixed(torch.nn.Module):
@@ -64,8 +66,7 @@ def assert_close(model, reference, exact):
             assert difference.max() <= 2 * ADAMW["lr"] and difference.mean() <= ADAMW["lr"], (name, difference)
 
 
-@pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
-@on_ranks(row=ROWS)
+@on_ranks(row=ROWS, how=[None, "reentrant", "non-reentrant"])
 @on_its_device
 def test_equals_replicated_main_parameters_that_round_alike(rank, row, how):
     pair = mixed(rank, row, how, groups=two_groups)
@@ -76,11 +77,8 @@ def test_equals_replicated_main_parameters_that_round_alike(rank, row, how):
         micro_batches = [2 * step, 2 * step + 1] if step % 2 else [2 * step]
 
         def closure():
-            for micro in micro_batches:
-                with optimizer.no_sync():
-                    loss = loss_of(model, *batch(micro, rank.rank))
-                    loss.backward()
-            return loss
+            with optimizer.no_sync():
+                return backward(model, rank, *micro_batches)  # noqa: B023
 
         optimizer.step(closure)
         pair.replicated.step(*micro_batches)
@@ -108,46 +106,47 @@ def scaler_of(rank, scale=1024.0):
     return torch.amp.GradScaler(rank.device.type, init_scale=scale, growth_interval=1000, enabled=scale != 1)
 
 
-def scaled(rank, stage, row=(FP32, None), explode=None, unscale=None, scale=2.0**6):
-    """Four steps under a GradScaler; in the second, rank `explode` has an inf. -> scales, step counts, parameters."""
+def mend(model):
+    for param in model.parameters():
+        param.grad.nan_to_num_(0, 0, 0)
+
+
+def scaled(rank, stage, row=(FP32, None), after_unscale=None, explodes=False, scale=64.0):
+    """Four steps under a GradScaler; in the second, rank 1 has an inf if it `explodes`. -> scales, step counts,
+    parameters.
+
+    after_unscale: what is done to the optimizer and the model after unscale_, which isn't called otherwise.
+    """
     dtype, grad_dtype = row
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7)).to(dtype)
-    kwargs = {"grad_dtype": grad_dtype} if stage == THREE else {}
-    optimizer = optimizer_of(stage)(model.parameters(), **kwargs, **ADAMW)
-    scaler = scaler_of(rank, scale)
-    history = []
+    optimizer = optimizer_of(stage)(model.parameters(), **({"grad_dtype": grad_dtype} if grad_dtype else {}), **ADAMW)
+    scaler, history = scaler_of(rank, scale), []
     for step in range(4):
         x, y = batch(step, rank.rank)
         loss = (model(x.to(dtype)).float() - y).square().mean()
-        if step == 1 and rank.rank == explode:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
-        if unscale:
+        scaler.scale(loss * torch.inf if explodes and step == rank.rank == 1 else loss).backward()
+        if after_unscale:
             scaler.unscale_(optimizer)
-        if unscale == "and mend":
-            for param in model.parameters():
-                param.grad.nan_to_num_(0, 0, 0)
-        elif unscale == "and clip":
-            optimizer.clip_grad_norm_(1e6)
+            after_unscale(optimizer, model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         count = max([int(state["step"]) for state in optimizer.state.values()], default=0)  # a rank may own nothing
         values = torch.cat([param.detach().float().view(-1) for param in model.parameters()])
-        history.append((scaler.get_scale(), count, values.clone()))
+        history.append((scaler.get_scale(), count, values))
     return zip(*history)
 
 
-CASES = [(stage, (FP32, None), unscale) for stage in STAGES[:3] for unscale in (None, "and clip", "and mend")]
-CASES += [(STAGES[3], (FP32, None), None), (STAGES[2], (FP16, None), None), (STAGES[2], (FP16, FP32), None)]
+UNSCALE = [None, lambda optimizer, model: optimizer.clip_grad_norm_(1e6), lambda optimizer, model: mend(model)]
+CASES = [*((stage, (FP32, None), unscale) for stage in STAGES[:3] for unscale in UNSCALE),
+         (FOUR, (FP32, None), None), (THREE, (FP16, None), None), (THREE, (FP16, FP32), None)]
 
 
 @on_ranks(3, case=CASES)
 @on_its_device
 def test_an_inf_on_one_rank_skips_the_step_on_every_rank(rank, case):
-    stage, row, unscale = case
-    scales, counts, params = scaled(rank, stage, row, explode=1, unscale=unscale)
+    scales, counts, params = scaled(rank, *case, explodes=True)
     assert scales == (64.0, 32.0, 32.0, 32.0)
     assert counts == (1, 1, 2, 3)  # steps that were taken
     assert torch.equal(params[0], params[1]) and not torch.equal(params[1], params[2])  # the second step was skipped
@@ -164,34 +163,32 @@ def test_gradients_are_unscaled(rank, stage):
     assert all(map(torch.equal, with_scaler, without))
 
 
-SEES_NONE = {  # stage, arguments, dtype; backward: of parameters and rank
-    # Those of 16-bit parameters are in main_grad: clipping would use scaled ones.
-    "main_grad": (THREE, {"grad_dtype": FP32}, FP16, lambda optimizer, losses, rank: losses[0].backward()),
-    # One pass has left, and unscale_ finds the gradients of another, inside no_sync.
-    "of some": (FOUR, {"find_unused_parameters": True}, FP32, lambda optimizer, losses, rank: (
-        losses[0].backward(), backward_inside(optimizer, losses[1]))),
-    # Gradients have left on rank 0; the other ranks had none, and must hear of it.
-    "of a rank": (FOUR, {"find_unused_parameters": True}, FP32, lambda optimizer, losses, rank: (
-        rank == 0 and losses[0].backward())),
-}
-
-
 def backward_inside(optimizer, loss):
     with optimizer.no_sync():
         loss.backward()
+
+
+SEES_NONE = {  # stage, dtype, arguments; backward: of the optimizer, losses and rank
+    # Those of 16-bit parameters are in main_grad: clipping would use scaled ones.
+    "main_grad": (THREE, FP16, {"grad_dtype": FP32}, lambda optimizer, losses, rank: losses[0].backward()),
+    # One pass has left, and unscale_ finds the gradients of another, inside no_sync.
+    "of some": (FOUR, FP32, UNUSED, lambda optimizer, losses, rank: (
+        losses[0].backward(), backward_inside(optimizer, losses[1]))),
+    # Gradients have left on rank 0; the other ranks had none, and must hear of it.
+    "of a rank": (FOUR, FP32, UNUSED, lambda optimizer, losses, rank: rank == 0 and losses[0].backward()),
+}
 
 
 @on_ranks(2, what=SEES_NONE)
 @on_its_device
 def test_unscale_that_sees_no_gradient_is_refused(rank, what):
     """On every rank, also where it sees some of the gradients, or a rank has none."""
-    stage, kwargs, dtype, go_backward = SEES_NONE[what]
+    stage, dtype, kwargs, go_backward = SEES_NONE[what]
     params, scaler = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2)], scaler_of(rank)
     optimizer = sgd_of(stage, params, **kwargs)
     go_backward(optimizer, [scaler.scale(param.sum()) for param in params], rank.rank)
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=CLIP_BY_SCALE):
-        scaler.step(optimizer)
+    assert "clip_grad_norm_(max_norm * scaler.get_scale())" in error_of(lambda: scaler.step(optimizer))
 
 
 @on_ranks(2, stage=STAGES)
@@ -199,10 +196,11 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, what):
 def test_unscale_on_a_rank_that_has_no_gradient(rank, stage):
     """On rank 1 there is nothing to unscale."""
     param, scaler = parameter_of(0, rank, n=4), scaler_of(rank)
-    optimizer = sgd_of(stage, [param], **({"find_unused_parameters": True} if stage == FOUR else {}))
-    loss = scaler.scale(param.sum())
+    optimizer = sgd_of(stage, [param], **(UNUSED if stage == FOUR else {}))
     if rank.rank == 0:
-        backward_inside(optimizer, loss)
+        backward_inside(optimizer, scaler.scale(param.sum()))
+    else:
+        scaler.scale(param.sum())
     scaler.unscale_(optimizer)
     optimizer.clip_grad_norm_(100.0)
     scaler.step(optimizer)
@@ -219,7 +217,7 @@ def test_on_gloo_a_step_allocates_the_copy_in_which_it_reduces_and_nothing_else(
     optimizer = DistributedOptimizer(trainable(model), grad_dtype=row[1], lr=0.1, fused=True)
     with Memory(rank.device) as memory:
         for step in range(3):
-            loss_of(model, *batch(step, rank.rank, device=rank.device)).backward()
+            backward(model, rank, step)
             if clips:
                 optimizer.clip_grad_norm_(1.0)
             before = memory.made  # not what is alive: gloo's threads let go of a copy at a moment of their own
@@ -230,27 +228,14 @@ def test_on_gloo_a_step_allocates_the_copy_in_which_it_reduces_and_nothing_else(
     assert made == copies * sum(buffer.flat.nbytes for buffer in optimizer.buffers)
 
 
-FORMULAS = [(THREE, BF16, {}, lambda d: 4 + 16 / d), (THREE, BF16, {"grad_dtype": FP32}, lambda d: 6 + 12 / d),
-            (THREE, FP32, {}, lambda d: 8 + 8 / d),
-            (FOUR, FP32, {}, lambda d: 4 + 12 / d), (FOUR, BF16, {}, lambda d: 2 + 16 / d)]
-
-
-@pytest.mark.parametrize("stage, dtype, kwargs, formula", FORMULAS)
-def test_bytes_a_parameter_are_those_of_the_formula(stage, dtype, kwargs, formula):
-    """Stage 4 holds two bucket buffers besides, which are reduced in place."""
+@pytest.mark.parametrize("_, package, dtype, grad_dtype, formula, theory", STATE_ROWS)
+def test_bytes_a_parameter_are_those_of_the_formula(_, package, dtype, grad_dtype, formula, theory):
+    """Stage 4 holds two bucket buffers besides."""
     for d in (2, 64):
-        with one_rank_of(d), Memory("cpu") as memory:
-            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, dtype=dtype) for _ in range(4)))
-            optimizer = optimizer_of(stage)(model.parameters(), lr=0.1, fused=True, **kwargs)
-            for _ in range(2):
-                model(torch.ones(1, 2048, dtype=dtype)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            buffers = 2 * max(bucket.flat_params.nbytes for bucket in optimizer.buckets) if stage == FOUR else 0
-            assert buffers == getattr(optimizer, "bucket_buffer_bytes", 0)
-            numel = sum(param.numel() for param in model.parameters())
-            assert (memory.live - buffers) / numel == pytest.approx(formula(d), rel=0.01), d
-            del model, optimizer
+        with situation((formula, d)):
+            counted, buffers = state_bytes(Settings("tiny"), d, package, dtype, grad_dtype)
+            assert counted == pytest.approx(theory(d, buffers), rel=0.01)
+            assert bool(buffers) == (package.__name__ == FOUR)
 
 
 # ------------------------------------------------------------------------------------------- the buffer and its users
@@ -273,42 +258,42 @@ def test_a_grad_dtype_that_the_buffer_cannot_take_is_refused(rank, dtypes_and_gr
 @on_ranks(2, row=[(FP32, None), (BF16, FP32)])
 @on_its_device
 def test_zero_grad_forgets_what_came_past_every_hook(rank, row):
-    """SGD by hand: a gradient that is written into the view, and one of a layer that was frozen at first."""
-    dtype, grad_dtype = row
-    params = [torch.nn.Parameter(torch.zeros(5, dtype=dtype)) for _ in range(2)]
+    """A gradient that is written into the view, and one of a layer that was frozen at first."""
+    params = [torch.nn.Parameter(torch.zeros(5, dtype=row[0])) for _ in range(2)]
     params[1].requires_grad_(False)
-    optimizer = DistributedOptimizer(params, torch.optim.SGD, lr=1.0, grad_dtype=grad_dtype)
-    (params[0].main_grad if grad_dtype else params[0].grad).fill_(7)
+    optimizer = sgd_of(THREE, params, grad_dtype=row[1])
+    (params[0].main_grad if row[1] else params[0].grad).fill_(7)
     optimizer.zero_grad()
     params[1].requires_grad_(True)
-    optimizer.zero_grad()
-    params[1].sum().backward()
-    optimizer.zero_grad()
-    sum(param.sum() for param in params).backward()
+    for given_up in (True, False):
+        optimizer.zero_grad()
+        sum(param.sum() for param in (params[1:] if given_up else params)).backward()
     optimizer.step()
     assert [param.tolist() for param in params] == [[-1.0] * 5] * 2
 
 
-@on_ranks(2)
+CHANGES = {  # of gradients of 5, after their synchronization: dtype, the change, what is stepped
+    "unscale": (FP32, lambda scaler, optimizer, weight: scaler.unscale_(optimizer), -5.0),
+    "clip": (FP32, lambda scaler, optimizer, weight: torch.nn.utils.clip_grad_value_([weight], 0.5), -0.125),
+    "clip 16 bits": (BF16, lambda scaler, optimizer, weight: torch.nn.utils.clip_grad_value_([weight], 0.5), None),
+}
+
+
+@on_ranks(2, change=CHANGES)
 @on_its_device
-def test_a_change_of_gradients_after_their_synchronization(rank):
+def test_a_change_of_gradients_after_their_synchronization(rank, change):
     """16-bit gradients have been copied to fp32 ones by then: an error. fp32 ones are the buffer's own."""
-    for dtype, change, expected in ((FP32, "unscale", -5.0), (FP32, "clip", -0.125), (BF16, "clip", None)):
-        weight = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
-        optimizer = DistributedOptimizer([weight], torch.optim.SGD, lr=1.0)
-        scaler = scaler_of(rank, 4.0)
-        scaler.scale((weight * 5).sum()).backward()
-        optimizer.finish_grad_sync()
-        if change == "unscale":
-            scaler.unscale_(optimizer)
-        else:
-            torch.nn.utils.clip_grad_value_([weight], 0.5)
-        if expected is None:
-            with pytest.raises(RuntimeError, match="16-bit gradients were changed after finish_grad_sync"):
-                scaler.step(optimizer)
-        else:
-            scaler.step(optimizer)
-            assert weight.unique().tolist() == [expected], change
+    dtype, make_change, expected = CHANGES[change]
+    weight, scaler = torch.nn.Parameter(torch.zeros(64, dtype=dtype)), scaler_of(rank, 4.0)
+    optimizer = sgd_of(THREE, [weight])
+    scaler.scale((weight * 5).sum()).backward()
+    optimizer.finish_grad_sync()
+    make_change(scaler, optimizer, weight)
+    if expected is None:
+        assert "16-bit gradients were changed after finish_grad_sync" in error_of(lambda: scaler.step(optimizer))
+    else:
+        scaler.step(optimizer)
+        assert weight.unique().tolist() == [expected]
 
 
 @on_ranks(row=[(BF16, None), (BF16, FP32), (FP32, None)])
@@ -318,7 +303,7 @@ def test_padding_is_zero_and_stays_zero(rank, row):
     model = Mixed(seed=0, dtype=dtype)
     optimizer = DistributedOptimizer(trainable(model), grad_dtype=grad_dtype, **ADAMW)
     for step in range(3):
-        loss_of(model, *batch(step, rank.rank)).backward()
+        backward(model, rank, step)
         for buffer in optimizer.buffers:
             around = padding(buffer.flat, [(grad.storage_offset(), grad.numel()) for grad in buffer.grads])
             assert buffer.flat.numel() % (rank.world_size * 16) == 0 and len(around) and around.eq(0).all()

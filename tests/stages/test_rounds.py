@@ -4,7 +4,6 @@ A rank that goes round more often than another waits for it for ever, since the 
 """
 
 import contextlib
-import itertools
 import random
 import weakref
 from unittest import mock
@@ -17,15 +16,19 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import reshard
 from stage4_overlap import DistributedOptimizer, rounds
-from stage4_overlap.awaited import AwaitedBucket
-from tests.common import STAGES, Net, batch, loss_of, of_cpus, on_its_device, on_ranks, optimizer_of, trainable
-from tests.pairs import SMALL, assert_same, parameter_of, sgd_of
+from tests.common import STAGES, Net, batch, error_of, loss_of, of_cpus, on_ranks, optimizer_of, trainable
+from tests.pairs import SMALL, parameter_of, sgd_of
 
 
 def zeros(rank, n=6, **kwargs):
     """Parameters of zeros, a bucket each, stepped by SGD with a learning rate of 1."""
     params = [parameter_of(0, rank) for _ in range(n)]
     return params, sgd_of(STAGES[3], params, **SMALL, **kwargs)
+
+
+def backward(params, uses=None):
+    """A pass over those of `params` whose places are in `uses`, or over all of them."""
+    sum(param.sum() for place, param in enumerate(params) if uses is None or place in uses).backward()
 
 
 def moved_by(params, uses):
@@ -69,47 +72,62 @@ def test_random_schedules(rank):
                 assert moved_by(params, [moved]), (seed, actions[: position + 1])
 
 
-@on_ranks(2)
-def test_a_step_is_given_up_though_one_rank_has_let_nothing_leave(rank):
-    """One rank has its gradients in no_sync, those of the others have left: to give the step up is for all of them."""
-    params, optimizer = zeros(rank)
+# ------------------------------------------------------------------------ a step that is given up, and what follows it
+
+
+def one_rank_has_let_nothing_leave(rank, params, optimizer):
+    """It has its gradients in no_sync, those of the others have left: to give the step up is for all of them."""
     for given_up in (True, False):
         with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
-            sum(param.sum() for param in params).backward()
+            backward(params)
         if given_up:
             optimizer.zero_grad()
-    optimizer.step()
-    assert moved_by(params, [[1] * 6])
 
 
-@on_ranks(2)
-def test_what_is_assigned_when_gradients_of_no_sync_have_left_is_too_late(rank):
+def assigned_too_late(rank, params, optimizer):
     """What waited for its round waits no longer when it has left: a gradient that is there then is a user's."""
-    params, optimizer = zeros(rank)
     with optimizer.no_sync():
-        sum(param.sum() for param in params).backward()
-    assert [param.grad is None for param in params] == [False] * 6
-    sum(param.sum() for param in params).backward()
-    assert [param.grad is None for param in params] == [True] * 6
+        backward(params)
+    assert not any(param.grad is None for param in params)
+    backward(params)
+    assert all(param.grad is None for param in params)
     params[3].grad = torch.full((5,), 100.0, device=rank.device)
-    with pytest.raises(RuntimeError, match="the gradient of parameter 3 of group 0 was assigned after"):
-        optimizer.step()
+    assert "the gradient of parameter 3 of group 0 was assigned after" in error_of(optimizer.step)
     params[3].grad = None
-    sum(param.sum() for param in params).backward()
-    optimizer.step()
-    assert moved_by(params, [[1] * 6])
+    backward(params)
 
 
-@on_ranks(3)
-def test_a_setting_that_one_rank_alone_has_is_an_error_on_every_rank(rank):
-    for owner, told in ((0, "0.5 on rank 0 and None on rank 1"), (2, "None on rank 0 and 0.5 on rank 2")):
-        params, optimizer = zeros(rank)
+def a_setting_that_one_rank_alone_has(rank, params, optimizer):
+    for owner, told in ((0, "0.5 on rank 0 and None on rank 1"), (1, "None on rank 0 and 0.5 on rank 1")):
         if rank.rank == owner:
             optimizer.param_groups[0]["decay"] = 0.5
-        sum(param.sum() for param in params).backward()
-        with pytest.raises(RuntimeError, match=f"decay of group 0 is {told}"):
-            optimizer.step()
-        assert moved_by(params, [[0] * 6])
+        backward(params)
+        assert f"decay of group 0 is {told}" in error_of(optimizer.step)
+        optimizer.param_groups[0].pop("decay", None)
+    backward(params)
+
+
+def its_optimizer_is_dropped(rank, params, optimizer):
+    """Another takes its place, while ranks have used other parameters: the first one leaves nothing behind."""
+    optimizer.find_unused_parameters = True
+    backward(params, range(6) if rank.rank == 0 else range(1))
+    assert "between backward" in error_of(lambda: reshard(optimizer, None))  # on every rank, or the others would wait
+    for param in params:
+        param.grad = None
+
+
+@on_ranks(how=[one_rank_has_let_nothing_leave, assigned_too_late, a_setting_that_one_rank_alone_has,
+               its_optimizer_is_dropped])
+def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank, how):
+    params, optimizer = zeros(rank)
+    how(rank, params, optimizer)
+    assert moved_by(params, [[0] * 6])
+    if how is its_optimizer_is_dropped:
+        del optimizer
+        optimizer = sgd_of(STAGES[3], params, **SMALL)
+        backward(params)
+    optimizer.step()
+    assert moved_by(params, [[1] * 6])
 
 
 class Fail(torch.autograd.Function):
@@ -122,16 +140,14 @@ class Fail(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@on_ranks
+@on_ranks(checkpointed=[False, True])
 def test_passes_after_one_that_failed(rank, checkpointed):
     """A pass fails on all ranks, on rank 0 when all gradients are there. They count, as in torch; so does the pass.
 
     The graph of the pass that failed, with the node of a re-entrant checkpoint in it, lives on.
     """
     params, optimizer = zeros(rank, find_unused_parameters=True)
-    leaf = torch.ones((), device=rank.device, requires_grad=True)
-    factor = torch.ones((), device=rank.device, requires_grad=True)
+    leaf, factor = (torch.ones((), device=rank.device, requires_grad=True) for _ in range(2))
     failing = Fail.apply(leaf)  # what comes first in the forward pass is the last one to go backward
 
     def uses(factor):
@@ -140,26 +156,10 @@ def test_passes_after_one_that_failed(rank, checkpointed):
     loss = failing + (checkpoint(uses, factor, use_reentrant=True) if checkpointed else uses(factor))
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    sum(params[i].sum() for i in ([0] if rank.rank else range(6))).backward()
+    backward(params, [0] if rank.rank else None)
     dist.all_reduce(torch.ones((), device=rank.device))
     optimizer.step()
     assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
-
-
-@on_ranks(3)
-def test_an_optimizer_that_is_dropped_where_ranks_used_other_parameters(rank):
-    """Between backward() and step(), with ranks that used other parameters: it leaves nothing behind."""
-    params, optimizer = zeros(rank, find_unused_parameters=True)
-    sum(100 * params[i].sum() for i in (range(1) if rank.rank else range(6))).backward()
-    with pytest.raises(RuntimeError, match="between backward"):  # on every rank, or the others would wait
-        reshard(optimizer, None)
-    del optimizer
-    for param in params:
-        param.grad = None
-    optimizer = sgd_of(STAGES[3], params, **SMALL)
-    sum(param.sum() for param in params).backward()
-    optimizer.step()
-    assert moved_by(params, [[1] * 6])
 
 
 @on_ranks(3)
@@ -179,22 +179,7 @@ def test_messages_of_two_optimizers_do_not_mix(rank):
 
 
 @on_ranks(2)
-def test_messages_of_the_user_are_not_taken_for_gradients(rank):
-    """The user's own irecv, which has torch's default tag, and was there before any of the optimizer's."""
-    group = dist.new_group()
-    params, optimizer = zeros(rank, n=3, process_group=group)  # the first one on this group
-    got, other = torch.zeros(5, device=rank.device), 1 - rank.rank
-    work = dist.irecv(got, other, group)
-    sum(param.sum() for param in params).backward()
-    dist.isend(torch.full((5,), 100.0 + rank.rank, device=rank.device), other, group).wait()
-    optimizer.step()
-    work.wait()
-    assert got.tolist() == [100.0 + other] * 5 and moved_by(params, [[1] * 3] * 2)
-
-
-@on_ranks(2)
 def test_gloo_by_another_name_sums_in_fp32_too(rank):
-    """-> the averaged gradient, in groups whose backend is gloo by these names."""
     torch.manual_seed(rank.rank)
     values, found = torch.randn(99, dtype=torch.bfloat16), []
     for backend in ("gloo", "cpu:gloo"):
@@ -206,38 +191,6 @@ def test_gloo_by_another_name_sums_in_fp32_too(rank):
     assert torch.equal(*found) and not torch.equal(found[0], found[0].bfloat16().float())
 
 
-@on_ranks(2)
-@on_its_device
-def test_an_interrupt_where_a_bucket_leaves(rank):
-    """Ctrl-C where a bucket leaves, on every rank: what is given up is gone, and the rest is as if it had not been."""
-    models, calls = [], itertools.count()
-    for interrupt in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(4)))
-        optimizer = DistributedOptimizer(model.parameters(), lr=0.1, bucket_cap_mb=1e-4)
-        for step in range(4):
-            x = torch.full((2, 5), float(rank.rank + step))
-            if interrupt and step == 2:
-                grads = AwaitedBucket.grads
-
-                def watched(bucket):
-                    if next(calls) == 3:
-                        raise KeyboardInterrupt
-                    return grads(bucket)
-
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(AwaitedBucket, "grads", watched)
-                    with pytest.raises(KeyboardInterrupt):
-                        model(x).square().sum().backward()
-                optimizer.zero_grad()
-                model.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        models.append(model)
-    assert_same(*models, exact=True)
-
-
 # ------------------------------------------------------------------------------------ a step that waits for no device
 
 
@@ -247,14 +200,24 @@ ASKS = {getattr(torch.Tensor, name) for name in (
 
 
 class OnADevice(TorchFunctionMode):
-    """Every tensor stands for one of a GPU: an error where the host asks for its values, and would wait for the GPU.
+    """Every tensor stands for one of a GPU, where the process group is NCCL's: an error where the host asks for its
+    values, and would wait for the GPU.
 
     Not those that `torch.tensor` makes of numbers, until they travel in a message of the GPU's process group.
+    `groups`: the groups of hosts that were made.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.of_host = {}  # id -> tensor
+    def __enter__(self):
+        self.of_host, self.groups = {}, weakref.WeakKeyDictionary()  # id -> tensor; process group -> group
+        self.patches = contextlib.ExitStack()
+        for module, name, value in [(rounds, "backends_of", lambda _: {"cuda": "nccl"}),
+                                    (rounds, "HOST_GROUPS", self.groups), (dist, "all_reduce", self.all_reduce)]:
+            self.patches.enter_context(mock.patch.object(module, name, value))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.close()
+        return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in ASKS and id(args[0]) not in self.of_host:
@@ -276,16 +239,13 @@ def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
     rank, group = of_cpus(rank)
     if rank.rank == 0:
         alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
-    model, of_hosts = Net(seed=0), weakref.WeakKeyDictionary()
-    optimizer = optimizer_of(STAGES[3])(trainable(model), process_group=group, lr=0.01)
-    with mock.patch.object(rounds, "backends_of", lambda _: {"cuda": "nccl"}), mock.patch.object(
-            rounds, "HOST_GROUPS", of_hosts), mock.patch.object(optimizer, "find_unused_parameters", True):
-        for step in range(2):
-            loss_of(model, *batch(step, rank.rank)).backward()
+    params, optimizer = zeros(rank, process_group=group)
+    with OnADevice() as device:
+        for _ in range(2):
+            backward(params)
             optimizer.step()
-            optimizer.zero_grad()
-    (of_host,) = of_hosts.values()
-    assert of_host.name() == "gloo" and of_host.size() == 3
+    (of_host,) = device.groups.values()
+    assert of_host.name() == "gloo" and of_host.size() == 3 and moved_by(params, [[2] * 6])
     if rank.rank == 0:
         dist.destroy_process_group(alone)
 
@@ -295,13 +255,12 @@ def test_no_step_waits_for_the_device(rank, stage, kind):
     """As on a GPU, where the process group is NCCL's: the host runs ahead, and a CUDA graph can take the step."""
     rank, _ = of_cpus(rank)
     model, is_4 = Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32), stage == STAGES[3]
-    optimizer = optimizer_of(stage)(trainable(model), lr=0.01, **({"find_unused_parameters": True} if is_4 else {}))
+    params = trainable(model)
+    optimizer = optimizer_of(stage)(params, lr=0.01, **({"find_unused_parameters": True} if is_4 else {}))
     if is_4 and kind == "prefetched":
         optimizer.prefetch_params(model)
-    before = [param.detach().clone() for param in trainable(model)]
-    device, of_hosts = OnADevice(), weakref.WeakKeyDictionary()
-    with (mock.patch.object(rounds, "backends_of", lambda _: {"cuda": "nccl"}), device,
-          mock.patch.object(rounds, "HOST_GROUPS", of_hosts), mock.patch.object(dist, "all_reduce", device.all_reduce)):
+    before = [param.detach().clone() for param in params]
+    with OnADevice() as device:
         for step in range(5):
             for micro_batch in range(2):
                 with optimizer.no_sync() if kind == "plain" and not micro_batch else contextlib.nullcontext():
@@ -311,14 +270,10 @@ def test_no_step_waits_for_the_device(rank, stage, kind):
             optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             optimizer.zero_grad()
+        after = [param.detach().clone() for param in params]
         if is_4 and kind == "plain":  # one that is missing on one rank is an error on every rank, and changes nothing
             optimizer.find_unused_parameters = False
-            params = trainable(model)
-            old = [param.detach().clone() for param in params]
-            sum(param.sum() for param in params[rank.rank :]).backward()
-            with pytest.raises(RuntimeError, match="no gradient on some rank for parameter 0 of group 0: "):
-                optimizer.step()
-    if is_4 and kind == "plain":
-        assert all(map(torch.equal, params, old))
-    assert not any(map(torch.equal, before, trainable(model)))
-    assert len(of_hosts) == is_4 and None not in of_hosts.values()
+            backward(params[rank.rank :])
+            assert "no gradient on some rank for parameter 0 of group 0: " in error_of(optimizer.step)
+    assert all(map(torch.equal, after, params)) and not any(map(torch.equal, before, params))
+    assert len(device.groups) == is_4 and None not in device.groups.values()
