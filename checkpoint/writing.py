@@ -23,14 +23,14 @@ from .asynchronous import Saving, tell_failures, write_behind, writer_of
 from .boxes import box_of, cuts_of
 from .errors import CheckpointError, UnfitModel
 from .folder import claim, refuse_existing
-from .full_state import filled, part_of
+from .full_state import filled
 from .json_values import NotPackable, pack, pack_apart, pack_data
 from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, sealed
 from .model import names_of, state_of, unwrapped
 from .optimizers import all_params, inner_of, itself, local, packed_groups, pieces_in_whole, ranks_of
 from .rank_files import Part, name_of, whole, write_rank_file
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import NotKept, agree_on_states, check_states, local_states, owners_of, with_data
+from .states import agree_on_states, check_states, local_states, owners_of, with_data
 
 
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
@@ -126,16 +126,12 @@ def loadable_states(optimizer, names, what, group):
     with errors_on_all(what, group):
         pieces = pieces_in_whole(optimizer)
         states = local_states(optimizer, pieces)
-    try:
-        layouts, tensors = agree_on_states(optimizer, states, pieces, names, group)
-    except NotKept as refusal:
-        raise CheckpointError(f"{what}: {refusal}") from None
+    layouts, tensors = agree_on_states(optimizer, states, pieces, names, what, group)
     with errors_on_all(what, group):
         found = {}
         for index, layout in layouts.items():
             shape = all_params(optimizer)[index].shape
-            specs = {path: Spec((*lead, *shape), dtype) for path, (lead, dtype) in layout.cut.items()}
-            specs |= {path: Spec(tensor.shape, tensor.dtype) for path, (_, tensor) in layout.common.items()}
+            specs = {path: Spec(kept.shape(shape), kept.dtype) for path, kept in layout.tensors.items()}
             found[names[index]] = described(filled(layout.tree, specs.get))
         check_states(optimizer, names, found, optimizer.param_groups)
     return layouts, tensors
@@ -164,8 +160,8 @@ def packed_states(names, layouts) -> dict:
     """-> name of a parameter -> its state, in which each tensor is the key of one in the files, or has its data."""
     states = {}
     for index, layout in layouts.items():
-        keys = {path: {"piece" if path in layout.cut else "tensor": state_key(names[index], path)}
-                for path in (*layout.cut, *layout.common)}
+        keys = {path: {"piece" if kept.is_cut else "tensor": state_key(names[index], path)}
+                for path, kept in layout.tensors.items()}
         states[names[index]] = with_data(layout.tree, keys)
     return states
 
@@ -218,14 +214,11 @@ def collect(model, optimizer, names, layouts, tensors, extra_tensors, owners, ra
             if owner == rank:
                 owned[f"model.{name}"] = Part(kept(own[start - first : stop - first]), shape, start, cuts)
     for index in sorted(layouts.keys() & pieces.keys()):
-        own, layout, param = tensors[index], layouts[index], params[index]
-        for owner, start, stop in layout.owners:
-            for path, (lead, _) in layout.cut.items() if owner == rank else ():
-                part = kept(part_of(own[path], lead, pieces[index], start, stop))
-                owned[state_key(names[index], path)] = Part(part, (*lead, *param.shape), start, cut(param))
-        for path, (owner, _) in layout.common.items():
-            if owner == rank:
-                owned[state_key(names[index], path)] = whole(kept(own[path]))
+        for path, its in layouts[index].tensors.items():
+            for start, stop in [(start, stop) for owner, start, stop in its.owners if owner == rank]:
+                value, param = tensors[index][path], params[index]
+                owned[state_key(names[index], path)] = whole(kept(value)) if not its.is_cut else Part(
+                    kept(its.part(value, pieces[index], start, stop)), its.shape(param.shape), start, cut(param))
     return owned
 
 
