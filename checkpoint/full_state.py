@@ -183,6 +183,7 @@ def sent(layouts, tensors, pieces, params, group, dst=None):
                 travel(part, place, device, owner, group, dst)
         if is_receiver:
             yield index, wholes
+            wholes.clear()  # before there are the next ones
 
 
 def travel(part, place, device, owner, group, dst):
