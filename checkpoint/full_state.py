@@ -23,6 +23,7 @@ from .optimizers import (
     check_hyperparameters,
     group_of,
     install,
+    is_meshed,
     itself,
     local,
     packed_groups,
@@ -158,17 +159,16 @@ def agreed(optimizer, states, pieces, what, group):
     layouts, tensors = agree_on_states(optimizer, states, pieces, names, what, group)
     for index, layout in layouts.items():
         stacked = [path for path, kept in layout.tensors.items() if kept.is_cut and kept.lead]
-        if stacked and hasattr(params[index], "device_mesh"):
+        if stacked and is_meshed(params[index]):
             raise ValueError(f"the state of {names[index]} has {stacked[0]}, which can't be kept: a stack of DTensors")
     return layouts, tensors
 
 
 def sent(layouts, tensors, pieces, params, group, dst=None):
-    """-> iterator over (index, path -> whole tensor) of each parameter that has a state. Collective.
+    """-> iterator, on rank `dst` (None: all), over (index, path -> whole tensor) of each parameter's state. Collective.
 
-    On rank `dst` of `group`; None: on all. `tensors`: what this rank has of them, for its `pieces`. A whole tensor is
-    (*lead, elements), on the device of the parameter, and is sent when the iterator reaches it. For a DTensor, it is
-    the local part if `pieces` come from `pieces_of`, and the whole of all ranks if they come from `pieces_in_whole`.
+    `tensors`: what this rank has of them, for its `pieces`. A whole tensor is (*lead, elements), on the parameter's
+    device, and sent when the iterator reaches it. A DTensor's is the local part if pieces are those of `pieces_of`.
     """
     rank, _ = rank_and_size(group)
     is_receiver = dst in (None, rank)
@@ -207,8 +207,7 @@ def travel(part, place, device, owner, group, dst):
 def room_for(layouts, pieces, params):
     """-> index -> state of each piece; index -> path -> its tensor there, uninitialized.
 
-    A tensor has the strides of the piece, because fused kernels ignore strides. Floats have the piece's dtype, as after
-    torch's load_state_dict, except the number of steps.
+    A tensor has the piece's strides, which fused kernels ignore, and a float its dtype, as in load_state_dict.
     """
     states, rooms, n_bytes = {}, {}, collections.Counter()
     for index, layout in layouts.items():
@@ -236,7 +235,7 @@ def fill(rooms, index, wholes, layouts, pieces):
 def on_cpu(whole, kept, param):
     """-> it in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
     whole = whole.cpu().view(kept.shape(local(param).shape))
-    if not kept.is_cut or not hasattr(param, "device_mesh"):
+    if not kept.is_cut or not is_meshed(param):
         return whole
     layout = {"shape": param.shape, "stride": param.stride()}
     return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
@@ -278,16 +277,13 @@ def refuse_other_parts(state, param, name):
     """Raise ValueError unless DTensors in a state are of the same parts as `param`."""
     for path, value in pack_apart(state)[1].items():
         lead, its_lead = lead_of(value.shape, param.shape), lead_of(local(value).shape, local(param).shape)
-        if lead != its_lead or lead and hasattr(param, "device_mesh"):
+        if lead != its_lead or lead and is_meshed(param):
             raise ValueError(f"{path} of {name} is a {type(value).__name__} in this state_dict, the parameter is a "
                              f"{type(param).__name__}, with another part on this rank")
 
 
 def agreed_sources(optimizer, process_group):
-    """-> parts -> the rank that sends them; the parameter groups. Raises on every rank if a move is impossible.
-
-    Parts are what a rank has of each parameter; they are the same on all ranks unless there are DTensors.
-    """
+    """-> boxes of a rank's parts -> who sends these; the parameter groups. Raises on every rank if it can't move."""
     error, to = None, []
     try:
         others = None, dist.GroupMember.NON_GROUP_MEMBER

@@ -71,11 +71,10 @@ class Layout(NamedTuple):
 
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
-    """-> index -> the inner optimizer's state of this rank's piece of it.
+    """-> index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16 bits.
 
-    With a "main_param" where the parameter has 16 bits. That of one that was never stepped is left out: torch would
-    take it for a whole state. The model has its value, except what rounding lost if it was loaded in fp32.
-    `all_main_params` keeps it.
+    Without `all_main_params`, that of a parameter that was never stepped is left out: torch would take it for a whole
+    state. The model has its value, except what rounding lost if it was loaded in fp32.
     """
     inner, params, states = inner_of(optimizer), all_params(optimizer), {}
     has_main = {i for i, piece in pieces.items() if piece.main.dtype != params[i].dtype}
@@ -126,9 +125,7 @@ def tell(value, shape) -> Tensor:
 def agree_on_states(optimizer, states, pieces, names, what, group):
     """-> index -> Layout, the same on all ranks; and index -> path -> this rank's tensor. Collective.
 
-    Raises, on every rank, before anything is sent:
-        CheckpointError: a state can't be kept; it names the parameter and the key.
-        RuntimeError: their parameter groups have other values, another lr say.
+    Raises CheckpointError on every rank if a state can't be kept, RuntimeError if groups have different values.
     """
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
@@ -175,10 +172,7 @@ def layout_of(parts, fixed, name) -> Layout:
 
 
 def owners_of(parts) -> list[tuple[int, int, int]]:
-    """`parts`: [(rank, start, stop), …], which may overlap: tensor-parallel ranks have the same of what isn't cut.
-
-    -> the same for parts that don't, in order, each in what its rank has.
-    """
+    """-> `parts`, [(rank, start, stop), …], in order and without the overlaps that tensor-parallel ranks have."""
     found, end = [], 0
     for start, stop, rank in sorted((start, stop, rank) for rank, start, stop in parts):
         if stop > end:
@@ -206,7 +200,6 @@ def kind_of(dtype):
 def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     """What is kept of each parameter with the hyperparameters that were saved; None: that can't be found out.
 
-    Of a parameter of the same shape; of a small one where ranks step ranges, each element by itself then.
     Raises ValueError: the optimizer can't step with what was saved.
     """
     schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
@@ -220,7 +213,7 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
             shape, dtype = local(param).shape, param.dtype
-            if steps_ranges(owner):
+            if steps_ranges(owner):  # each element by itself
                 shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
             key = kind, shape, dtype, param.device
             if key not in TRIED:

@@ -84,7 +84,18 @@ class Later(Keeps):
         return grad
 
 
-KEPT = [DictOfTensors, Stack, History, Later]
+class CountsInOneElement(Keeps):
+    """As torch's own don't: its step has the shape (1,), like a piece of one element."""
+
+    def direction(self, state, param, grad):
+        if not state:
+            state.update(step=param.new_zeros(1), sum=torch.zeros_like(param))
+        state["step"] += 1
+        state["sum"] += grad
+        return (state["sum"] / state["step"]).view_as(param)
+
+
+KEPT = [DictOfTensors, Stack, History, Later, CountsInOneElement]
 
 
 @on_ranks(3, cls=KEPT)
