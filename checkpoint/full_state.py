@@ -217,8 +217,10 @@ def room_for(layouts, pieces, params):
             main, rooms[index] = pieces[index].main, {}
             for path, kept in layout.tensors.items():
                 dtype = main.dtype if kept.dtype.is_floating_point and path != "step" else kept.dtype
-                rooms[index][path] = torch.empty_like(main, dtype=dtype) if kept.is_cut and not kept.lead else \
-                    torch.empty(kept.shape(main.shape), dtype=dtype, device=main.device)
+                if kept.is_cut and not kept.lead:
+                    rooms[index][path] = torch.empty_like(main, dtype=dtype)
+                else:
+                    rooms[index][path] = torch.empty(kept.shape(main.shape), dtype=dtype, device=main.device)
             states[index] = filled(layout.tree, rooms[index].get)
     for device, n in n_bytes.items():
         torch.empty(n, dtype=torch.uint8, device=device)  # there is memory for a whole parameter too
