@@ -35,8 +35,7 @@ class Box(NamedTuple):
 def cuts_of(tensor, name="a tensor") -> list[list[int]]:
     """-> for each dimension the sizes of its pieces, in order and not empty; one piece each if the tensor isn't cut.
 
-    Raises UnfitModel: a DTensor whose local elements lie between those of other ranks, as FSDP2 with tensor parallelism
-    makes.
+    Raises UnfitModel: local elements lie between those of other ranks, as FSDP2 makes them with tensor parallelism.
     """
     cuts = [[size] for size in tensor.shape]
     for n, placement, _ in meshed(tensor):

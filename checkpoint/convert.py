@@ -1,11 +1,16 @@
-"""A checkpoint for a program without this package: a file, or a folder for torch.distributed.checkpoint.
+"""python -m checkpoint convert FOLDER [TARGET] --to torch|dcp: a checkpoint for torch's own tools.
 
-Nothing in the checkpoint is unpickled.
+torch: one file, which torch.load(weights_only=True) reads. dcp: a folder, which torch.distributed.checkpoint reads.
+Both hold {"model": …, "optimizer": {"state": …, "param_groups": …}, "extra": […]}: the state_dict() of the model; that
+of the optimizer, by names of parameters as in torch.distributed.checkpoint.state_dict; and the `extra` of each rank.
+Nothing in FOLDER is unpickled.
 """
 
+import argparse
 import collections
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -13,10 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from .boxes import whole_box
+from .errors import CheckpointError
 from .json_values import unpack
 from .manifest import manifest_of
 from .rank_files import Reader
-from .reading import TensorsOf
+from .ranks import first_line
+from .reading import tensors_of
 
 
 def to_torch(found, path):
@@ -34,17 +41,13 @@ def to_dcp(found, path):
 
 
 FORMATS = {"torch": to_torch, "dcp": to_dcp}
+ENDINGS = {"torch": ".pt", "dcp": ".dcp"}
 
 
 def convert(folder, path, to="torch") -> dict:
-    """Write what `converted` returns to the new `path`, all of it or nothing. -> what it returns.
+    """Write what `converted` returns to the new `path`, all of it or nothing. -> what it returns. `to`: of FORMATS.
 
-    Args:
-        to: a key of FORMATS.
-
-    Raises:
-        OSError: the disk fails, or `path` exists.
-        CheckpointError: `folder` is damaged, or no checkpoint.
+    Raises OSError, also if `path` exists, or CheckpointError: `folder` is damaged, or no checkpoint.
     """
     path, found = Path(path), converted(folder)
     if os.path.lexists(path):
@@ -73,7 +76,7 @@ def converted(folder) -> dict:
     """-> a checkpoint as one dict, on the CPU. Raises OSError or CheckpointError: it is damaged, or no checkpoint."""
     manifest, _ = manifest_of(folder)
     reader = Reader(folder, manifest)
-    tensors = TensorsOf(reader, manifest)
+    tensors = tensors_of(reader, manifest)
     stored = {name: manifest.tensors[f"model.{name}"] for name in manifest.model}
     groups = [{**unpack(group["options"], tensors), "params": group["params"]} for group in manifest.groups]
     states = {name: without_deques(unpack(state, tensors)) for name, state in manifest.states.items()}
@@ -91,3 +94,22 @@ def without_deques(value):
     if isinstance(value, (list, collections.deque)):
         return [without_deques(item) for item in value]
     return tuple(map(without_deques, value)) if type(value) is tuple else value
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m checkpoint", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("convert", help="a checkpoint for torch's own tools")
+    command.add_argument("folder", type=Path, help="a checkpoint, as runs/a/step-00000100")
+    command.add_argument("target", type=Path, nargs="?", help="what to write; it must not exist (default: FOLDER.pt, "
+                         "or FOLDER.dcp)")
+    command.add_argument("--to", choices=FORMATS, default="torch", help="a file for torch.load, or a folder for "
+                         "torch.distributed.checkpoint (default: torch)")
+    args = parser.parse_args()
+    target = args.target or args.folder.with_name(args.folder.name + ENDINGS[args.to])
+    try:
+        found = convert(args.folder, target, args.to)
+    except (OSError, CheckpointError) as error:
+        sys.exit(f"python -m checkpoint: error: {args.folder} can't be converted to {target}: {first_line(error)}")
+    print(f"{target}: {len(found['model'])} tensors of the model, the state of {len(found['optimizer']['state'])} "
+          f"parameters, extra of {len(found['extra'])} ranks")

@@ -26,14 +26,8 @@ def claim(path, owner) -> str:
     """Make the folder in which `path` is written until it is complete. -> its name. On the rank that completes it.
 
     Removes what dead runs have left of the same series: step-10 and step-20 are one series, step-10 and best-10 are
-    not. Different process groups have different series, and may save side by side.
-
-    Args:
-        owner: the global rank of this process.
-
-    Raises:
-        OSError: the disk fails, or `path` exists.
-        FolderInUse: another run saves here.
+    not. Process groups, of which `owner` is the first global rank, have series of their own, and may save side by side.
+    Raises OSError, also if `path` exists, or FolderInUse.
     """
     if path.parent.is_file():
         raise NotADirectoryError(20, f"{path.parent} is no folder")
@@ -68,9 +62,7 @@ def token(process) -> str:
 def hold(path, owner=0) -> bool:
     """Take the lock to save `path` and its series. -> whether this process now holds it; False: there are no locks.
 
-    Raises:
-        FolderInUse: another run does.
-        FileExistsError: something else lies where the lock is.
+    Raises FolderInUse: another run does; FileExistsError: something else lies where the lock is.
     """
     folder, place = path.parent.resolve(), zlib.crc32(f"{series(path.name)} {owner}".encode())
     try:

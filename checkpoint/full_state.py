@@ -1,37 +1,42 @@
-"""An optimizer's state as one dict, assembled from its pieces and cut again, maybe for other ranks.
+"""An optimizer's state as one dict, or on other ranks: assembled from its pieces and cut again.
 
-One parameter is sent at a time. So a rank holds its old part, its new part, the result if it wants one, and one whole
-parameter.
+The state of one parameter is sent at a time. So a rank holds its old part, its new part, the result if it wants one,
+and one whole parameter.
 """
 
 import collections
 import copy
 import math
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from guard.schema import described
+from guard.schema import described, lead_of
 
-from .json_values import SMALL, NotPackable, pack_apart, pack_data, unpack, unpack_data
+from .boxes import box_of
+from .json_values import pack_apart, unpack, unpack_data
 from .optimizers import (
+    Piece,
     all_params,
     check_hyperparameters,
     group_of,
     install,
+    is_meshed,
     itself,
     local,
     packed_groups,
+    pieces_in_whole,
     pieces_of,
     prepared,
     refuse_outsider,
 )
-from .ranks import errors_on_all, rank_and_size
-from .states import NotKept, agree_on_states, check_states, fixed_paths, local_states, with_data
+from .ranks import all_gather, errors_on_all, rank_and_size
+from .states import agree_on_states, check_states, describe, fixed_paths, layout_of, local_states
 
 TAG = 2**30 - 1  # of messages to rank 0: large enough that no user has it
+NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
 
 
 @torch.no_grad()
@@ -57,11 +62,13 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     if rank < 0:
         return {}
     params, state = all_params(optimizer), {}
-    with errors_on_all("the state can't be put together", group):
+    with errors_on_all(NOT_READ, group):
         pieces = pieces_of(optimizer)
         states = local_states(optimizer, pieces)
-    for index, tree, found in gather(optimizer, states, pieces, group, dst):
-        state[index] = filled(tree, lambda path: found[path].on_cpu(params[index]))
+    layouts, tensors = agreed(optimizer, states, pieces, NOT_READ, group)
+    for index, wholes in sent(layouts, tensors, pieces, params, group, dst):
+        layout = layouts[index]
+        state[index] = filled(layout.tree, lambda path: on_cpu(wholes[path], layout.tensors[path], params[index]))
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
 
 
@@ -76,83 +83,164 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     """
     optimizer = itself(optimizer)
     refuse_outsider(optimizer)
-    group, params = group_of(optimizer), all_params(optimizer)
-    groups, plan, tensors = broadcast_plan(optimizer, state_dict)
-    with errors_on_all("the state can't be loaded", group):  # takes all memory: what follows can't fail on one rank
+    group, params, plan, tensors = group_of(optimizer), all_params(optimizer), None, {}
+    if rank_and_size(group)[0] == 0:
+        try:
+            plan, tensors = plan_of(optimizer, state_dict)
+            pickle.dumps(plan)  # fails now, and not while the others wait
+        except ValueError as error:
+            plan = error
+        except Exception as error:  # the other ranks wait for the plan
+            plan = ValueError(f"this state_dict can't be read: {error!r}")
+    plan, *_ = all_gather(plan, group)
+    if isinstance(plan, ValueError):
+        raise plan
+    groups, layouts = copy.deepcopy(plan)  # without other ranks it is the caller's own, which a step would change
+    with errors_on_all(NOT_LOADED, group):  # takes all memory: what follows can't fail on one rank
         pieces = pieces_of(optimizer)
-        wholes, own = room_for(plan, params, pieces)
-        states = {index: filled(plan[index][0], own[index].get) for index in own}
+        states, rooms = room_for(layouts, pieces, params)
         ready = prepared(optimizer, states, groups)
-    for (index, path), whole in wholes.items():
-        travel(tensors.get((index, path)), whole.tensor.shape, whole.tensor.dtype, whole.tensor.device, 0, group, None,
-               whole.tensor)
-        if path == "main_param":
-            local(params[index]).copy_(whole.tensor.view(local(params[index]).shape))
-        if index in pieces:
-            own[index][path].copy_(whole.part_for(pieces[index]))
-    with errors_on_all("the state can't be loaded", group):
+    wholes_of_rank_0 = {index: whole_piece(params[index]) for index in layouts}
+    for index, wholes in sent(layouts, tensors, wholes_of_rank_0, params, group):
+        fill(rooms, index, wholes, layouts, pieces)
+        if "main_param" in wholes:
+            local(params[index]).copy_(wholes["main_param"].view(local(params[index]).shape))
+    with errors_on_all(NOT_LOADED, group):
         install(optimizer, ready)
 
 
-def room_for(plan, params, pieces):
-    """-> (index, path) -> Whole, all in the same memory; index -> path -> what this rank keeps of it. Uninitialized."""
-    specs = []
-    for index, (_, cut, common) in plan.items():
-        specs += [(index, path, (*lead, local(params[index]).numel()), dtype) for path, (lead, dtype) in cut.items()]
-        specs += [(index, path, shape, dtype) for path, (shape, dtype) in common.items()]
-    n_bytes = collections.Counter()
-    for index, _, shape, dtype in specs:
-        n_bytes[params[index].device] = max(n_bytes[params[index].device], math.prod(shape) * dtype.itemsize)
-    shared = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in n_bytes.items()}
-    wholes, own = {}, {index: {} for index in plan if index in pieces}
-    for index, path, shape, dtype in specs:
-        flat = shared[params[index].device][: math.prod(shape) * dtype.itemsize].view(dtype)
-        whole = wholes[index, path] = Whole(flat.view(shape), path in plan[index][1])
+@torch.no_grad()
+def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | int | None) -> None:
+    """Move parameters and state to the ranks of `process_group`. Collective over all ranks of the program.
+
+    A rank outside of `process_group` keeps the current parameters and no state; a later group may include it again.
+    What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank. For a moment each rank
+    holds one whole parameter.
+
+    In a tensor-parallel model only the data-parallel dimension moves: each rank passes the new group of ranks that have
+    the same parts of DTensors as itself, and keeps its own part.
+
+    Raises, on every rank:
+        TypeError: the optimizer is not of stage 3 or 4.
+        RuntimeError: between backward() and step(); or ranks with the same parts are in several process groups, before
+            or after the move; or some have a state for their part of a parameter, and others don't.
+    """
+    optimizer = itself(optimizer)
+    if not hasattr(optimizer, "move_to"):
+        raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
+    params, before = all_params(optimizer), pieces_in_whole(optimizer)
+    states = local_states(optimizer, before, all_main_params=True)
+    sources, groups = agreed_sources(optimizer, process_group)
+    layouts, tensors = agreed(optimizer, states, before, NOT_MOVED, None)
+    for index, param in enumerate(params):
+        if optimizer.rank < 0:
+            param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
+        for parts, source in sources.items():  # for ranks that join
+            own, (offsets, sizes) = local(param), parts[index]
+            is_own = (offsets, sizes) == box_of(param)[:2]
+            dist.broadcast(own if is_own else own.new_empty(sizes), src=source)
+    del states  # and the memory that the parameters leave
+    optimizer.move_to(process_group)
+    pieces = pieces_in_whole(optimizer)
+    states, rooms = room_for(layouts, pieces, params)
+    ready = prepared(optimizer, states, groups)
+    for index, wholes in sent(layouts, tensors, before, params, None):
+        fill(rooms, index, wholes, layouts, pieces)
+    install(optimizer, ready)
+
+
+# ------------------------------------------------------------------------------------------------- from ranks to ranks
+
+
+def agreed(optimizer, states, pieces, what, group):
+    """See `agree_on_states`."""
+    params = all_params(optimizer)
+    names = [f"parameter {index}" for index in range(len(params))]
+    layouts, tensors = agree_on_states(optimizer, states, pieces, names, what, group)
+    for index, layout in layouts.items():
+        stacked = [path for path, kept in layout.tensors.items() if kept.is_cut and kept.lead]
+        if stacked and is_meshed(params[index]):
+            raise ValueError(f"the state of {names[index]} has {stacked[0]}, which can't be kept: a stack of DTensors")
+    return layouts, tensors
+
+
+def sent(layouts, tensors, pieces, params, group, dst=None):
+    """-> iterator, on rank `dst` (None: all), over (index, path -> whole tensor) of each parameter's state. Collective.
+
+    `tensors`: what this rank has of them, for its `pieces`. A whole tensor is (*lead, elements), on the parameter's
+    device, and sent when the iterator reaches it. A DTensor's is the local part if pieces are those of `pieces_of`.
+    """
+    rank, _ = rank_and_size(group)
+    is_receiver = dst in (None, rank)
+    for index, layout in layouts.items():
+        wholes, device = {}, params[index].device
+        for path, kept in layout.tensors.items():
+            if is_receiver:
+                wholes[path] = torch.empty(*kept.lead, kept.owners[-1][2], dtype=kept.dtype, device=device)
+            for owner, start, stop in kept.owners:
+                part = kept.part(tensors[index][path], pieces[index], start, stop) if owner == rank else None
+                place = wholes[path][..., start:stop] if is_receiver else None
+                travel(part, place, device, owner, group, dst)
+        if is_receiver:
+            yield index, wholes
+            wholes.clear()  # before there are the next ones
+
+
+def travel(part, place, device, owner, group, dst):
+    """Send a tensor from rank `owner`, where it is `part`, to rank `dst`; None: to all. There it comes to `place`."""
+    rank, world_size = rank_and_size(group)
+    if place is None:
+        if owner == rank:  # a count of steps is on the CPU, which NCCL can't send from
+            dist.send(part.to(device).contiguous(), group=group, group_dst=dst, tag=TAG)
+        return
+    there = place.contiguous()
+    if owner == rank:
+        there.copy_(part)
+    if dst is None and world_size > 1:
+        dist.broadcast(there, group=group, group_src=owner)
+    elif owner != rank:
+        dist.recv(there, group=group, group_src=owner, tag=TAG)
+    if there is not place:
+        place.copy_(there)
+
+
+def room_for(layouts, pieces, params):
+    """-> index -> state of each piece; index -> path -> its tensor there, uninitialized.
+
+    A tensor has the piece's strides, which fused kernels ignore, and a float its dtype, as in load_state_dict.
+    """
+    states, rooms, n_bytes = {}, {}, collections.Counter()
+    for index, layout in layouts.items():
+        of_all = [math.prod(kept.lead) * kept.owners[-1][2] * kept.dtype.itemsize for kept in layout.tensors.values()]
+        n_bytes[params[index].device] = max(n_bytes[params[index].device], sum(of_all))
         if index in pieces:
-            own[index][path] = whole.room_for(path, pieces[index])
-    return wholes, own
+            main, rooms[index] = pieces[index].main, {}
+            for path, kept in layout.tensors.items():
+                dtype = main.dtype if kept.dtype.is_floating_point and path != "step" else kept.dtype
+                if kept.is_cut and not kept.lead:
+                    rooms[index][path] = torch.empty_like(main, dtype=dtype)
+                else:
+                    rooms[index][path] = torch.empty(kept.shape(main.shape), dtype=dtype, device=main.device)
+            states[index] = filled(layout.tree, rooms[index].get)
+    for device, n in n_bytes.items():
+        torch.empty(n, dtype=torch.uint8, device=device)  # there is memory for a whole parameter too
+    return states, rooms
 
 
-class Whole(NamedTuple):
-    """A whole tensor of a state: (*lead, numel of the parameter) if it `is_cut`, else in its own shape."""
+def fill(rooms, index, wholes, layouts, pieces):
+    """Copy to the `rooms` of a parameter what belongs there."""
+    for path, room in rooms.get(index, {}).items():
+        kept, whole = layouts[index].tensors[path], wholes[path]
+        room.copy_((whole[..., slice(*pieces[index].in_whole)] if kept.is_cut else whole).reshape(room.shape))
 
-    tensor: torch.Tensor
-    is_cut: bool
 
-    def on_cpu(self, param):
-        """-> it in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
-        whole = self.tensor.cpu()
-        if not self.is_cut:
-            return whole
-        whole = whole.view((*whole.shape[:-1], *local(param).shape))
-        if not hasattr(param, "device_mesh"):
-            return whole
-        layout = {"shape": param.shape, "stride": param.stride()}
-        return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
-
-    def part_for(self, piece):
-        """-> the part that belongs to a piece, in its shape."""
-        if not self.is_cut:
-            return self.tensor
-        part = self.tensor[..., slice(*piece.in_whole)]
-        return part.view((*part.shape[:-1], *piece.main.shape))
-
-    def room_for(self, path, piece):
-        """-> uninitialized memory for what the inner optimizer keeps of it.
-
-        It has the strides of the piece, because fused kernels ignore strides. Floats have the piece's dtype, as after
-        torch's load_state_dict, except the number of steps.
-        """
-        part, main = self.part_for(piece), piece.main
-        dtype = main.dtype if part.is_floating_point() and path != "step" else part.dtype
-        return torch.empty_like(main if part.shape == main.shape and self.is_cut else part, dtype=dtype)
-
-    def cut_for(self, piece):
-        """What the inner optimizer keeps for a piece."""
-        if not self.is_cut:
-            return self.tensor
-        part = self.part_for(piece)
-        return torch.empty_like(piece.main if part.shape == piece.main.shape else part, dtype=part.dtype).copy_(part)
+def on_cpu(whole, kept, param):
+    """-> it in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
+    whole = whole.cpu().view(kept.shape(local(param).shape))
+    if not kept.is_cut or not is_meshed(param):
+        return whole
+    layout = {"shape": param.shape, "stride": param.stride()}
+    return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
 
 
 def filled(tree, tensor_of):
@@ -160,150 +248,71 @@ def filled(tree, tensor_of):
     return unpack(tree, lambda name, what: unpack_data(what) if name == "data" else tensor_of(what))
 
 
-def gather(optimizer, states, pieces, group, dst):
-    """-> iterator over (index, packed state, path -> Whole) of each parameter that has a state. Collective.
-
-    On rank `dst` of `group`; None: on all. Tensors are on the device of the parameter, and each is sent when the
-    iterator reaches it. For a DTensor, the whole is the local part if `pieces` come from `pieces_of`, and the whole of
-    all ranks if they come from `pieces_in_whole`.
-
-    Raises:
-        NotKept: on every rank, before anything is sent; a part of a state is on no rank, or it can't be assembled.
-    """
-    names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
-    layouts, tensors = agree_on_states(optimizer, states, pieces, names, group)
-    for index, layout in layouts.items():
-        stacked = [path for path, (lead, _) in layout.cut.items() if lead]
-        if stacked and hasattr(all_params(optimizer)[index], "device_mesh"):
-            raise NotKept(f"the state of {names[index]} has {stacked[0]}, a stack of DTensors: it can't be kept")
-    return put_together(layouts, tensors, pieces, all_params(optimizer)[0].device, group, dst)
+def whole_piece(param):
+    return Piece(0, local(param).numel(), local(param))
 
 
-def put_together(layouts, tensors, pieces, device, group, dst):
-    rank, _ = rank_and_size(group)
-    for index, layout in layouts.items():
-        mine, found = tensors.get(index, {}), {}
-        numel = layout.owners[-1][2]
-        for path, (lead, dtype) in layout.cut.items():
-            whole = torch.empty(*lead, numel, dtype=dtype, device=device) if dst in (None, rank) else None
-            for owner, start, stop in layout.owners:
-                part = part_of(mine[path], lead, pieces[index], start, stop) if owner == rank else None
-                place = whole[..., start:stop] if whole is not None else None
-                travel(part, (*lead, stop - start), dtype, device, owner, group, dst, place)
-            found[path] = Whole(whole, True)
-        for path, (owner, (shape, dtype, *_)) in layout.common.items():
-            part = mine[path] if owner == rank else None
-            found[path] = Whole(travel(part, shape, dtype, device, owner, group, dst), False)
-        if dst in (None, rank):
-            yield index, layout.tree, found
-
-
-def travel(part, shape, dtype, device, owner, group, dst, place=None):
-    """Send a tensor from rank `owner`, where it is `part`, to rank `dst`; None: to all. -> the tensor on these ranks.
-
-    `place`: memory to receive it in; None: new memory.
-    """
-    rank, world_size = rank_and_size(group)
-    if dst not in (None, rank):
-        if owner == rank:
-            part = part.to(device)  # a count of steps is on the CPU, which NCCL can't send from
-            dist.send(part.contiguous(), group=group, group_dst=dst, tag=TAG)
-        return None
-    there = place if place is not None and place.is_contiguous() else torch.empty(shape, dtype=dtype, device=device)
-    if owner == rank:
-        there.copy_(part.reshape(shape) if part.shape != there.shape else part)
-    if dst is None and world_size > 1:
-        dist.broadcast(there, group=group, group_src=owner)
-    elif owner != rank:
-        dist.recv(there, group=group, group_src=owner, tag=TAG)
-    if place is not None and there is not place:
-        place.copy_(there)
-    return there
-
-
-def part_of(tensor, lead, piece, start, stop):
-    """-> (*lead, stop - start): elements start to stop of the whole, from a tensor that has those of `piece`."""
-    flat = tensor if tensor.dim() == len(lead) + 1 else tensor.reshape(*lead, -1)
-    first, last = piece.in_whole
-    return flat if (start, stop) == (first, last) else flat[..., start - first : stop - first]
-
-
-def broadcast_plan(optimizer, state_dict):
-    """Broadcast what rank 0 finds in its `state_dict`. -> groups, index -> (packed state, cut, common), tensors.
-
-    The other ranks get no tensors yet. Raises ValueError on all ranks.
-    """
-    group, plan, tensors = group_of(optimizer), [None], {}
-    rank, world_size = rank_and_size(group)
-    if rank == 0:
-        try:
-            plan[0], tensors = plan_of(optimizer, state_dict)
-            pickle.dumps(plan)  # fails now, and not while the others wait
-        except ValueError as error:
-            plan[0] = error
-        except Exception as error:  # the other ranks wait for the plan
-            plan[0] = ValueError(f"this state_dict can't be read: {error!r}")
-    if world_size > 1:
-        dist.broadcast_object_list(plan, group=group, group_src=0)
-    if isinstance(plan[0], ValueError):
-        raise plan[0]
-    return *copy.deepcopy(plan[0]), tensors  # on rank 0 it is the caller's own, which a step would change
+# ---------------------------------------------------------------------------------------------- of a dict, of a move
 
 
 def plan_of(optimizer, state_dict):
-    """-> (groups, index -> (packed state, path -> (lead, dtype), path -> (shape, dtype))), (index, path) -> tensor."""
-    check_indices(optimizer, state_dict)
-    plan, tensors = {}, {}
-    names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
-    packed = {}
-    for index, state in sorted(state_dict["state"].items()):
-        try:
-            packed[index] = pack_apart(state)
-        except NotPackable as refusal:
-            where = f"the state of {names[index]} has {refusal.path}"
-            raise ValueError(f"{where}, which can't be loaded: {refusal}") from None
-    states = {names[index]: described(state) for index, state in state_dict["state"].items()}
-    check_hyperparameters(optimizer, state_dict["param_groups"])
-    schemas = check_states(optimizer, names, states, state_dict["param_groups"])
-    for index, (tree, found) in packed.items():
-        cut, common = cut_and_common(found, all_params(optimizer)[index], fixed_paths(schemas[index]), names[index])
-        small = {path: pack_data(found[path]) for path, (shape, _) in common.items() if math.prod(shape) <= SMALL}
-        common = {path: what for path, what in common.items() if path not in small}
-        plan[index] = with_data(tree, small), cut, common
-        tensors.update({(index, path): local(found[path]) for path in (*cut, *common)})
-    return (state_dict["param_groups"], plan), tensors
-
-
-def cut_and_common(found, param, fixed, name):
-    """-> path -> (lead, dtype) of tensors to cut; path -> (shape, dtype) of the others. `found`: path -> tensor."""
-    cut, common = {}, {}
-    for path, value in found.items():
-        n_lead = value.dim() - param.dim()
-        is_cut = n_lead >= 0 and value.shape[n_lead:] == param.shape
-        if path == "main_param" or is_cut and path not in fixed:
-            check_like(param, value, f"{path} of {name}", n_lead)
-            cut[path] = tuple(value.shape[:n_lead]), value.dtype
-        else:
-            common[path] = tuple(value.shape), value.dtype
-    return cut, common
-
-
-def check_indices(optimizer, state_dict):
+    """-> (groups, index -> Layout), index -> path -> tensor. Raises ValueError: they aren't this optimizer's."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != ours:
-        raise ValueError(f"this state_dict has groups of {sizes} parameters, this optimizer has {ours}")
-    unknown = state_dict["state"].keys() - range(sum(ours))
-    if unknown:
+    params, states, groups = all_params(optimizer), state_dict["state"], state_dict["param_groups"]
+    theirs, ours = ([len(group["params"]) for group in those] for those in (groups, optimizer.param_groups))
+    if theirs != ours:
+        raise ValueError(f"this state_dict has groups of {theirs} parameters, this optimizer has {ours}")
+    if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
+    names, layouts, tensors = [f"parameter {index}" for index in range(len(params))], {}, {}
+    check_hyperparameters(optimizer, groups)
+    schemas = check_states(optimizer, names, {names[i]: described(state) for i, state in states.items()}, groups)
+    for index, state in sorted(states.items()):
+        part, tensors[index] = describe(state, whole_piece(params[index]), names[index])
+        refuse_other_parts(state, params[index], names[index])
+        layouts[index] = layout_of([(0, part)], fixed_paths(schemas[index]), names[index])
+    return (groups, layouts), tensors
 
 
-def check_like(param, value, name, n_lead):
-    """Raise ValueError unless `value` has the shape of `param`; for DTensors also the shape of the local part."""
-    if value.shape[n_lead:] != param.shape:
-        raise ValueError(f"{name} is {tuple(value.shape)} in this state_dict, the parameter is {tuple(param.shape)}")
-    if n_lead and hasattr(param, "device_mesh") or local(value).shape[n_lead:] != local(param).shape:
-        raise ValueError(f"{name} is a {type(value).__name__} in this state_dict, the parameter is a "
-                         f"{type(param).__name__}, with another part on this rank")
+def refuse_other_parts(state, param, name):
+    """Raise ValueError unless DTensors in a state are of the same parts as `param`."""
+    for path, value in pack_apart(state)[1].items():
+        lead, its_lead = lead_of(value.shape, param.shape), lead_of(local(value).shape, local(param).shape)
+        if lead != its_lead or lead and is_meshed(param):
+            raise ValueError(f"{path} of {name} is a {type(value).__name__} in this state_dict, the parameter is a "
+                             f"{type(param).__name__}, with another part on this rank")
+
+
+def agreed_sources(optimizer, process_group):
+    """-> boxes of a rank's parts -> who sends these; the parameter groups. Raises on every rank if it can't move."""
+    error, to = None, []
+    try:
+        others = None, dist.GroupMember.NON_GROUP_MEMBER
+        if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
+            kind = type(process_group).__name__
+            raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
+        if dist.get_rank(process_group) >= 0:
+            to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
+        error = refusal
+    parts = tuple(box_of(param)[:2] for param in all_params(optimizer))
+    everyone = all_gather((packed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error), None)
+    all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*everyone)
+    if any(errors):
+        raise error or next(filter(None, errors))
+    if any(all_have_grads):
+        raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
+    if len({tuple(len(group["params"]) for group in groups) for groups in all_groups}) > 1:
+        raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
+    firsts = [rank for rank, place in enumerate(ranks) if place == 0]
+    sources = {all_parts[rank]: rank for rank in firsts}
+    if len(sources) < len(firsts):
+        raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
+    members = [[rank for rank, theirs in enumerate(all_to) if theirs and all_parts[rank] == parts] for parts in sources]
+    if not all(members) or any(sorted(all_to[rank]) != those for those in members for rank in those):
+        raise RuntimeError("reshard() to a process group must be called with it, and no other, on each of its ranks")
+    if len(set(map(len, members))) > 1:
+        raise RuntimeError(f"reshard() to process groups of {[*map(len, members)]} ranks: tensor-parallel ranks, which "
+                           "have other parts of DTensors, must move to as many")
+    return sources, all_groups[firsts[0]]

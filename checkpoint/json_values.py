@@ -12,13 +12,11 @@ from collections.abc import Callable
 
 import torch
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)}
+NAMES = ("float64 float32 float16 bfloat16 complex64 complex128 bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 "
+         "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz")
 CODES = "F64 F32 F16 BF16 C64 C128 BOOL U8 I8 I16 I32 I64 U16 U32 U64 F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ"
+DTYPES = {name: getattr(torch, name) for name in NAMES.split()}
 DTYPE_OF_CODE = dict(zip(CODES.split(), DTYPES.values(), strict=True))  # as safetensors calls them
-SEQUENCES = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 DICTS = {"dict": dict, "ordered": collections.OrderedDict}
 PLAIN = bool, int, float, str, type(None)
 SMALL = 16  # elements of a tensor that is written into the JSON itself
@@ -38,19 +36,23 @@ def name_of(dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def to_text(content) -> str:
+    return base64.b64encode(content).decode()
+
+
 def from_text(text) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
 # class -> its word, what stands for a value in JSON, and the value again
-SCALARS = {
-    complex: ("complex", lambda value: [value.real, value.imag], lambda what: complex(*what)),
-    bytes: ("bytes", lambda value: base64.b64encode(value).decode(), from_text),
-    bytearray: ("bytearray", lambda value: base64.b64encode(value).decode(), lambda text: bytearray(from_text(text))),
-    torch.dtype: ("dtype", name_of, DTYPES.__getitem__),
-    torch.device: ("device", str, torch.device),
+KINDS = {
+    tuple: ("tuple", list, tuple), torch.Size: ("size", list, torch.Size), set: ("set", list, set),
+    frozenset: ("frozenset", list, frozenset), bytes: ("bytes", to_text, from_text),
+    bytearray: ("bytearray", to_text, lambda text: bytearray(from_text(text))),
+    complex: ("complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    torch.dtype: ("dtype", name_of, DTYPES.__getitem__), torch.device: ("device", str, torch.device),
 }
-BACK = {name: back for name, _, back in SCALARS.values()}
+BACK = {word: back for word, _, back in KINDS.values()}
 
 
 def pack(value, tensor: Callable, path=()):
@@ -67,24 +69,23 @@ def pack(value, tensor: Callable, path=()):
         raise NotPackable(value, path, f"it is nested deeper than {DEEPEST}")
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES.values():
         return tensor(path, value)
-    if kind in (list, collections.deque, *SEQUENCES):
-        items = [pack(item, tensor, (*path, i)) for i, item in enumerate(value)]
-        if kind is collections.deque:
-            return {"deque": [value.maxlen, items]}
-        return items if kind is list else {SEQUENCES[kind]: items}
+    if kind is list:
+        return [pack(item, tensor, (*path, i)) for i, item in enumerate(value)]
+    if kind is collections.deque:
+        return {"deque": [value.maxlen, pack(list(value), tensor, path)]}
     if kind in (dict, collections.OrderedDict, collections.defaultdict):
         name = "ordered" if kind is collections.OrderedDict else "dict"
-        return {name: [[pack(key, _no_tensor, (*path, key)), pack(item, tensor, (*path, key))]
+        return {name: [[pack(key, no_tensor, (*path, key)), pack(item, tensor, (*path, key))]
                        for key, item in value.items()]}
+    if kind in KINDS:
+        word, stands_for_it, _ = KINDS[kind]
+        return {word: pack(stands_for_it(value), tensor, path)}
     if isinstance(value, numbers.Number) and hasattr(value, "item"):  # NumPy's, which a schedule may leave
         return pack(value.item(), None, path)
-    if kind in SCALARS:
-        name, stands_for_it, _ = SCALARS[kind]
-        return {name: stands_for_it(value)}
     raise NotPackable(value, path)
 
 
-def _no_tensor(path, tensor):
+def no_tensor(path, tensor):
     raise NotPackable(tensor, path)
 
 
@@ -128,19 +129,16 @@ def unpack(packed, tensor: Callable, depth=0):
     ((name, what),) = packed.items()
     if name in DICTS:
         return DICTS[name]((unpack(key, tensor, depth + 1), unpack(item, tensor, depth + 1)) for key, item in what)
-    if name in SEQUENCES.values():
-        (kind,) = (kind for kind, its_name in SEQUENCES.items() if its_name == name)
-        return kind(unpack(what, tensor, depth))
     if name == "deque":
         maxlen, items = what
         return collections.deque(unpack(items, tensor, depth), maxlen)
-    return BACK[name](what) if name in BACK else tensor(name, what)
+    return BACK[name](unpack(what, tensor, depth)) if name in BACK else tensor(name, what)
 
 
 def pack_data(tensor) -> dict:
     """-> a small tensor packed with its data."""
     tensor = tensor.detach().cpu().contiguous()
-    return {"data": [name_of(tensor.dtype), list(tensor.shape), base64.b64encode(bytes_of(tensor)).decode()]}
+    return {"data": [name_of(tensor.dtype), list(tensor.shape), to_text(bytes_of(tensor))]}
 
 
 def unpack_data(what) -> torch.Tensor:
@@ -150,9 +148,8 @@ def unpack_data(what) -> torch.Tensor:
          f"{len(content)} bytes for a tensor of shape {tuple(shape)} and {dtype}")
     if not content:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    if dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
-        return torch.frombuffer(content, dtype=torch.uint8).ne(0).view(shape)
-    return torch.frombuffer(content, dtype=dtype).view(shape)
+    flat = torch.frombuffer(content, dtype=torch.uint8)
+    return (flat.ne(0) if dtype is torch.bool else flat.view(dtype)).view(shape)  # a byte of 2 is no bool
 
 
 def bytes_of(tensor) -> memoryview:

@@ -1,8 +1,13 @@
 """The manifest of a checkpoint, which says what it consists of, and is checked completely before use.
 
 The manifest is JSON that begins with a checksum of the rest. The headers of the files say where tensors lie.
+
+Nothing writes the earlier formats 1 and 2 any more. Their manifest says where tensors lie, and has one checksum per
+file. Format 1 had zip archives of torch.distributed.checkpoint, with uncompressed tensors and a pickled `.metadata`,
+which is never read; its manifest had no checksum of itself. Format 2 had raw files.
 """
 
+import collections
 import json
 import os
 import re
@@ -12,13 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import DamagedCheckpoint, ForeignCheckpoint
-from .formats_before import FORMATS as FORMATS_BEFORE
-from .formats_before import tensors_before
-from .json_values import is_count, need, unpack, unpack_data, without_doubles
-from .rank_files import Stored, damage_of, opened, tensors_in
+from .json_values import DTYPES, checked_shape, is_count, need, unpack, unpack_data, without_doubles
+from .rank_files import CHUNK, Range, Stored, checked, damage_of, opened, tensors_in
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksums of its files
-FORMAT = 3
+FORMAT, FORMATS_BEFORE = 3, (1, 2)
 MOST_BYTES, MOST_BYTES_A_TENSOR = 2**23, 2**15  # of a manifest: Python takes some thirty times as much to read it
 
 
@@ -33,7 +36,11 @@ class Manifest(NamedTuple):
     tensors: dict[str, Stored]  # by key: from the headers of the files
 
 
-ENTRIES = {"format", "byteorder", *Manifest._fields} - {"tensors"}
+# Key -> what stands there: a class; a list of such; a dict of these keys, or of any (None). `object` is checked later.
+ENTRIES = {"format": int, "byteorder": str, "optimizer": str, "ranks": int, "model": [str], "extra": [object],
+           "groups": [{"params": [str], "options": object}], "states": {None: object},
+           "files": {None: {"bytes": int, "crc32": [int]}}}
+ENTRIES_BEFORE = {**ENTRIES, "files": {None: {"bytes": int, "crc32": int}}, "tensors": {None: object}}
 
 
 def most_bytes(n_tensors) -> int:
@@ -55,9 +62,8 @@ def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
             need(os.fstat(file.fileno()).st_size <= limit, f"it has more than {limit} bytes")
             text = file.read(limit)
         raw = unsealed(text)
-        files = {name: checked_file(name, what, raw["format"]) for name, what in raw["files"].items()}
         before = raw["format"] in FORMATS_BEFORE
-        tensors = tensors_before(folder, raw) if before else tensors_in(folder, files, limit)
+        tensors = tensors_before(folder, raw) if before else tensors_in(folder, raw["files"], limit)
         manifest = Manifest(**{**{name: raw[name] for name in Manifest._fields[:-1]}, "tensors": tensors})
         check_entries(manifest)
         return manifest, zlib.crc32(text)
@@ -82,30 +88,32 @@ def unsealed(text) -> dict:
     if type(raw.get("format")) is not int or raw["format"] not in formats:
         raise ForeignCheckpoint(f"it was written in format {raw.get('format')!r:.20}, this program reads "
                                 f"{', '.join(map(str, formats))}")
-    need(raw.keys() - {"tensors"} == ENTRIES and ("tensors" in raw) == (raw["format"] in FORMATS_BEFORE),
-         "it has other entries")
     need(raw["byteorder"] == sys.byteorder, f"its numbers are {raw['byteorder']!r:.20}, here they are {sys.byteorder}")
+    check_kinds(raw, ENTRIES_BEFORE if raw["format"] in FORMATS_BEFORE else ENTRIES, "it")
+    for name in raw["files"]:
+        need(name not in ("", ".", "..", MANIFEST) and "/" not in name and "\0" not in name, f"file {name!r:.60}")
     return raw
 
 
-def checked_file(name, what, format_):
-    need(name not in ("", ".", "..", MANIFEST) and "/" not in name and "\0" not in name, f"file {name!r:.60}")
-    crcs = [what["crc32"]] if format_ in FORMATS_BEFORE else what["crc32"]
-    need(what.keys() == {"bytes", "crc32"} and type(crcs) is list and crcs, f"file {name!r:.60}")
-    need(all(map(is_count, [what["bytes"], *crcs])), f"file {name!r:.60}")
-    return what
+def check_kinds(value, kind, where):
+    """Raise ValueError unless a value of JSON is of `kind`, see ENTRIES; integers are sizes, 0 or more."""
+    if isinstance(kind, list):
+        need(type(value) is list, f"{where} is {value!r:.40}")
+        for item in value:
+            check_kinds(item, kind[0], where)
+    elif isinstance(kind, dict):
+        need(type(value) is dict and (None in kind or value.keys() == kind.keys()), f"{where} has other entries")
+        for key, item in value.items():
+            check_kinds(item, kind.get(key, kind.get(None)), f"{key!r:.60} of {where}"[:200])
+    else:
+        need(is_count(value) if kind is int else isinstance(value, kind), f"{where} is {value!r:.40}")
 
 
 def check_entries(manifest):
     """Check the entries of the manifest, and that each tensor in the files belongs to exactly one entry."""
-    need(isinstance(manifest.optimizer, str), "optimizer")
-    need(is_count(manifest.ranks) and manifest.ranks > 0, "ranks")
-    need(isinstance(manifest.extra, list) and len(manifest.extra) == manifest.ranks, "extra")
-    need(isinstance(manifest.model, list) and all(isinstance(name, str) for name in manifest.model)
-         and len(set(manifest.model)) == len(manifest.model), "model")
-    need(isinstance(manifest.groups, list) and isinstance(manifest.states, dict), "groups and states")
+    need(len(manifest.extra) == manifest.ranks > 0, "as many `extra` as ranks")
+    need(len(set(manifest.model)) == len(manifest.model), "a name of the model twice")
     for group in manifest.groups:
-        need(group.keys() == {"params", "options"} and isinstance(group["params"], list), "groups")
         options = unpack(group["options"], data_only)
         need(isinstance(options, dict) and all(isinstance(key, str) and key != "params" for key in options), "groups")
     names = [name for group in manifest.groups for name in group["params"]]
@@ -138,3 +146,27 @@ def check_entries(manifest):
 def data_only(name, what):
     need(name == "data", f"a tensor as {name!r:.20}")
     return unpack_data(what)
+
+
+def tensors_before(folder, raw) -> dict[str, Stored]:
+    """-> where each tensor lies, from the manifest, after comparing all files with their checksums."""
+    for name, written in sorted(raw["files"].items()):
+        with opened(folder, name, written["bytes"]) as file:
+            crc = 0
+            while content := file.read(CHUNK):
+                crc = zlib.crc32(content, crc)
+        if crc != written["crc32"]:
+            raise DamagedCheckpoint(f"{name} is damaged: its checksum was {written['crc32']:08x}, now it is {crc:08x}")
+    tensors, n_bytes = {}, collections.Counter()
+    for key, what in raw["tensors"].items():
+        shape, n_lead = checked_shape(what["shape"]), what["n_lead"]
+        need(is_count(n_lead) and n_lead <= len(shape), f"dimensions of {key!r:.60}")
+        cuts = what.get("cuts", [[size] for size in shape[n_lead:]])
+        ranges = [Range(*one) for one in what["ranges"]]
+        tensors[key] = checked(key, Stored(DTYPES[what["dtype"]], shape, n_lead, cuts, ranges))
+        for one in ranges:
+            n_bytes[one.file] += tensors[key].nbytes(one)
+            need(is_count(one.offset) and one.file in raw["files"], f"{key!r:.60} lies in no file")
+    for name, n in n_bytes.items():
+        need(n <= raw["files"][name]["bytes"], f"{name!r:.60} has fewer bytes than its tensors")
+    return tensors

@@ -1,4 +1,4 @@
-"""Access to optimizers: of a stage by the interface described in checkpoint/__init__.py, plain ones by torch's own.
+"""Access to models, and to optimizers: of a stage by the interface in checkpoint/__init__.py, others by torch's own.
 
 A parameter's index is its place in all groups, as in torch's own state_dict.
 """
@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .boxes import box_of
+from .boxes import box_of, cuts_of
 from .errors import UnfitModel
+from .json_values import DTYPES
 from .ranks import all_gather, rank_and_size
 
 # Hyperparameters about how this process computes, and not about the model, so they are saved but not loaded.
@@ -21,16 +22,12 @@ GROUPS: dict = {}  # (group of all ranks, some of the ranks) -> their group; tor
 
 
 class Piece(NamedTuple):
-    """What this rank updates of a parameter: flat elements `start` to `stop`, known to the inner optimizer as `main`.
-
-    For a DTensor, elements of the local part. `base`: number of elements of the whole before the local part, see
-    boxes.py; left at 0 where the whole doesn't matter.
-    """
+    """What this rank updates of a parameter: flat elements `start` to `stop`, of a DTensor's local part."""
 
     start: int
     stop: int
-    main: torch.Tensor
-    base: int = 0
+    main: torch.Tensor  # what the inner optimizer has for it
+    base: int = 0  # elements of the whole before the local part, see boxes.py; 0 where the whole doesn't matter
 
     @property
     def in_whole(self):
@@ -56,6 +53,10 @@ def inner_of(optimizer):
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def is_meshed(param):
+    return hasattr(param, "device_mesh")
+
+
 def group_of(optimizer):
     """-> the process group whose ranks share the work; None: all ranks. Plain optimizers have None."""
     return getattr(optimizer, "process_group", None)
@@ -64,7 +65,7 @@ def group_of(optimizer):
 def ranks_of(optimizer):
     """-> the process group that shares the model; with DTensors, all ranks of their meshes. Collective over these."""
     group = group_of(optimizer)
-    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
+    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if is_meshed(param))
     if not meshes or rank_and_size(group)[0] < 0:
         return group
     ranks, names = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, dist.distributed_c10d._world.pg_names
@@ -85,17 +86,19 @@ def ranks_of(optimizer):
 def pieces_in_whole(optimizer) -> dict[int, Piece]:
     """-> `pieces_of(optimizer)`, each with its `base` in the whole parameter."""
     params = all_params(optimizer)
-    return {index: piece._replace(base=box_of(params[index]).base)
-            for index, piece in pieces_of(optimizer).items()}
+    return {index: piece._replace(base=box_of(params[index]).base) for index, piece in pieces_of(optimizer).items()}
 
 
 def pieces_of(optimizer) -> dict[int, Piece]:
     """-> index -> Piece, without empty ones. With a plain torch optimizer, every rank has all parameters."""
-    index_of = {id(param): index for index, param in enumerate(all_params(optimizer))}
-    if not hasattr(optimizer, "pieces") and any(hasattr(param, "device_mesh") for param in all_params(optimizer)):
+    params = all_params(optimizer)
+    if hasattr(optimizer, "pieces"):
+        pieces = optimizer.pieces()
+    elif any(map(is_meshed, params)):
         raise UnfitModel("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
-    plain = [(param, 0, param.numel(), param) for param in all_params(optimizer)]
-    pieces = optimizer.pieces() if hasattr(optimizer, "pieces") else plain
+    else:
+        pieces = [(param, 0, param.numel(), param) for param in params]
+    index_of = {id(param): index for index, param in enumerate(params)}
     return {index_of[id(param)]: Piece(start, stop, main) for param, start, stop, main in pieces if start < stop}
 
 
@@ -113,8 +116,7 @@ def hyperparameters(group) -> dict:
 def packed_groups(optimizer) -> list[dict]:
     """-> the groups as in a plain torch optimizer's state_dict, with indices of parameters.
 
-    NumPy's numbers, which a schedule may put there, become Python's, because torch.load(weights_only=True) refuses
-    them.
+    A schedule's NumPy numbers become Python's, because torch.load(weights_only=True) refuses them.
     """
     groups, n_before = [], 0
     for group in optimizer.param_groups:
@@ -125,18 +127,13 @@ def packed_groups(optimizer) -> list[dict]:
     return groups
 
 
-class Ready(NamedTuple):
-    """What `install` loads: everything is already on the right device, in the right dtype."""
-
-    mains: list[tuple[torch.Tensor, torch.Tensor]]  # main parameter, its value
-    for_torch: dict[int, dict]  # for the inner optimizer's load_state_dict
-    ours: dict[torch.Tensor, dict]  # values that load_state_dict would convert
-    groups: list[dict]
-
-
 @torch.no_grad()
-def prepared(optimizer, states, groups) -> Ready:
-    """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters."""
+def prepared(optimizer, states, groups):
+    """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters.
+
+    -> for `install`, all on the right device, in the right dtype: [(main parameter, its value), …]; place -> state for
+    the inner optimizer's load_state_dict; main parameter -> values that load_state_dict would convert; the groups.
+    """
     inner, params = inner_of(optimizer), all_params(optimizer)
     place_of = {id(main): place for place, main in enumerate(all_params(inner))}
     mains, for_torch, ours = [], {}, {}
@@ -146,32 +143,32 @@ def prepared(optimizer, states, groups) -> Ready:
         if piece.main.dtype != params[index].dtype:
             own = local(params[index]).reshape(-1)[piece.start : piece.stop]
             mains.append((piece.main, own if main_param is None else main_param))
-        kept = {key: placed(value, piece.main) for key, value in state.items() if not is_for_torch(key, value)}
-        rest = {key: value if key == "step" else placed(value, piece.main)
-                for key, value in state.items() if key not in kept}
-        for_torch[place_of[id(piece.main)]] = rest
-        ours[piece.main] = kept
-    for_torch = {place: state for place, state in for_torch.items() if state}
+        ours[piece.main], rest = {}, {}
+        for key, value in state.items():
+            target = rest if is_for_torch(key, value) else ours[piece.main]
+            target[key] = value if key == "step" else placed(value, piece.main)
+        if rest:
+            for_torch[place_of[id(piece.main)]] = rest
     taken = [hyperparameters(saved) for saved in groups]
     for group, its in zip(optimizer.param_groups, taken):
         for key in its.keys() & group.keys():
             if isinstance(its[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
                 its[key] = its[key].to(group[key].device)
-    return Ready(mains, for_torch, ours, taken)
+    return mains, for_torch, ours, taken
 
 
 @torch.no_grad()
 def install(optimizer, ready):
     """Replace the inner optimizer's state, and all hyperparameters."""
-    inner = inner_of(optimizer)
-    for main, value in ready.mains:
+    inner, (mains, for_torch, ours, groups) = inner_of(optimizer), ready
+    for main, value in mains:
         main.copy_(value)
-    for group, taken in zip(optimizer.param_groups, ready.groups):
+    for group, taken in zip(optimizer.param_groups, groups):
         group.update(taken)
     if inner is not optimizer:
         optimizer.pass_on_hyperparameters()
-    inner.load_state_dict({"state": ready.for_torch, "param_groups": inner.state_dict()["param_groups"]})
-    for main, kept in ready.ours.items():
+    inner.load_state_dict({"state": for_torch, "param_groups": inner.state_dict()["param_groups"]})
+    for main, kept in ours.items():
         if kept:
             inner.state[main].update(kept)
 
@@ -229,3 +226,51 @@ def is_number(value):
 def refuse_outsider(optimizer):
     if getattr(optimizer, "rank", 0) < 0:
         raise RuntimeError("this rank is in no process group since reshard(): it has no part in the state")
+
+
+# ---------------------------------------------- a model: its tensors, by the names that they have without wrappers
+
+
+def unwrapped(model):
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+def state_of(model) -> dict:
+    """model.state_dict() with the tensors themselves, by names that torch.compile hasn't changed."""
+    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        value = state.get(name.replace("_orig_mod.", ""), tensor)
+        if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
+            raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
+    return state
+
+
+def untied(model) -> dict:
+    """-> state_of(model) with each tensor once, under the first of its names."""
+    names = {}
+    for name, tensor in state_of(model).items():
+        names.setdefault(id(tensor), (name, tensor))
+    return dict(names.values())
+
+
+def names_of(model, optimizer) -> list[str]:
+    """The names that the parameters have in `state_of`, by index."""
+    name_of = {}
+    for name, value in state_of(model).items():
+        if name.endswith("_extra_state"):
+            raise UnfitModel(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
+        if value.layout != torch.strided or value.dtype not in DTYPES.values():
+            raise UnfitModel(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
+        cuts_of(value, name)  # or the error that says how it can't be cut
+        name_of.setdefault(id(value), name)  # the first of tied ones
+    for index, param in enumerate(all_params(optimizer)):
+        name = name_of.get(id(param))
+        if name is None:
+            raise UnfitModel(f"parameter {index} of the optimizer isn't in model.state_dict(): pass the model it "
+                             "trains")
+    return [name_of[id(param)] for param in all_params(optimizer)]

@@ -1,8 +1,7 @@
 """One safetensors file per rank with its parts of tensors, which any safetensors tool can open.
 
-Eight bytes give the length of the header, a JSON of key -> dtype, shape and offsets. The bytes of the tensors follow
-without gaps, the largest dtypes first, so that each tensor is aligned to its element size. A part of a tensor has the
-shape (*lead, elements). `places`, in the format's free metadata, says where the part lies in its tensor.
+The largest dtypes come first, so that each tensor is aligned to its element size. A part of a tensor has the shape
+(*lead, elements). `places`, in the format's free metadata, says where the part lies in its tensor.
 """
 
 import collections
@@ -34,7 +33,7 @@ class Part(NamedTuple):
     data: torch.Tensor  # (*lead, elements that are here)
     shape: tuple  # (*lead, *shape of the whole)
     start: int  # which of the whole's elements is the first one here: flat, or box after box, see boxes.py
-    cuts: list | None = None  # of a DTensor, by dimension
+    cuts: list = []  # see `cuts_of`
 
 
 class Range(NamedTuple):
@@ -48,17 +47,12 @@ class Range(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor in the files.
-
-    shape: the first `n_lead` dimensions are whole in each range; the others, flat, are what ranges divide.
-    cuts: into which pieces a DTensor was cut along each of these others: its elements then lie box after box, see
-        boxes.py, and ranges divide that.
-    """
+    """A tensor in the files."""
 
     dtype: torch.dtype
     shape: torch.Size
-    n_lead: int
-    cuts: list[list[int]]
+    n_lead: int  # the first dimensions, which are whole in each range: the others, flat, are what ranges divide
+    cuts: list[list[int]]  # of these others; of a DTensor, its elements lie box after box, and ranges divide that
     ranges: list[Range]
 
     @property
@@ -105,9 +99,10 @@ def write_rank_file(path, parts) -> dict:
 def header_of(parts) -> bytes:
     entries, places, end = {}, {}, 0
     for key, (data, shape, start, cuts) in parts:
-        is_whole = data.dim() == 1 and len(data) == math.prod(shape) and not cuts
+        is_cut = any(len(sizes) > 1 for sizes in cuts)
+        is_whole = data.dim() == 1 and len(data) == math.prod(shape) and not is_cut
         if not is_whole:
-            places[key] = {"shape": shape, "start": start, **({"cuts": cuts} if cuts else {})}
+            places[key] = {"shape": shape, "start": start, **({"cuts": cuts} if is_cut else {})}
         entries[key] = {"dtype": CODE_OF[data.dtype], "shape": shape if is_whole else [*data.shape],
                         "data_offsets": [end, end := end + data.nbytes]}
     text = json.dumps({"__metadata__": {"places": json.dumps(places)}, **entries}).encode()
@@ -116,10 +111,7 @@ def header_of(parts) -> bytes:
 
 
 def tensors_in(folder, files, limit) -> dict[str, Stored]:
-    """What the headers say. `files`: name -> what `write_rank_file` returned; `limit`: bytes of all headers.
-
-    Raises OSError or DamagedCheckpoint: they are not what was written, or don't make whole tensors.
-    """
+    """What the headers of `files` say, which have at most `limit` bytes in all. Raises OSError or DamagedCheckpoint."""
     found = collections.defaultdict(list)
     for name, written in sorted(files.items()):
         with damage_of(name), opened(folder, name, written["bytes"]) as file:
@@ -130,7 +122,13 @@ def tensors_in(folder, files, limit) -> dict[str, Stored]:
             need(zlib.crc32(length + header) == written["crc32"][0], "the checksum of its header is another")
             for key, one in parsed_header(header, name, written).items():
                 found[key].append(one)
-    return {key: put_together(key, parts) for key, parts in found.items()}
+    tensors = {}
+    for key, parts in found.items():
+        with damage_of(key):
+            need(all(part[:4] == parts[0][:4] for part in parts), "its parts are of several tensors")
+            ranges = sorted(one for part in parts for one in part.ranges)
+            tensors[key] = checked(key, parts[0]._replace(ranges=ranges))
+    return tensors
 
 
 def parsed_header(text, name, written) -> dict[str, Stored]:
@@ -138,33 +136,23 @@ def parsed_header(text, name, written) -> dict[str, Stored]:
     entries = json.loads(text, object_pairs_hook=without_doubles)
     places = json.loads(entries.pop("__metadata__")["places"], object_pairs_hook=without_doubles)
     need(places.keys() <= entries.keys() and len(written["crc32"]) == 1 + len(entries), "it has other entries")
-    found, end = {}, 8 + len(text)
+    found, begin, end = {}, 8 + len(text), 0
     for (key, what), crc in zip(entries.items(), written["crc32"][1:]):
-        dtype, shape = DTYPE_OF_CODE[what["dtype"]], checked_shape(what["shape"])
-        place = places.get(key, {})
-        start, n_lead = place.get("start", 0), len(shape) - 1 if place else 0
-        here = shape[-1] if place else math.prod(shape)
-        need(what["data_offsets"] == [end - 8 - len(text), end - 8 - len(text) + math.prod(shape) * dtype.itemsize],
-             f"{key!r:.60} doesn't lie behind the one before")
-        one = [Range(start, start + here, name, end, crc)] if here else []
+        dtype, shape, place = DTYPE_OF_CODE[what["dtype"]], checked_shape(what["shape"]), places.get(key, {})
+        n_lead, here = (len(shape) - 1, shape[-1]) if place else (0, math.prod(shape))
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        need(what["data_offsets"] == [start, end], f"{key!r:.60} doesn't lie behind the one before")
         of = checked_shape(place["shape"]) if place else shape
-        need(of[:n_lead] == shape[:n_lead] and n_lead >= 0, f"dimensions of {key!r:.60}")
-        found[key] = Stored(dtype, of, n_lead, place.get("cuts", [[size] for size in of[n_lead:]]), one)
-        end += math.prod(shape) * dtype.itemsize
-    need(end == written["bytes"], "it has bytes of no tensor")
+        need(of[:n_lead] == shape[:n_lead], f"dimensions of {key!r:.60}")
+        first = place.get("start", 0)
+        ranges = [Range(first, first + here, name, begin + start, crc)] if here else []
+        found[key] = Stored(dtype, of, n_lead, place.get("cuts", [[size] for size in of[n_lead:]]), ranges)
+    need(begin + end == written["bytes"], "it has bytes of no tensor")
     return found
 
 
-def put_together(key, parts) -> Stored:
-    """-> the tensor made of the parts in all files. Raises DamagedCheckpoint: parts are missing, or don't match."""
-    ranges = sorted(one for part in parts for one in part.ranges)
-    with damage_of(key):
-        need(all(part[:4] == parts[0][:4] for part in parts), "its parts are of several tensors")
-        return checked(key, parts[0]._replace(ranges=ranges))
-
-
 def checked(key, stored) -> Stored:
-    """-> `stored`, after a check that ranges have no gap or overlap, and that cuts add up to the shape."""
+    """-> `stored`. Raises ValueError: ranges have a gap or overlap, or cuts don't add up to the shape."""
     end = 0
     for start, stop, *_ in stored.ranges:
         need(is_count(start) and start == end < stop, f"ranges of {key!r:.60}")
@@ -193,35 +181,24 @@ def damage_of(name):
 
 @contextlib.contextmanager
 def opened(folder, name, n_bytes=None):
-    """Open a file in `folder` for reading. It must be a regular file, not a link. Its name has been checked.
+    """Open a regular file for reading. Raises OSError or DamagedCheckpoint: it is none, or doesn't have `n_bytes`.
 
-    Raises:
-        DamagedCheckpoint: it is no regular file, or doesn't have `n_bytes`.
-        OSError: the disk fails.
+    It never blocks, as a FIFO would, and follows no link, even if the file is replaced after the check.
     """
-    path = Path(folder) / name
+    path, flags = Path(folder) / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     if path.is_symlink():
         raise DamagedCheckpoint(f"{name} is damaged: it is a link")
     if path.exists() and not path.is_file():
         raise DamagedCheckpoint(f"{name} is damaged: it is no regular file")
-    try:
-        file = open(path, "rb", opener=opened_as_it_is)
-    except FileNotFoundError:
-        raise_changed(name, n_bytes, "missing")
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        if n_bytes not in (None, size):
-            raise_changed(name, n_bytes, f"{size} bytes")
-        yield file
-
-
-def raise_changed(name, n_bytes, now):
-    raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is {now}") from None
-
-
-def opened_as_it_is(path, _):
-    """Never blocks, as a FIFO would, and follows no link, even if the file was replaced since the check."""
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if path.exists():
+        with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
+            now = f"{os.fstat(file.fileno()).st_size} bytes"
+            if n_bytes is None or now == f"{n_bytes} bytes":
+                yield file
+                return
+    else:
+        now = "missing"
+    raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is {now}")
 
 
 class Reader:
@@ -259,14 +236,15 @@ class Reader:
         found = torch.empty(*stored.lead, stop - start, dtype=stored.dtype, device="cpu")
         for one in stored.ranges:
             first, last = max(start, one.start), min(stop, one.stop)
-            if first < last:
-                here, room = found[..., first - start : last - start], None
-                if stored.n_lead:  # of a stack all, in one go
-                    room = torch.empty(*stored.lead, one.stop - one.start, dtype=stored.dtype, device="cpu")
-                    self.copies.append((here, room[..., first - one.start : last - one.start]))
-                    first = one.start
-                place = one._replace(offset=one.offset + (first - one.start) * stored.dtype.itemsize)
-                self.jobs.append((place, stored.nbytes(one), here if room is None else room))
+            if first >= last:
+                continue
+            room = found[..., first - start : last - start]
+            if stored.n_lead:  # of a stack all, in one go
+                whole_range = torch.empty(*stored.lead, one.stop - one.start, dtype=stored.dtype, device="cpu")
+                self.copies.append((room, whole_range[..., first - one.start : last - one.start]))
+                room, first = whole_range, one.start
+            place = one._replace(offset=one.offset + (first - one.start) * stored.dtype.itemsize)
+            self.jobs.append((place, stored.nbytes(one), room))
         return found
 
     def run(self):
@@ -277,8 +255,7 @@ class Reader:
         in_order = sorted([*self.jobs, *rest], key=lambda job: (job[0].file not in self.share, *job[0][2:4]))
         with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
             try:
-                for _ in pool.map(self.read, in_order):
-                    pass
+                collections.deque(pool.map(self.read, in_order), 0)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -53,29 +53,26 @@ def at_own_pace(what, group):
     number = MEETINGS[group] = MEETINGS.get(group, 0) + 1
     store = dist.PrefixStore("checkpoint", dist.distributed_c10d._get_process_group_store(group))
     is_done = threading.Event()
-    say(store, rank, f"{number} works")
-    thread = threading.Thread(target=beat, args=(store, rank, number, is_done), daemon=True)
+
+    def say(word):
+        with contextlib.suppress(dist.DistError):  # the launcher is gone: collectives can still tell who is there
+            store.set(str(rank), f"{number} {word}")
+
+    def beat():
+        beats = itertools.count()
+        while not is_done.wait(BEAT_S):
+            say(f"works {next(beats)}")  # a new value is the sign of life
+
+    say("works")
+    thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
         yield
     finally:
         is_done.set()
         thread.join()
-        say(store, rank, f"{number} waits")
+        say("waits")
     wait_for_others(store, number, what, group)
-
-
-def beat(store, rank, number, is_done):
-    """Write a new value every second: a change is the sign of life."""
-    for beats in itertools.count():
-        if is_done.wait(BEAT_S):
-            return
-        say(store, rank, f"{number} works {beats}")
-
-
-def say(store, rank, what):
-    with contextlib.suppress(dist.DistError):  # the launcher is gone: collectives can still tell who is there
-        store.set(str(rank), what)
 
 
 def wait_for_others(store, number, what, group):

@@ -8,30 +8,32 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from guard.schema import Spec, described
 
-from .boxes import Box, box_of, whole_box
+from .boxes import box_of, whole_box
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from .full_state import filled
 from .json_values import unpack, unpack_data
-from .manifest import MANIFEST, Manifest, manifest_of, most_bytes
-from .model import names_of, state_of, untied, unwrapped
+from .manifest import MANIFEST, manifest_of, most_bytes
 from .optimizers import (
-    Piece,
     all_params,
     check_hyperparameters,
     inner_of,
     install,
     itself,
     local,
+    names_of,
     packed_groups,
     pieces_of,
     prepared,
     ranks_of,
+    state_of,
+    untied,
+    unwrapped,
 )
 from .rank_files import Reader
 from .ranks import all_gather, errors_on_all, rank_in
@@ -61,9 +63,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         path, model = Path(path), unwrapped(model)
         names, pieces = names_of(model, optimizer), pieces_of(optimizer)
         manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
-        check(manifest, model, optimizer, names)
         groups = [filled(group["options"], None) for group in manifest.groups]  # data, as has been checked
-        schemas = check_manifest_states(manifest, optimizer, names, groups)
+        schemas = check(manifest, model, optimizer, names, groups)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
     with errors_on_all(what, group), read_errors_are_damage():
@@ -71,7 +72,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         found = {name: room_for(reader, manifest, name, tensor) for name, tensor in untied(model).items()}
         states = {index: state_of_piece(reader, manifest, names[index], all_params(optimizer)[index], piece,
                                         fixed_paths(schemas[index])) for index, piece in pieces.items()}
-        extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], TensorsOf(reader, manifest))
+        extra = unpack(manifest.extra[rank if manifest.ranks == world_size else 0], tensors_of(reader, manifest))
         reader.run()
         for index, state in states.items():  # of the pieces themselves: whatever a kernel reads has been seen
             check_piece(schemas[index], state, pieces[index].main, names[index])
@@ -102,72 +103,59 @@ def read_errors_are_damage():
         raise
 
 
-def check(manifest, model, optimizer, names):
-    """Raise ForeignCheckpoint with the first difference, if the checkpoint is of another model or optimizer."""
+def check(manifest, model, optimizer, names, saved_groups):
+    """Raise ForeignCheckpoint with the first difference, if it is of another model or optimizer. -> the schemas."""
     here = type(inner_of(optimizer)).__name__
     if manifest.optimizer != here:
         raise ForeignCheckpoint(f"it is of {manifest.optimizer}, this optimizer is {here}")
-    ours = {name: tensor.shape for name, tensor in state_of(model).items()}
-    theirs = {name: manifest.tensors[f"model.{name}"].shape for name in manifest.model}
+    ours, theirs = state_of(model), {name: manifest.tensors[f"model.{name}"] for name in manifest.model}
     for name in [*ours, *theirs]:
-        if ours.get(name) != theirs.get(name):
-            shapes = [f"has it with shape {tuple(shape)}" if shape is not None else "doesn't have it"
-                      for shape in (theirs.get(name), ours.get(name))]
-            raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {shapes[0]}, the model "
-                                    f"{shapes[1]}")
-    for name, tensor in state_of(model).items():
-        dtype = manifest.tensors[f"model.{name}"].dtype
-        if kind_of(dtype) != kind_of(tensor.dtype):
-            raise ForeignCheckpoint(f"it is of another model: {name} is {dtype} there, {tensor.dtype} in the model")
+        there, inside = (f"has it with shape {tuple(one[name].shape)}" if name in one else "doesn't have it"
+                         for one in (theirs, ours))
+        if there != inside:
+            raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {there}, the model {inside}")
+        there, inside = theirs[name].dtype, ours[name].dtype
+        if kind_of(there) != kind_of(inside):
+            raise ForeignCheckpoint(f"it is of another model: {name} is {there} there, {inside} in the model")
     groups = [[names[index] for index in group["params"]] for group in packed_groups(optimizer)]
     theirs = [group["params"] for group in manifest.groups]
     if theirs != groups:
         raise ForeignCheckpoint(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(groups)}")
+    specs = {key: Spec(tuple(stored.shape), stored.dtype) for key, stored in manifest.tensors.items()}
+    try:
+        check_hyperparameters(optimizer, saved_groups)
+        states = {name: described(filled(state, specs.get)) for name, state in manifest.states.items()}
+        return check_states(optimizer, names, states, saved_groups)
+    except ValueError as refusal:
+        raise ForeignCheckpoint(str(refusal)) from None
 
 
 def summary(groups):
     return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" if names else "an empty one" for names in groups)
 
 
-def check_manifest_states(manifest, optimizer, names, groups):
-    """Raise ForeignCheckpoint if the states are of another optimizer. -> its schemas."""
-    specs = {key: Spec(tuple(stored.shape), stored.dtype) for key, stored in manifest.tensors.items()}
-    try:
-        check_hyperparameters(optimizer, groups)
-        states = {name: described(filled(state, specs.get)) for name, state in manifest.states.items()}
-        return check_states(optimizer, names, states, groups)
-    except ValueError as refusal:
-        raise ForeignCheckpoint(str(refusal)) from None
-
-
-class TensorsOf(NamedTuple):
-    """A function for `unpack`: -> an uninitialized tensor, which `reader` fills; for a piece its part, in its shape.
+def tensors_of(reader, manifest, piece=None, box=None):
+    """-> a function for `unpack`: -> an uninitialized tensor, which `reader` fills; for a piece its part, in its shape.
 
     `box`: the part of the parameter that this rank has.
     """
-
-    reader: Reader
-    manifest: Manifest
-    piece: Piece | None = None
-    box: Box | None = None
-
-    def __call__(self, name, what):
+    def tensor(name, what):
         if name == "data":
             return unpack_data(what)
-        stored = self.manifest.tensors[what]
-        if name == "tensor" or self.piece is None:
-            return self.reader.box(stored, whole_box(stored.shape[stored.n_lead :]))
-        part, main = self.reader.part(stored, self.box, self.piece.start, self.piece.stop), self.piece.main
-        part = part.view((*stored.lead, *main.shape))
-        if stored.lead or main.is_contiguous():
+        stored = manifest.tensors[what]
+        if name == "tensor" or piece is None:
+            return reader.box(stored, whole_box(stored.shape[stored.n_lead :]))
+        part = reader.part(stored, box, piece.start, piece.stop).view((*stored.lead, *piece.main.shape))
+        if stored.lead or piece.main.is_contiguous():
             return part
-        found = torch.empty_like(main, dtype=part.dtype, device="cpu")  # it lies as the piece does: kernels don't look
-        self.reader.copies.append((found, part))
+        found = torch.empty_like(piece.main, dtype=part.dtype, device="cpu")  # as the piece lies: kernels don't look
+        reader.copies.append((found, part))
         return found
+    return tensor
 
 
 def room_for(reader, manifest, name, tensor):
-    """-> memory for what becomes `tensor` of the model; for a DTensor, its local part.
+    """-> memory for what becomes `tensor`, or its local part, of the model.
 
     If the dtype has changed, the main parameter is read instead, so that it is rounded only once.
     """
@@ -185,7 +173,7 @@ def pieces_in(manifest, name) -> dict[str, str]:
 
 def state_of_piece(reader, manifest, name, param, piece, fixed):
     """-> the state of `piece`, not yet filled. `fixed`: entries that don't follow the parameter's shape."""
-    tensors = TensorsOf(reader, manifest, piece, box_of(param))
+    tensors = tensors_of(reader, manifest, piece, box_of(param))
     state = unpack(manifest.states.get(name, {"dict": []}), tensors)
     for key, piece_key in pieces_in(manifest, name).items():
         if key in fixed:

@@ -16,7 +16,7 @@ from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves,
 
 from .json_values import SMALL, NotPackable, bytes_of, pack, pack_apart, pack_data, path_of
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
-from .ranks import all_gather, at_own_pace, first_line
+from .ranks import all_gather, errors_on_all
 
 TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
 MOST_TRIED = 1000
@@ -25,10 +25,6 @@ RANGE = (13,)  # the shape of a range to find out with: a number that nothing el
 
 class OfAll(Schema):
     """Of one state for all parameters: its vectors have as many elements as all of them, which is the `shape`."""
-
-
-class NotKept(RuntimeError):
-    """A state that can be neither saved nor moved; the message names the parameter and the key."""
 
 
 class Tensor(NamedTuple):
@@ -47,24 +43,38 @@ class Part(NamedTuple):
     stop: int
     tree: object  # packed, with {"tensor": path} for each tensor
     tensors: dict[str, Tensor]
-    refused: str | None
+
+
+class Kept(NamedTuple):
+    """A tensor of a state, as (*lead, elements). One that isn't cut is a single element with its shape as `lead`."""
+
+    lead: tuple
+    dtype: torch.dtype
+    is_cut: bool
+    owners: list[tuple[int, int, int]]  # (rank, start, stop), which are all of its elements
+
+    def shape(self, of_a_part):
+        return (*self.lead, *of_a_part) if self.is_cut else self.lead
+
+    def part(self, tensor, piece, start, stop):
+        """-> (*lead, stop - start): elements start to stop, from a tensor that has those of `piece`."""
+        first, last = piece.in_whole if self.is_cut else (0, 1)
+        flat = tensor if tensor.dim() == len(self.lead) + 1 else tensor.reshape(*self.lead, last - first)
+        return flat if (start, stop) == (first, last) else flat[..., start - first : stop - first]
 
 
 class Layout(NamedTuple):
     """The state of a parameter, agreed on by all ranks."""
 
-    tree: object  # packed, with {"tensor": path} for each tensor, or {"data": …} for a small one
-    cut: dict[str, tuple[tuple, torch.dtype]]  # path -> (lead, dtype)
-    common: dict[str, tuple[int, Tensor]]  # path -> who has it, and what
-    owners: list[tuple[int, int, int]]  # (rank, start, stop), which are all of the parameter
+    tree: object  # packed, with {"tensor": path} for each tensor, or {"data": …} for a small one that isn't cut
+    tensors: dict[str, Kept]  # by path
 
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
-    """-> index -> the inner optimizer's state of this rank's piece of it.
+    """-> index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16 bits.
 
-    With a "main_param" where the parameter has 16 bits. That of one that was never stepped is left out: torch would
-    take it for a whole state. The model has its value, except what rounding lost if it was loaded in fp32.
-    `all_main_params` keeps it.
+    Without `all_main_params`, that of a parameter that was never stepped is left out: torch would take it for a whole
+    state. The model has its value, except what rounding lost if it was loaded in fp32.
     """
     inner, params, states = inner_of(optimizer), all_params(optimizer), {}
     has_main = {i for i, piece in pieces.items() if piece.main.dtype != params[i].dtype}
@@ -78,34 +88,33 @@ def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
 
 
 def refuse_unclaimed(optimizer):
-    """Raise NotKept where an optimizer keeps something that belongs to no parameter."""
+    """Raise ValueError where an optimizer keeps something that belongs to no parameter."""
     inner = inner_of(optimizer)
     params = {id(param) for param in all_params(inner)}
     for key, value in inner.state.items():
         if id(key) not in params and (value or not isinstance(value, dict)):
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
-            raise NotKept(f"optimizer.state has an entry for {what}, which is no parameter that is stepped here: it "
-                          "would be lost, remove it or keep it elsewhere")
+            raise ValueError(f"optimizer.state has an entry for {what}, which is no parameter that is stepped here: it "
+                             "would be lost, remove it or keep it elsewhere")
     added = inner.state_dict().keys() - {"state", "param_groups"}
     if added:
-        raise NotKept(f"{type(inner).__name__}.state_dict() has {', '.join(map(str, added))}, which is of no parameter "
-                      "and would be lost: keep it elsewhere")
+        raise ValueError(f"{type(inner).__name__}.state_dict() has {', '.join(map(str, added))}, which is of no "
+                         "parameter and would be lost: keep it elsewhere")
 
 
-def describe(state, piece) -> tuple[Part, dict[str, torch.Tensor]]:
-    """-> what the other ranks are told of a state, and its tensors by path."""
+def describe(state, piece, name) -> tuple[Part, dict[str, torch.Tensor]]:
+    """-> what the other ranks are told of a state, and its tensors by path. Raises ValueError: it can't be kept."""
     try:
         tree, tensors = pack_apart(state)
     except NotPackable as refusal:
-        return Part(*piece.in_whole, None, {}, f"{refusal.path}, which can't be kept: {refusal}"), {}
+        raise ValueError(f"the state of {name} has {refusal.path}, which can't be kept: {refusal}") from None
+    tensors = {path: local(tensor) for path, tensor in tensors.items()}
     told = {path: tell(tensor, piece.main.shape) for path, tensor in tensors.items()}
-    return Part(*piece.in_whole, tree, told, None), tensors
+    return Part(*piece.in_whole, tree, told), tensors
 
 
 def tell(value, shape) -> Tensor:
-    n_lead = value.dim() - len(shape)
-    lead = tuple(value.shape[:n_lead]) if n_lead >= 0 and value.shape[n_lead:] == shape else None
-    content = None
+    lead, content = lead_of(value.shape, shape), None
     if value.numel() <= SMALL:
         content = pack_data(value)
     elif lead is None:
@@ -113,85 +122,63 @@ def tell(value, shape) -> Tensor:
     return Tensor(tuple(value.shape), value.dtype, lead, content)
 
 
-def agree_on_states(optimizer, states, pieces, names, group):
+def agree_on_states(optimizer, states, pieces, names, what, group):
     """-> index -> Layout, the same on all ranks; and index -> path -> this rank's tensor. Collective.
 
-    Raises:
-        NotKept: on every rank, before anything travels; it names the parameter and the key.
-        RuntimeError: on every rank; their parameter groups have other values, another lr say.
+    Raises CheckpointError on every rank if a state can't be kept, RuntimeError if groups have different values.
     """
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
-    error, mine, tensors = None, {}, {}
-    with at_own_pace("the state can't be put together", group):
-        try:
-            refuse_unclaimed(optimizer)
-            for index, state in states.items():
-                mine[index], tensors[index] = describe(state, pieces[index])
-        except Exception as refusal:  # too little memory, say
-            error = first_line(refusal)
-    everyone = all_gather((error, mine), group)
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs:
-            raise NotKept(theirs if rank == 0 else f"rank {rank}: {theirs}")
-    layouts, schemas = {}, functools.cache(lambda: schemas_of(optimizer))
-    for index in range(len(all_params(optimizer))):
-        parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
-        for rank, (_, theirs) in enumerate(everyone):
-            if index in theirs:
-                parts.setdefault(theirs[index][:2], (rank, theirs[index]))
-        if any(part.tree != pack({}, None) for _, part in parts.values()):
-            schema = schemas()[index] if steps_ranges(optimizer) else None  # whole ones are of the whole's shape
-            layouts[index] = layout_of(list(parts.values()), fixed_paths(schema), names[index])
+    mine, tensors, layouts = {}, {}, {}
+    with errors_on_all(what, group):
+        refuse_unclaimed(optimizer)
+        for index, state in states.items():
+            mine[index], tensors[index] = describe(state, pieces[index], names[index])
+    everyone, schemas = all_gather(mine, group), functools.cache(lambda: schemas_of(optimizer))
+    with errors_on_all(what, group):
+        for index, name in enumerate(names):
+            parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
+            for rank, theirs in enumerate(everyone):
+                if index in theirs:
+                    parts.setdefault(theirs[index][:2], (rank, theirs[index]))
+            if any(part.tree != pack({}, None) for _, part in parts.values()):
+                schema = schemas()[index] if steps_ranges(optimizer) else None  # whole ones are of the whole's shape
+                layouts[index] = layout_of(list(parts.values()), fixed_paths(schema), name)
     return layouts, tensors
 
 
 def layout_of(parts, fixed, name) -> Layout:
-    """`fixed`: paths of what is common, whatever its shape says."""
-    for _, part in parts:
-        if part.refused:
-            raise NotKept(f"the state of {name} has {part.refused}")
-    cut, common = {}, {}
+    """`fixed`: paths of what is common, whatever its shape says. Raises ValueError: the parts don't fit each other."""
+    owners, small, kept = owners_of([(rank, part.start, part.stop) for rank, part in parts]), {}, {}
     for path in dict.fromkeys(path for _, part in parts for path in part.tensors):
         have = [(rank, part.tensors[path]) for rank, part in parts if path in part.tensors]
-        leads = {tensor.lead for _, tensor in have}
-        if len(leads) == 1 and None not in leads and path not in fixed:
+        (first_rank, first), *others = have
+        if first.lead is not None and all(its.lead == first.lead for _, its in others) and path not in fixed:
             if len(have) < len(parts):
-                raise NotKept(f"the state of {name} has {path} for some of its elements only: some ranks have stepped "
-                              "it and others not, or cleared it")
-            cut[path] = have[0][1].lead, have[0][1].dtype
+                raise ValueError(f"the state of {name} has {path} for some of its elements only: some ranks have "
+                                 "stepped it and others not, or cleared it")
+            kept[path] = Kept(first.lead, first.dtype, True, owners)
+            continue
+        for rank, its in others:
+            if its[:2] != first[:2] or its.content != first.content and math.prod(first.shape) > 1:
+                raise ValueError(f"{path} in the state of {name} is another on rank {rank} than on rank {first_rank}, "
+                                 "and no tensor of the parameter's shape: it can't be put together")
+        if isinstance(first.content, dict):
+            small[path] = first.content
         else:
-            common[path] = agreed_common(have, f"{path} in the state of {name}")
+            kept[path] = Kept(first.shape, first.dtype, False, [(first_rank, 0, 1)])
     tree = next((part.tree for _, part in parts if part.tensors), parts[0][1].tree)
-    small = {path: tensor.content for path, (_, tensor) in common.items() if math.prod(tensor.shape) <= SMALL}
-    tree = with_data(tree, small)
-    common = {path: found for path, found in common.items() if path not in small}
-    return Layout(tree, cut, common, owners_of([(rank, part.start, part.stop) for rank, part in parts]))
+    return Layout(with_data(tree, small), kept)
 
 
 def owners_of(parts) -> list[tuple[int, int, int]]:
-    """`parts`: [(rank, start, stop), …], which may overlap: tensor-parallel ranks have the same of what isn't cut.
-
-    -> the same for parts that don't, in order, each in what its rank has.
-    """
+    """-> `parts`, [(rank, start, stop), …], in order and without the overlaps that tensor-parallel ranks have."""
     found, end = [], 0
     for start, stop, rank in sorted((start, stop, rank) for rank, start, stop in parts):
         if stop > end:
             found.append((rank, max(start, end), stop))
             end = stop
     return found
-
-
-def agreed_common(have, what) -> tuple[int, Tensor]:
-    first = have[0][1]
-    for rank, tensor in have:
-        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-            raise NotKept(f"{what} has shape {first.shape} on rank {have[0][0]} and {tensor.shape} on rank {rank}: it "
-                          "can't be put together from the ranks' parts")
-        if tensor.content != first.content and math.prod(tensor.shape) > 1:
-            raise NotKept(f"{what} is another on rank {rank} than on rank {have[0][0]}, and no tensor of the "
-                          "parameter's shape: it can't be put together")
-    return have[0]
 
 
 def with_data(tree, small):
@@ -213,7 +200,6 @@ def kind_of(dtype):
 def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     """What is kept of each parameter with the hyperparameters that were saved; None: that can't be found out.
 
-    Of a parameter of the same shape; of a small one where ranks step ranges, each element by itself then.
     Raises ValueError: the optimizer can't step with what was saved.
     """
     schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
@@ -227,7 +213,7 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
             shape, dtype = local(param).shape, param.dtype
-            if steps_ranges(owner):
+            if steps_ranges(owner):  # each element by itself
                 shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
             key = kind, shape, dtype, param.device
             if key not in TRIED:

@@ -4,10 +4,10 @@ Refused on every rank, in one line. Nothing runs, nothing hangs, nothing is writ
 is taken without bound.
 """
 
+import errno
 import json
 import os
 import pickle
-import random
 import re
 import resource
 import shutil
@@ -15,10 +15,9 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import checkpoint
-from checkpoint import writing
+from checkpoint import reading, writing
 from checkpoint.folder import LOCK
 from checkpoint.rank_files import Reader
 from tests.checkpoint import (
@@ -30,7 +29,6 @@ from tests.checkpoint import (
     equal,
     flip_a_bit,
     full,
-    mutations,
     nothing_changes,
     on_rank_0,
     raising,
@@ -42,7 +40,7 @@ from tests.checkpoint import (
     weights,
     wrapped,
 )
-from tests.checkpoint.mutations import CASES, KINDS, answer_of, made, mutate, save_one
+from tests.checkpoint.mutations import KINDS
 from tests.common import STAGES, Net, error_of, on_ranks, situation
 from tests.ranks import run_module
 
@@ -201,28 +199,21 @@ WAYS = {
     "8 GB of nothing": (a_large_file, "has bytes of no tensor"),
     "another format": (lambda m, _: m.update(format=99), "this program reads 1, 2, 3"),
     "the other byte order": (lambda m, _: m.update(byteorder="big"), "its numbers are 'big', here they are little"),
-    "no ranks": (lambda m, _: m.update(ranks=0), "ranks"),
     "more ranks than extras": (lambda m, _: m.update(ranks=10**9), "extra"),
     "an entry more": (lambda m, _: m.update(code="print(1)"), "it has other entries"),
     "an entry less": (lambda m, _: m.pop("extra") and None, "it has other entries"),
     "more bytes than there are": (of_a_file(bytes=10**15), "1000000000000000 bytes were written, now it is"),
-    "less than no bytes": (of_a_file(bytes=-1), "file 'rank-00001.safetensors'"),
-    "a text for a checksum": (of_a_file(crc32="0"), "file 'rank-00001.safetensors'"),
+    "less than no bytes": (of_a_file(bytes=-1), "'bytes' of 'rank-00001.safetensors'"),
     "a part less": (without_last, "it has bytes of no tensor"),
-    "a part of the end only": (part(0, start=1), "ranges of '"),
     "a part twice": (part(1, start=0), "ranges of '"),
     "a part that lies apart": (part(1, start=10**6), "ranges of '"),
-    "a part that starts below zero": (part(0, start=-1), "ranges of '"),
     "not a number for a start": (part(0, start=float("nan")), "ranges of '"),
     "a text for a start": (part(0, start="0"), "TypeError in it"),
     "parts of other tensors": (part(1, shape=[10**6]), "its parts are of several tensors"),
     "a part of no place": (part(0, wide=3, start=None), "TypeError in it"),
     "a place of no part": (header(lambda _, places: places.update(nowhere={"shape": [3], "start": 0})),
         "it has other entries"),
-    "an offset beyond the file": (tensor(data_offsets=[10**12, 10**12 + 140]), "doesn't lie behind the one before"),
     "two tensors in the same bytes": (tensor(data_offsets=[0, 140]), "doesn't lie behind the one before"),
-    "a tensor of no bytes": (tensor(data_offsets=[0, 0]), "doesn't lie behind the one before"),
-    "a shape of many": (tensor(shape=[2**40]), "doesn't lie behind the one before"),
     "a shape of too many": (tensor(shape=[2**40, 2**40]), "a shape of too many elements"),
     "a shape below zero": (tensor(shape=[-5, -7]), "a shape of [-5, -7]"),
     "a shape of a text": (tensor(shape="57"), "a shape of 57"),
@@ -267,13 +258,11 @@ WAYS = {
         "is of another optimizer: float32"),
     "a pickle in a state": (entry("step", {"pickle": "gASVAAAA"}), "a tensor as 'pickle'"),
     "a text for a count": (entry("step", {"data": ["float32", [], "?"]}), "Only base64 data is allowed"),
-    "fewer bytes than a tensor has": (entry("step", {"data": ["float32", [], "AAA="]}), "2 bytes for a tensor"),
     "a large tensor of few bytes": (entry("step", {"data": ["float32", [2**40], "AAAAAA=="]}),
         "4 bytes for a tensor"),
     "a deque below zero": (extra({"deque": [-1, [1]]}), "maxlen must be non-negative"),
     "a list for a key": (extra({"dict": [[[1], 2]]}), "TypeError in it"),
     "two kinds at once": (extra({"dict": [], "list": []}), "a value of no known kind"),
-    "an extra that is nowhere": (extra({"tensor": "nowhere"}), "KeyError in it"),
     "an extra that is a piece": (extra({"piece": "extra.0.average"}), "a tensor as 'piece'"),
 }
 
@@ -320,46 +309,6 @@ def test_whatever_is_changed_is_refused_or_loaded_stepped_and_saved(tmp_path):
     assert ended.code == 0, ended
     rows = json.loads((tmp_path / "it").read_text())["rows"]
     assert {row["kind"] for row in rows} == KINDS.keys() and sum(row["loaded"] for row in rows) > 5
-
-
-@on_ranks(2)
-def test_two_ranks_say_the_same_of_whatever_is_changed(rank, tmp_path):
-    chance, answers = random.Random(0), []
-    for turn in range(60):
-        case, name = 2 + turn % 3, sorted(KINDS)[turn % len(KINDS)]
-        original, mutated = tmp_path / f"original-{case}", tmp_path / f"mutated-{turn}"
-        dist.barrier()
-        if not original.exists():
-            dist.barrier()
-            save_one(CASES[case], original)
-        on_rank_0(rank, lambda: (shutil.copytree(original, mutated), mutate(chance, name, mutated)))
-        its = made(CASES[case], 1)
-        answers.append(said_by_all(answer_of(mutated, *its)))
-        mutations.step(*its)
-    assert 25 < sum(answer != "loaded" for answer in answers) < 60 and all(map(str.isprintable, answers))
-    assert all(answer == "loaded" or "can't be loaded: " in answer for answer in answers)
-
-
-def test_what_is_wrong_is_found_and_the_checksums_are_made_right_again(monkeypatch, tmp_path):
-    """A load that changes first, one that ends in another error, one that lets pass what can't be stepped."""
-    save_one(CASES[0], tmp_path / "one")
-    for turn in range(10):  # else all that is tried is the checksum
-        shutil.copytree(tmp_path / "one", tmp_path / str(turn))
-        mutate(random.Random(turn), "bytes of a file", tmp_path / str(turn))
-        checkpoint.load(tmp_path / str(turn), *made(CASES[0], 1))
-
-    def changes_first(path, model, optimizer):
-        model[0].weight.data.fill_(7)
-        raise checkpoint.CheckpointError("too late")
-
-    def lets_pass(path, model, optimizer):
-        optimizer.param_groups[0]["lr"] = "fast"
-
-    for load, answer in ((changes_first, "changed before it was refused: too late"), (lets_pass, "loaded; then Type"),
-                         (raising(IndexError("nobody thought of it")), "IndexError: nobody thought of it")):
-        monkeypatch.setattr(checkpoint, "load", load)
-        assert mutations.outcome(CASES[0], tmp_path / "one", tmp_path).startswith(answer)
-        shutil.rmtree(tmp_path / "again", ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------- of something else
@@ -416,23 +365,27 @@ def test_load_unpickles_nothing(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------- neither half read, nor saved
 
 
-@on_ranks(2, stage=STAGES[1::2])
-def test_what_cannot_be_read_to_its_end_changes_nothing(rank, stage, tmp_path):
-    """On rank 1 the disk breaks at the last tensor, after everything has been checked."""
+@on_ranks(2, stage=STAGES[1::2], number=[*reading.DISK_ERRORS, errno.EMFILE])
+def test_what_cannot_be_read_to_its_end_changes_nothing(rank, stage, number, tmp_path):
+    """On rank 1 the disk breaks at the last tensor, after everything has been checked. Too many open files are no
+    damage, for which a run would take the checkpoint before."""
     read, jobs_of = Reader.read, lambda reader: reader.jobs
 
     def read_until(self, job):
         if rank.rank == 1 and job is jobs_of(self)[-1]:
-            raise OSError(5, "Input/output error")
+            raise OSError(number, os.strerror(number))
         return read(self, job)
 
     model, optimizer = a_run(rank, stage, steps=1)
-    checkpoint.save(tmp_path / stage, model, optimizer, torch.arange(100.0))
+    path = tmp_path / f"{stage}{number}"
+    checkpoint.save(path, model, optimizer, torch.arange(100.0))
     train(rank, model, optimizer, range(1))
     with pytest.MonkeyPatch.context() as patch, nothing_changes(model, optimizer):
         patch.setattr(Reader, "read", read_until)
-        line = error_of(lambda: checkpoint.load(tmp_path / stage, model, optimizer), checkpoint.DamagedCheckpoint)
-    assert said_by_all(line).endswith("rank 1: Input/output error")
+        with pytest.raises(checkpoint.CheckpointError) as refusal:
+            checkpoint.load(path, model, optimizer)
+    assert said_by_all(str(refusal.value)).endswith(f"rank 1: {os.strerror(number)}")
+    assert isinstance(refusal.value, checkpoint.DamagedCheckpoint) == (number != errno.EMFILE)
 
 
 LOST = {  # function(path, written): after the last rank has written its file

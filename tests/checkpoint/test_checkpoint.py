@@ -79,49 +79,6 @@ def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, case):
     assert all(value.device.type == "cpu" for state in on_all["state"].values() for value in state.values())
 
 
-class CountsInOneElement(torch.optim.Optimizer):
-    """As torch's own don't: its step has the shape (1,), like a piece of one element."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state.update(step=param.new_zeros(1), sum=torch.zeros_like(param))
-                    state["step"] += 1
-                    state["sum"] += param.grad
-                    param -= group["lr"] * state["sum"] / state["step"]
-
-
-@on_ranks(2, 3, stage=STAGES, shape=[(17,), (1, 1)])
-def test_a_state_of_one_element_is_no_piece(rank, stage, shape, tmp_path):
-    """17 elements: on two ranks and more the last piece has one. And a parameter of one."""
-    params = torch.nn.ParameterList(torch.ones(shape, device=rank.device) for _ in range(2))
-    optimizer, plain = wrapped(stage, params[:1], CountsInOneElement), CountsInOneElement(params[1:])
-    for _ in range(3):
-        for param, its in zip(params, (optimizer, plain)):
-            param.sum().backward()
-            its.step()
-            its.zero_grad()
-    expected, path = plain.state_dict()["state"], tmp_path / f"{stage}{len(shape)}"
-    assert equal(full(optimizer)["state"], expected)
-    if stage in SHARDED:
-        reshard(optimizer, None)
-        assert equal(full(optimizer)["state"], expected)
-    load_full_state_dict(optimizer, plain.state_dict() if rank.rank == 0 else None)
-    assert equal(full(optimizer)["state"], expected)
-    checkpoint.save(path, params[:1], optimizer)
-    for later in (stage, SHARDED[0]):
-        again = wrapped(later, params[:1], CountsInOneElement)
-        checkpoint.load(path, params[:1], again)
-        assert equal(full(again)["state"], expected)
-
-
 def to_plain_and_back(rank, stage):
     """Two steps in the stage, one in plain torch, two in a new instance of the stage: as five in plain torch."""
     reference = Replicated(rank, **ADAMW)
