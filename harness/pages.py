@@ -243,12 +243,12 @@ def beside_sheet(name, mine, theirs):
     rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
 
     figures = [("ms/step", "measured", tables.median_ms, ".0f"),
-               ("x ddp", "measured", tables.of("vs_reference"), ".2f"),
-               ("MB sent", "counted", tables.of("wire_bytes", 1e6), ".1f"),
-               ("bytes a\nparam.", "counted", tables.of("bytes_per_param"), ".2f")]
+               ("x ddp", "measured", "vs_reference", ".2f"),
+               ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
+               ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]
 
     def published(get):
-        return lambda row: same and (found := same.find(*row.choice)) and get(found)
+        return lambda row: same and (found := same.find(*row.choice)) and tables.figure(found, get)
     return tables.sheet_of(
         f"Yours beside the published ones: {name}{rate}", mine.rows,
         [("", "", tables.label_of), *((f"{title}\n{whose}", source, of(get), form)
