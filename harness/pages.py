@@ -115,8 +115,7 @@ BLOCKS = {
 }
 MARKDOWN = {"ladder": tables.ladder_block}  # this, and not as it looks in a terminal
 # By the name of a file in results/. "" where no sweep was made.
-PICTURES = {"sixteen_bits.svg": pictures.state_picture,
-            "network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
+PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
             "gpu_overlap.svg": lambda: gpu_overlap.picture(saved.load("cuda.json").steps),

@@ -198,33 +198,6 @@ def planned_steps(result):
         f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")
 
 
-# ---------------------------------------------------------------------------------------------- sixteen bits, as a sum
-
-
-D = 8  # ranks of the picture
-PARTS = {"parameter": "#4a90d9", "gradient": "#3a9d5d", "main parameter": "#b04a9d", "main gradient": "#d9822b",
-         "two moments": "#c9a227"}
-# Bytes of each part: (on every rank, in shards), as chapter 3 spells them out.
-BARS = {"DDP, bf16/bf16": [(2, 0), (2, 0), (4, 0), (4, 0), (8, 0)],
-        "DDP, bf16/fp32": [(2, 0), (4, 0), (4, 0), (0, 0), (8, 0)],
-        "stage 3, bf16/bf16": [(2, 0), (2, 0), (0, 4), (0, 4), (0, 8)],
-        "stage 3, bf16/fp32": [(2, 0), (4, 0), (0, 4), (0, 0), (0, 8)]}
-
-
-def state_picture():
-    figure, (axis,) = panels(1, 1, (7.2, 2.1))
-    left = [0.0] * len(BARS)
-    for place, (part, colour) in enumerate(PARTS.items()):
-        wide = [whole + shared / D for whole, shared in (bar[place] for bar in BARS.values())]
-        bars = axis.barh(list(BARS), wide, 0.7, left, color=colour, label=part)
-        left = [start + more for start, more in zip(left, wide)]
-    axis.bar_label(bars, [f"{total:g}" for total in left], padding=5)
-    axis.invert_yaxis()
-    axis.set(title=f"Bytes of a parameter on each of {D} ranks", xlim=(0, 22))
-    figure.legend(ncols=5, loc="outside lower left")
-    return drawn(figure)
-
-
 # ------------------------------------------------------------------------------------------ sweeps of bucket size
 
 

@@ -28,7 +28,7 @@ FILES = {path.relative_to(ROOT).as_posix() for names in ("*", "[!.]*/**/*") for 
 SOURCES = {name: (ROOT / name).read_text(encoding="utf-8") for name in FILES if re.fullmatch(r"\w[^.]*\.py", name)}
 ALL_CODE = "\n".join(SOURCES.values())
 OUR_CODE = "\n".join(source for name, source in SOURCES.items() if not name.startswith("tests/"))
-TESTS = {Path(name).stem for name in SOURCES if name.startswith("tests/")} | set(re.findall(r"def (test_\w+)", ALL_CODE))
+TESTS = {Path(name).stem for name in SOURCES if "tests/" in name} | set(re.findall(r"def (test_\w+)", ALL_CODE))
 OPTIONS |= set(re.findall(r"[\"'](--[\w-]+)[\"']", ALL_CODE))
 VARIABLES = set(re.findall(r"[A-Z_]+", (ROOT / "Makefile").read_text()))
 OF_READERS = {name for page in PAGES for name in re.findall(  # files that a page has its reader save
@@ -112,7 +112,8 @@ def wrong_samples(page):
             wrong = []
             match node:
                 case ast.Import(names):
-                    wrong = [f"import of {one.name}: there is no such thing" for one in names if not has_module(one.name)]
+                    wrong = [f"import of {one.name}: there is no such module" for one in names
+                             if not has_module(one.name)]
                 case ast.ImportFrom(module, names):
                     wrong = [f"import of {one.name} from {module}: there is no such thing" for one in names
                              if not has_module(module, one.name)]
@@ -188,33 +189,12 @@ def rows_twice(pages):
 def test_every_page_says_what_is_there():
     found = [problem for page in PAGES for problem in problems(page)]
     assert not found, "\n".join(found)
-    assert MOST_WORDS.keys() == {page.name for page in PAGES if page.name in MOST_WORDS or page.name.startswith("docs/")}
+    assert {page.name for page in PAGES if page.name.startswith("docs/")} <= MOST_WORDS.keys() <= {
+        page.name for page in PAGES}
     assert rows_twice(PAGES) == {}
 
 
-RIGHT = """# A page
-
-See [below](#the-step-of-a-stage), [the code](stage4_overlap/optimizer.py#L2), `stage4_overlap/`, `buffer.py`,
-`test_contract`, [`distrib.py`](https://example.org/distrib.py), `my_package/optimizer.py`, and `make
-train STAGE=4`.
-
-## The `step` of a stage
-
-    make train STAGE=4 ARGS="--steps 3"     # a comment
-    torchrun --standalone --nproc-per-node 2 stage4_overlap/train.py \\
-        --steps 3
-    rank 0  A  B  C
-
-```python
-from stage4_overlap import DistributedOptimizer
-from common import connect
-optimizer = DistributedOptimizer(…)
-optimizer.sync_grads()
-```
-
-    python -m json.tool [--indent 2]
-    torchrun --nproc-per-node 2 program.py
-"""
+# The pages themselves are what must pass; these must not.
 MISTAKES = [
     ("[text](nowhere.md)", "there is no nowhere.md"),
     ("![picture](nowhere.svg)", "there is no nowhere.svg"),
@@ -233,7 +213,7 @@ MISTAKES = [
     ('`make train ARGS="--stpes 3"`', "no program has the option --stpes"),
     ('`make test ARGS="-k wrong_word"`', "no test is called wrong_word"),
     ("`make train ARGS=\"--steps 3`", "no shell reads that"),
-    ("    torchrun stage4_overlap/nothing.py", "there is no stage4_overlap/nothing.py"),
+    ("    torchrun \\\n        stage4_overlap/nothing.py", "there is no stage4_overlap/nothing.py"),
     ("    python -m stage4_overlap.nothing", "there is no module stage4_overlap.nothing"),
     ("    python nothing.py", "there is no nothing.py"),
     ("    cp -r stage5_more elsewhere/", "there is no stage5_more"),
@@ -247,8 +227,6 @@ MISTAKES = [
 
 
 def test_a_mistake_is_named_with_its_line():
-    right = Page("page.md", RIGHT)
-    assert problems(right) == [] and [line for line, _ in right.commands()] == [9, 10, 21, 22, 3]
     for mistake, message in MISTAKES:
         (wrong,) = problems(Page("page.md", f"Text.\n\n{mistake}\n"))
         line = 1 if "words" in message or "table" in message else 4 if mistake.startswith("```") else 3
