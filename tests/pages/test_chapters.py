@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+from harness.tables import CORE
 from tests.common import STAGES
 from tests.pages import Page
 from tests.ranks import ROOT, run_module
@@ -17,7 +18,6 @@ OWN = "# not in the core"  # opens code that another test runs, see test_samples
 HEADINGS = ["What is still wrong with {before}", "New words", "The idea", "The picture", "A walk through the core",
             "Predict, count, measure", "The bug that you will write", "Where it lives", "What is still wrong"]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
 
 each_chapter = pytest.mark.parametrize("chapter", STAGES)
 
@@ -35,7 +35,7 @@ def parts_of(chapter):
 
 def core_of(chapter):
     """-> name: source, of the files that a reader opens."""
-    paths = [ROOT / chapter / name for name in CORE_FILES]
+    paths = [ROOT / chapter / name for name in CORE]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}
 
 
@@ -75,7 +75,7 @@ def test_the_walk_names_what_the_core_has_in_the_order_of_its_files(chapter):
     for file, source in core_of(chapter).items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                places.setdefault(node.name, []).append((CORE_FILES.index(file), node.lineno))
+                places.setdefault(node.name, []).append((CORE.index(file), node.lineno))
     walk = FENCE.sub("", parts_of(chapter)["A walk through the core"])
     for stretch in re.split(r"^### .*\n", walk, flags=re.MULTILINE):
         names = re.findall(r"\*\*`(\w+)`\*\*", stretch)
