@@ -519,10 +519,6 @@ class SavingResult(Kept):
 SCHEMA = 1  # of all files of results: raise it when a field changes its name or its meaning
 
 
-class UnreadableResult(ValueError):
-    """One line, for a user: what is wrong with a file of results."""
-
-
 def to_json(result):
     """A dataclass -> text: the schema first, a line for each row; nine digits of a figure, six of a recorded step."""
     return _lines({"schema": SCHEMA, **_rounded(dataclasses.asdict(result))}) + "\n"
@@ -546,7 +542,8 @@ def _lines(value):
 
 
 def from_json(kind, text):
-    """-> an object of dataclass `kind`. Raises UnreadableResult: no json, another schema, other fields, other types."""
+    """-> an object of dataclass `kind`. Raises ValueError, of one line: no json, another schema, other fields or types.
+    """
     try:
         from pydantic import TypeAdapter, ValidationError  # here: who only measures doesn't need it
     except ImportError:
@@ -563,7 +560,7 @@ def from_json(kind, text):
     except ValueError as error:
         raise ValueError(f"it is no json ({error})") from None
     raise ValueError("it has no schema: it is no result, or an older one" if schema is None else
-                           f"its schema is {schema}, this program's is {SCHEMA}")
+                     f"its schema is {schema}, this program's is {SCHEMA}")
 
 
 def merged(result, before, kept=("accumulation", "sweep")):
@@ -655,11 +652,7 @@ def load_bench():
     if result.conditions.device != "cpu":
         raise SystemExit("report: results/bench.json must be measured with device cpu, and is of "
                          f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
-    check_whole(result, "results/bench.json")
-    return result
-
-
-def check_whole(result, name):
     right = {row.name for row in result.rows if not row.error}
     if not (result.model_state and result.gathered and result.host) or set(catalogue.LADDER) - right:
-        raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
+        raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
+    return result
