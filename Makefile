@@ -13,7 +13,6 @@ MODEL ?= 7b
 WORLD ?= 1024
 DTYPE ?= bf16
 ARGS ?=
-PUBLISH ?=
 A ?= 1
 B ?= 2
 # Rows of variants/ have files of their own: with few other rows they are no bench.
@@ -52,7 +51,7 @@ help:
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make figures                all figures of results/ anew, of one commit: an hour, root, iproute2'
-	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours  (PUBLISH=1)'
+	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
@@ -118,7 +117,7 @@ figures: $(ENV)
 	exec $(PYTHON) -m harness.figures $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.pages $(if $(PUBLISH),--publish)
+	$(PYTHON) -m harness.pages
 	$(PYTHON) -m show --pages
 	$(PYTHON) -m variants --page
 

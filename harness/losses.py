@@ -3,7 +3,7 @@
     python -m harness.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
 
 A small GPT on the source of Python's standard library; after the last step the loss on the part that is kept for that.
-`make report PUBLISH=1` puts the result into results/, and its table into variants/README.md.
+`--json results/losses.json` puts the result there, and `make report` its table into variants/README.md.
 """
 
 import dataclasses

@@ -1,6 +1,5 @@
 """Tables, pictures and figures of the pages, anew from results/*.json; what you have measured beside what is there."""
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -10,7 +9,6 @@ import textwrap
 from harness import command_line, gpu_overlap, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
-from harness.command_line import write
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
 from harness.tables import Sheet
 
@@ -41,10 +39,6 @@ def texts(*sheets):
     return [tables.sheet_text(sheet).rstrip() for sheet in sheets]
 
 
-def settings(*results):
-    return [textwrap.fill(tables.settings_line(result.conditions), 100) for result in results]
-
-
 def timed(sheet, c):
     """The sheet, whose last note says how often it was timed."""
     return sheet._replace(notes=[*sheet.notes, f"Medians of {c.rounds} round(s) of {c.steps} steps."])
@@ -63,12 +57,6 @@ def bench(result):
 
 def at_a_rate(sheet, result):
     return pick(sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}"))
-
-
-def two_hosts():
-    """The tables of all rows, a link each."""
-    return texts(*(timed(pick(tables.line_sheet(result), 0, 1, 3, 5, 6), result.conditions)
-                   for result in saved.by_rate()))
 
 
 def accumulation():
@@ -105,9 +93,11 @@ def plans():
 BLOCKS = {
     "made": lambda: made([name for name in saved.FILES if name not in GPUS]),
     "made_gpu": lambda: made(GPUS),
-    "settings": lambda: settings(saved.load_bench(), saved.by_rate()[0]),
+    "settings": lambda: [textwrap.fill(tables.settings_line(result.conditions), 100)
+                         for result in (saved.load_bench(), saved.by_rate()[0])],
     "curve": lambda: texts(pick(tables.curve_sheet(saved.at_all_rates()))),
-    "two_hosts": two_hosts,
+    "two_hosts": lambda: texts(*(timed(pick(tables.line_sheet(result), 0, 1, 3, 5, 6), result.conditions)
+                                 for result in saved.by_rate())),
     "accumulation": accumulation,
     "buckets": buckets,
     "state": lambda: texts(pick(tables.state_sheet(saved.load_bench().model_state))),
@@ -118,15 +108,14 @@ BLOCKS = {
     "saving": lambda: texts(pick(tables.saving_sheet(saved.load("saving.json")))),
     "faults": lambda: texts(*map(pick, tables.fault_sheets(saved.load("faults.json")))),
     "mutations": lambda: texts((sheet := pick(tables.mutation_sheet(saved.load("faults_mutations.json"))))._replace(
-        rows=sheet.rows[-1:])),
+        rows=sheet.rows[-1:])),  # of all kinds together
     "cuda": cuda,
     "plan": plans,
     "plan_check": lambda: texts(*map(pick, tables.plan_check_sheets(saved.load("plan.json").check))),
 }
 MARKDOWN = {"ladder": tables.ladder_block}  # this, and not as it looks in a terminal
 # By the name of a file in results/. "" where no sweep was made.
-PICTURES = {"sixteen_bits.svg": pictures.state_picture,
-            "network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
+PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
             "gpu_overlap.svg": lambda: gpu_overlap.picture(saved.load("cuda.json").steps),
@@ -136,68 +125,30 @@ PICTURES = {"sixteen_bits.svg": pictures.state_picture,
 # ----------------------------------------------------- Figures inside a sentence, by name: <!--name-->0.83<!--end-->
 
 
-def over_tuned(rate):
-    """Stage 4's time over tuned DDP's."""
-    result = next(one for one in saved.at_all_rates() if one.conditions.rate == rate)
-    return f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}"
+def figures():
+    """-> name -> text."""
+    plan, larger = ({row.base: row for row in saved.load(name).rows} for name in ("plan.json", "plan_70b.json"))
+    check, stage4, network = saved.load("plan.json").check, plan["stage 4 bf16"], saved.at_all_rates()
 
-
-def planned(base, get, name="plan.json"):
-    return get(next(row for row in saved.load(name).rows if row.base == base))
-
-
-def gigabytes(n_bytes):
-    return f"{n_bytes / 1e9:.0f}"
-
-
-def ms_at_1024(row):
-    return f"{row.ms[1024]:,.0f}"
-
-
-def errors(what, is_users, *optimizers):
-    """Of these published runs -> their errors, in percent."""
-    return [100 * abs(run.error) for run in saved.load("plan.json").check.published
-            if run.what == what and run.optimizer in optimizers and (run.gpus == 128) == is_users]
-
-
-def least(what):
-    """Of the user's overlapped runs: the least error."""
-    return str(math.floor(min(errors(what, True, "overlapped"))))
-
-
-def most(*which):
-    return str(math.ceil(max(errors(*which))))
-
-
-def hardware(at, field):
-    """As calibrated on the published runs, and on the user's: TFLOP/s, GB/s of a node."""
-    return f"{saved.load('plan.json').check.hardware[at][field]:.0f}"
-
-
-def steps_within(error):
-    return str(sum(abs(run.error) <= error for run in saved.load("plan.json").check.two_hosts))
-
-
-FIGURES = {
-    **{f"over_tuned_{rate}": functools.partial(over_tuned, rate) for rate in ("300mbit", "600mbit", "1gbit")},
-    "ddp_7b": lambda: planned("ddp bf16", lambda row: gigabytes(row.peak)),
-    "held_7b": lambda: planned("stage 4 bf16", lambda row: gigabytes(sum(row.held.values()))),
-    "peak_7b": lambda: planned("stage 4 bf16", lambda row: gigabytes(row.peak)),
-    "buckets_7b": lambda: planned("stage 4 bf16", lambda row: row.size),
-    "ddp_70b": lambda: planned("ddp bf16", ms_at_1024, "plan_70b.json"),
-    "stage3_70b": lambda: planned("stage 3 bf16/bf16", ms_at_1024, "plan_70b.json"),
-    "stage4_70b": lambda: planned("stage 4 bf16", ms_at_1024, "plan_70b.json"),
-    "fitting": lambda: str(sum(row.fits_from > 0 for row in saved.load("plan.json").rows)),
-    "near": lambda: steps_within(0.1),
-    "runs": lambda: steps_within(math.inf),
-    "off_theirs": lambda: most("predicted", False, "overlapped", "distributed"),
-    "off_users": lambda: least("predicted"),
-    "off_users_own": lambda: least("predicted, user's"),
-    "off_none_hidden": lambda: most("none hidden", True, "overlapped"),
-    "flops_theirs": lambda: hardware(0, 0),
-    "flops_users": lambda: hardware(1, 0),
-    "between_users": lambda: hardware(1, 1),
-}
+    def errors(what, is_users, *optimizers):
+        """Of these published runs, in percent."""
+        return [100 * abs(run.error) for run in check.published
+                if run.what == what and run.optimizer in optimizers and (run.gpus == 128) == is_users]
+    numbers = {
+        "ddp_7b": plan["ddp bf16"].peak / 1e9, "held_7b": sum(stage4.held.values()) / 1e9,
+        "peak_7b": stage4.peak / 1e9, "ddp_70b": larger["ddp bf16"].ms[1024],
+        "stage3_70b": larger["stage 3 bf16/bf16"].ms[1024], "stage4_70b": larger["stage 4 bf16"].ms[1024],
+        "fitting": sum(row.fits_from > 0 for row in plan.values()), "runs": len(check.two_hosts),
+        "near": sum(abs(run.error) <= 0.1 for run in check.two_hosts),
+        "off_theirs": math.ceil(max(errors("predicted", False, "overlapped", "distributed"))),
+        "off_users": math.floor(min(errors("predicted", True, "overlapped"))),
+        "off_users_own": math.floor(min(errors("predicted, user's", True, "overlapped"))),
+        "off_none_hidden": math.ceil(max(errors("none hidden", True, "overlapped"))),
+        "flops_theirs": check.hardware[0][0], "flops_users": check.hardware[1][0],
+        "between_users": check.hardware[1][1]}
+    over_tuned = {f"over_tuned_{rate}": f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}"
+                  for result in network if (rate := result.conditions.rate) in ("300mbit", "600mbit", "1gbit")}
+    return {"buckets_7b": stage4.size, **over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
 # --------------------------------------------------------------------- What you have measured, beside what is published
@@ -243,12 +194,12 @@ def beside_sheet(name, mine, theirs):
     rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
 
     figures = [("ms/step", "measured", tables.median_ms, ".0f"),
-               ("x ddp", "measured", tables.of("vs_reference"), ".2f"),
-               ("MB sent", "counted", tables.of("wire_bytes", 1e6), ".1f"),
-               ("bytes a\nparam.", "counted", tables.of("bytes_per_param"), ".2f")]
+               ("x ddp", "measured", "vs_reference", ".2f"),
+               ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
+               ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]
 
     def published(get):
-        return lambda row: same and (found := same.find(*row.choice)) and get(found)
+        return lambda row: same and (found := same.find(*row.choice)) and tables.figure(found, get)
     return tables.sheet_of(
         f"Yours beside the published ones: {name}{rate}", mine.rows,
         [("", "", tables.label_of), *((f"{title}\n{whose}", source, of(get), form)
@@ -257,27 +208,6 @@ def beside_sheet(name, mine, theirs):
         f"Yours: {tables.conditions_line(mine.conditions)}.",
         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
         tables.failures(mine.rows))
-
-
-def publish():
-    """Puts your files into results/, those of other rates behind yours -> lines that say so.
-
-    A part of a bench is refused, before anything is written.
-    """
-    fail, said = functools.partial(command_line.fail, "report"), []
-    found = measured()
-    for name, mine in found.items():
-        if target_of(name, mine) == "bench.json":
-            saved.check_whole(mine, "measured/bench.json")
-    for name, mine in found.items():
-        target = saved.ROOT / "results" / target_of(name, mine)
-        if name.startswith("network") and target.exists():
-            mine = functools.reduce(lambda before, one: saved.merged(one, before.at_all_rates()),
-                                    mine.at_all_rates()[::-1], saved.load(name))
-        write("--publish", target, saved.to_json(mine), fail)
-        (saved.ROOT / "measured" / name).unlink()
-        said.append(f"measured/{name} is {target.relative_to(saved.ROOT)} now")
-    return said or ["measured/ holds nothing to publish"]
 
 
 # ----------------------------------------------------------- Tables and pictures of the pages, anew from results/*.json
@@ -294,7 +224,9 @@ def rewritten(text):
         indent = "" if name in MARKDOWN else "    "
         return "\n".join([start, *(f"{indent}{line}".rstrip() for line in lines), "", end])
     text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
-    return re.sub(r"<!--(\w+)-->.*?<!--end-->", lambda found: f"<!--{found[1]}-->{FIGURES[found[1]]()}<!--end-->", text)
+    in_prose = r"<!--(\w+)-->.*?<!--end-->"
+    found = figures() if re.search(in_prose, text) else {}
+    return re.sub(in_prose, lambda mark: f"<!--{mark[1]}-->{found[mark[1]]}<!--end-->", text)
 
 
 def files():
@@ -304,14 +236,9 @@ def files():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = functools.partial(command_line.fail, "report")
-    parser.add_argument("--publish", action="store_true", help="first put what is in measured/ into results/")
-    args = parser.parse_args()
+    command_line.Parser("report", __doc__).parse_args()
     if not pictures.can_draw():
         raise SystemExit("report: pictures need matplotlib: pip install matplotlib")
-    if args.publish:
-        print(*publish(), sep="\n")
     rewrite()
     for sheet in sheets():
         print("", tables.sheet_text(sheet, COLUMNS), sep="\n")
@@ -329,7 +256,7 @@ def rewrite():
             raise SystemExit(f"report: {path.name}: {reason}") from None
     for path, before, after in texts:
         if after != before:
-            write("page", path, after, functools.partial(command_line.fail, "report"))
+            command_line.write("page", path, after, functools.partial(command_line.fail, "report"))
         print(f"{path.relative_to(saved.ROOT)}: {'unchanged' if after == before else 'rewritten'}")
 
 

@@ -1,6 +1,6 @@
 """What was measured as pictures: text for the terminal, a trace for Perfetto, and SVG, drawn by matplotlib."""
 
-import contextlib
+import collections
 import importlib.util
 import io
 import re
@@ -30,19 +30,22 @@ def can_draw():
     return importlib.util.find_spec("matplotlib") is not None
 
 
-@contextlib.contextmanager
-def panels(n_rows, n_columns, inches, into):
-    """A figure of so many panels, as a list; when it is left, `into` has its SVG, readable on light and dark."""
-    import matplotlib.pyplot as plt  # here: who only measures doesn't need it, see `can_draw`
-    with plt.rc_context(RC):
-        figure, axes = plt.subplots(n_rows, n_columns, figsize=inches, sharex=n_rows > 1, squeeze=False)
-        yield list(axes.flat)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-        plt.close(figure)
+def panels(n_rows, n_columns, inches):
+    """-> a figure of so many panels, and these in a list."""
+    import matplotlib
+    from matplotlib.figure import Figure  # here: who only measures doesn't need it, see `can_draw`
+    matplotlib.rcParams.update(RC)
+    figure = Figure(figsize=inches)
+    return figure, list(figure.subplots(n_rows, n_columns, sharex=n_rows > 1, squeeze=False).flat)
+
+
+def drawn(figure):
+    """-> SVG, readable on light and dark."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
     text = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", file.getvalue())  # a hundredth is invisible
     text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLE}<defs>", 1)  # a path is one line
-    into.append("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ a recorded step
@@ -53,18 +56,15 @@ def trace(rows):
     a lane. Times in microseconds."""
     events = []
     for process, (name, step) in enumerate(rows):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        messages = [(message.start, message.end, f"{message.kind} {message.bytes} bytes", message.kind)
-                    for message in step.communication]
-        phases = [(start, end, phase, "phases") for phase, start, end in step.phases]
-        computes = [(start, end, "computes", "computes") for start, end in step.busy]
+        spans = [(phase, "phases", start, end) for phase, start, end in step.phases]
+        spans += [("computes", "computes", start, end) for start, end in step.busy]
+        spans += [(f"{one.kind} {one.bytes} bytes", one.kind, one.start, one.end) for one in step.communication]
+        threads = {lane: thread for thread, lane in enumerate(dict.fromkeys(lane for _, lane, *_ in spans))}
+        events += [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}]
         events += [{"ph": "C", "name": "memory", "pid": process, "ts": i / MEMORY_PARTS * step.seconds * 1e6,
                     "args": {"bytes": n_bytes}} for i, n_bytes in enumerate(step.memory)]
-        threads = {}
-        for start, end, what, lane in phases + computes + messages:
-            thread = threads.setdefault(lane, len(threads))
-            events.append({"ph": "X", "name": what, "pid": process, "tid": thread, "ts": start * 1e6,
-                           "dur": (end - start) * 1e6})
+        events += [{"ph": "X", "name": what, "pid": process, "tid": threads[lane], "ts": start * 1e6,
+                    "dur": (end - start) * 1e6} for what, lane, start, end in spans]
         events += [{"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}}
                    for lane, thread in threads.items()]
     return {"traceEvents": events}
@@ -122,24 +122,22 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 def text(rows, width=80):
     """`rows`: [(name, recorded step), …], on one axis -> text for the terminal; a letter: most of its moment."""
-    longest, most_bytes = max(step.seconds for _, step in rows), most_held(rows)
-    out = []
+    longest, most_bytes, out = max(step.seconds for _, step in rows), most_held(rows), []
     for name, step in rows:
         out.append(f"{name}: {said(step)}")
         for lane, spans in lanes(step):
-            cells = []
+            cells = ""
             for i in range(width):
-                moment = [(i * longest / width, (i + 1) * longest / width)]
-                shares = {}
+                moment, shares = [(i * longest / width, (i + 1) * longest / width)], collections.Counter()
                 for start, end, what in spans:
-                    shares[what] = shares.get(what, 0) + length(overlap(moment, [(start, end)]))
-                most = max(shares, key=shares.get, default=None)
-                cells.append(LETTERS[most] if most and shares[most] > longest / width / 3 else "·")
-            out.append(f"{lane:>10} {''.join(cells)}".replace("·" * width, "·"))
+                    shares[what] += length(overlap(moment, [(start, end)]))
+                ((most, share),) = shares.most_common(1) or [("", 0)]
+                cells += LETTERS[most] if share > longest / width / 3 else "·"
+            out.append(f"{lane:>10} {cells}".replace("·" * width, "·"))
         if step.memory:
             cells = round(width * step.seconds / longest)
-            parts = [step.memory[i * MEMORY_PARTS // cells:(i + 1) * MEMORY_PARTS // cells] for i in range(cells)]
-            heights = "".join(HEIGHTS[round(max(part) / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
+            parts = [max(step.memory[i * MEMORY_PARTS // cells:(i + 1) * MEMORY_PARTS // cells]) for i in range(cells)]
+            heights = "".join(HEIGHTS[round(part / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
             out.append(f"{'memory':>10} {heights} ≤ {max(step.memory) / 1e6:.0f} MB")
     return "\n".join([*out, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
 
@@ -152,29 +150,28 @@ WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "param
 
 def svg(rows, title):
     """The same picture: one panel a row, a lane each for what computes and what travels, and memory below them."""
-    longest, most_bytes, found = max(step.seconds for _, step in rows), most_held(rows) or 1, []
-    with panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)), found) as axes:
-        for axis, (name, step) in zip(axes, rows):
-            axis.set_title(f"{name}: {said(step)}")
-            for place, (_, spans) in enumerate(lanes(step)):
-                for what in COLOURS:
-                    # Spans with less between them than a picture shows are one.
-                    near = union((max(start, 0), min(end, step.seconds) + longest / 2000)
-                                 for start, end, kind in spans if kind == what)
-                    axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in near], (3 - place, 0.85),
-                                     facecolors=COLOURS[what])
-            if step.memory:
-                edges = [1e3 * step.seconds * i / MEMORY_PARTS for i in range(MEMORY_PARTS + 1)]
-                axis.stairs([0.85 * part / most_bytes for part in step.memory], edges[:len(step.memory) + 1], fill=True,
-                            color=COLOURS["memory"])
-            axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters",
-                                                  f"memory ≤ {max(step.memory) / 1e6:.0f} MB" if step.memory else ""])
-            axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
-        axes[-1].set_xlabel("ms")
-        axes[0].figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
-        handles = [axes[0].broken_barh([], (0, 1), facecolors=colour) for colour in COLOURS.values()]
-        axes[0].figure.legend(handles, [WORDS.get(what, what) for what in COLOURS], ncols=6, loc="outside lower left")
-    return found[0]
+    longest, most_bytes = max(step.seconds for _, step in rows), most_held(rows) or 1
+    figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
+    for axis, (name, step) in zip(axes, rows):
+        axis.set_title(f"{name}: {said(step)}")
+        for place, (_, spans) in enumerate(lanes(step)):
+            for what in COLOURS:
+                # Spans with less between them than a picture shows are one.
+                near = union((max(start, 0), min(end, step.seconds) + longest / 2000)
+                             for start, end, kind in spans if kind == what)
+                axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in near], (3 - place, 0.85),
+                                 facecolors=COLOURS[what])
+        if step.memory:
+            edges = [1e3 * step.seconds * i / MEMORY_PARTS for i in range(len(step.memory) + 1)]
+            axis.stairs([0.85 * part / most_bytes for part in step.memory], edges, fill=True, color=COLOURS["memory"])
+        axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters",
+                                              f"memory ≤ {max(step.memory) / 1e6:.0f} MB" if step.memory else ""])
+        axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
+    axes[-1].set_xlabel("ms")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
+    handles = [axes[0].broken_barh([], (0, 1), facecolors=colour) for colour in COLOURS.values()]
+    figure.legend(handles, [WORDS.get(what, what) for what in COLOURS], ncols=6, loc="outside lower left")
+    return drawn(figure)
 
 
 def on_two_hosts(result):
@@ -201,34 +198,6 @@ def planned_steps(result):
         f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")
 
 
-# ---------------------------------------------------------------------------------------------- sixteen bits, as a sum
-
-
-D = 8  # ranks of the picture
-PARTS = {"parameter": "#4a90d9", "gradient": "#3a9d5d", "main parameter": "#b04a9d", "main gradient": "#d9822b",
-         "two moments": "#c9a227"}
-# Bytes of each part: (on every rank, in shards), as chapter 3 spells them out.
-BARS = {"DDP, bf16/bf16": [(2, 0), (2, 0), (4, 0), (4, 0), (8, 0)],
-        "DDP, bf16/fp32": [(2, 0), (4, 0), (4, 0), (0, 0), (8, 0)],
-        "stage 3, bf16/bf16": [(2, 0), (2, 0), (0, 4), (0, 4), (0, 8)],
-        "stage 3, bf16/fp32": [(2, 0), (4, 0), (0, 4), (0, 0), (0, 8)]}
-
-
-def state_picture():
-    found = []
-    with panels(1, 1, (7.2, 2.1), found) as (axis,):
-        left = [0.0] * len(BARS)
-        for place, (part, colour) in enumerate(PARTS.items()):
-            wide = [whole + shared / D for whole, shared in (bar[place] for bar in BARS.values())]
-            bars = axis.barh(list(BARS), wide, 0.7, left, color=colour, label=part)
-            left = [start + more for start, more in zip(left, wide)]
-        axis.bar_label(bars, [f"{total:g}" for total in left], padding=5)
-        axis.invert_yaxis()
-        axis.set(title=f"Bytes of a parameter on each of {D} ranks", xlim=(0, 22))
-        axis.figure.legend(ncols=5, loc="outside lower left")
-    return found[0]
-
-
 # ------------------------------------------------------------------------------------------ sweeps of bucket size
 
 
@@ -243,22 +212,20 @@ def curves(rows):
 
 
 def sweep_picture(results):
-    """Results of two hosts at several rates -> SVG of their sweeps, "" where there is none."""
-    swept = sorted((result for result in results if is_whole(result.sweep)),
-                   key=lambda result: result.conditions.bits_per_second)
+    """Results of two hosts at several rates, the slowest first -> SVG of their sweeps, "" where there is none."""
+    swept = [result for result in results if is_whole(result.sweep)]
     if not swept:
         return ""
-    found, colours = [], {STAGE_4: "#3a9d5d", REFERENCE: "#4a90d9"}
-    with panels(1, len(swept), (5 * len(swept), 3.4), found) as axes:
-        for axis, result in zip(axes, swept):
-            points = curves(result.sweep.rows)
-            for base, colour in colours.items():
-                axis.plot(*zip(*points[base]), "o-", color=colour, label=base, markersize=4)
-            axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
-            axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
-            axis.grid(axis="y")
-        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
-    return found[0]
+    figure, axes = panels(1, len(swept), (5 * len(swept), 3.4))
+    for axis, result in zip(axes, swept):
+        points = curves(result.sweep.rows)
+        for base, colour in ((STAGE_4, "#3a9d5d"), (REFERENCE, "#4a90d9")):
+            axis.plot(*zip(*points[base]), "o-", color=colour, label=base, markersize=4)
+        axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
+        axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
+        axis.grid(axis="y")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
+    return drawn(figure)
 
 
 # ------------------------------------------------------------------------------------------------------------ the curve
@@ -268,24 +235,22 @@ CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4
 
 
 def curve_picture(results):
-    """What overlap is worth at every line: time of a step over that of computing alone, by the rate of the line."""
-    results, found = sorted(results, key=lambda result: result.conditions.bits_per_second), []
+    """What overlap is worth at every line, the slowest first: time of a step over that of computing alone."""
+    figure, (axis,) = panels(1, 1, (7.6, 4.2))
     rates = [result.conditions.bits_per_second for result in results]
-    with panels(1, 1, (7.6, 4.2), found) as (axis,):
-        for (name, base), colour in zip(CURVES.items(), CURVE_COLOURS):
-            points = [(rate, ratio) for rate, result in zip(rates, results)
-                      if (ratio := over_computing(result, base)) is not None]
-            wide = base == "rung 0 replicated"  # another line lies on it
-            axis.plot(*zip(*points), "--" if base == "floor" else "o-", color=colour, label=name,
-                      markersize=9 if wide else 4, linewidth=5 if wide else 1.5, alpha=0.5 if wide else 1)
-        axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
-                 title="What communication adds to a step, on two hosts", xlabel="rate of the link",
-                 ylabel="time per step / time of computing alone")
-        axis.set_xticks(rates, [rate_words(result.conditions.rate).replace(" ", "\n") for result in results])
-        most = axis.get_ylim()[1]
-        ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= most]
-        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
-        axis.grid(True)
-        axis.figure.legend(loc="outside right upper")
-    return found[0]
+    for (name, base), colour in zip(CURVES.items(), CURVE_COLOURS):
+        points = [(rate, ratio) for rate, result in zip(rates, results)
+                  if (ratio := over_computing(result, base)) is not None]
+        wide = base == "rung 0 replicated"  # another line lies on it
+        axis.plot(*zip(*points), "--" if base == "floor" else "o-", color=colour, label=name,
+                  markersize=9 if wide else 4, linewidth=5 if wide else 1.5, alpha=0.5 if wide else 1)
+    axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
+             title="What communication adds to a step, on two hosts", xlabel="rate of the link",
+             ylabel="time per step / time of computing alone")
+    axis.set_xticks(rates, [rate_words(result.conditions.rate).replace(" ", "\n") for result in results])
+    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= axis.get_ylim()[1]]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.grid(True)
+    figure.legend(loc="outside right upper")
+    return drawn(figure)

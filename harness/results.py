@@ -11,13 +11,15 @@ from harness import rows as catalogue
 from harness.rows import OfChoice
 
 
-def kept(cls):
+class Kept:
     """A dataclass that json keeps: reading one with a field that it doesn't have is an error."""
-    cls.__pydantic_config__ = {"extra": "forbid"}
-    return dataclass(cls)
+    __pydantic_config__ = {"extra": "forbid"}
+
+    def __init_subclass__(cls):
+        dataclass(cls)
 
 
-# ------------------------------------------------- Spans of time, (start, end) each, and what was alive in parts of one
+# --------------------------------------------------------- Spans of time, (start, end) each, and what was alive in one
 
 
 MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
@@ -54,14 +56,12 @@ def length(spans):
     return sum(end - start for start, end in spans)
 
 
-# -------------------------------------------------------- What is kept of a row of bench.py --tp: tensor-parallel ranks
+# ---------------------------------------------------------------------------- What is kept of each kind of measurement
 
 
-@kept
-class SharedRow:
-    """Of a model whose layers are shared by `tp` ranks each. Bytes are of a rank and a step: sent among data-parallel
-    and among tensor-parallel ranks, held after a step by kind. `ddp_ms`: DDP's, in the same rounds.
-    """
+class SharedRow(Kept):
+    """Of a model whose layers are shared by `tp` ranks each. Bytes of a rank and step: sent among data-parallel and
+    among tensor-parallel ranks, held after a step by kind. `ddp_ms`: DDP's, in the same rounds."""
     name: str
     tp: int
     error: str | None = None
@@ -75,11 +75,7 @@ class SharedRow:
     peak_bytes: int | None = None
 
 
-# -------------------------------------------------------------------------- What is kept of the rows that were measured
-
-
-@kept
-class Message:
+class Message(Kept):
     """`bytes` of the full tensor; times in seconds from the start of the step."""
     kind: str
     bytes: int
@@ -87,12 +83,9 @@ class Message:
     end: float
 
 
-@kept
-class RecordedStep:
-    """One step on one rank. Without `seconds` only its exposed time was kept. (start, end) in seconds from its start.
-
-    `memory`: the most bytes that were alive in each of spans.MEMORY_PARTS equal parts.
-    """
+class RecordedStep(Kept):
+    """One step on one rank, (start, end) in seconds from its start. Without `seconds` only its exposed time was kept.
+    `memory`: the most bytes that were alive in each of MEMORY_PARTS equal parts."""
     exposed_seconds: float
     seconds: float | None = None
     phases: list[tuple[str, float, float]] = field(default_factory=list)
@@ -101,15 +94,11 @@ class RecordedStep:
     memory: list[float] = field(default_factory=list)
 
 
-@kept
-class Row(OfChoice):
-    """`kind`, `dtype`: see rows.Configuration. Where it failed, `error` says so, and it has no times; `is_wrong`: it
-    computes something else than it should.
-
-    Bytes in memory are those of the rank that holds most, by phase ("model", "optimizer", "backward", "step", "peak",
-    on CUDA "reserved"), at the peak within each phase, and by kind (memory.KINDS). Bytes on the wire and bytes a
-    parameter are means over the ranks, with the formula's beside them. `timeline`: by rank.
-    """
+class Row(OfChoice, Kept):
+    """`kind`, `dtype`: see rows.Configuration. A row with an `error` has no times; `is_wrong`: it computes something
+    else than it should. Bytes in memory: of the rank that holds most, after each phase ("model", "optimizer",
+    "backward", "step", "peak", on CUDA "reserved"), at the peak within each, and by kind (memory.KINDS). Bytes on the
+    wire and a parameter: means over the ranks, the formula's beside them. `timeline`: by rank."""
     base: str
     bucket_mb: float | None = None
     kind: str = ""
@@ -151,8 +140,7 @@ class Row(OfChoice):
         self.error, self.is_wrong, self.rounds_ms, self.drain_ms = reason, is_wrong, [], []
 
 
-@kept
-class Made:
+class Made(Kept):
     """On which machine, by which code, and when."""
     machine: str
     torch: str
@@ -160,8 +148,7 @@ class Made:
     date: str
 
 
-@kept
-class Conditions:
+class Conditions(Kept):
     """Under which figures hold. From `rate` on: of two hosts. What an older run didn't note is None."""
     machine: str
     torch: str
@@ -192,8 +179,7 @@ class Conditions:
     cores_per_host: int | None = None
 
 
-@kept
-class AccumulatedRow:
+class AccumulatedRow(Kept):
     """Milliseconds a micro-batch, by round, of steps of so many. The last three lack where only stage 4 was timed."""
     micro_batches: int
     no_sync_ms: list[float] = field(default_factory=list)  # stage 4, one exchange a step
@@ -203,22 +189,19 @@ class AccumulatedRow:
     stage3_ms: list[float] = field(default_factory=list)
 
 
-@kept
-class Accumulation:
+class Accumulation(Kept):
     """`ddp_mb`: the bucket size of the row that stands for DDP; None: its default."""
     conditions: Conditions
     rows: list[AccumulatedRow]
     ddp_mb: float | None = None
 
 
-@kept
-class Sweep:
+class Sweep(Kept):
     conditions: Conditions
     rows: list[Row]
 
 
-@kept
-class StateRow:
+class StateRow(Kept):
     """Bytes a parameter by number of ranks."""
     name: str
     formula: str
@@ -226,15 +209,13 @@ class StateRow:
     bytes_per_param_theory: dict[int, float]
 
 
-@kept
-class GatheredRow:
+class GatheredRow(Kept):
     """Elements that a step gathers over those of the model, by number of ranks."""
     name: str
     over_numel: dict[int, float]
 
 
-@kept
-class CapRow:
+class CapRow(Kept):
     """Stage 4's default bucket for one model, and what its two buffers hold, in bytes a parameter."""
     model: str
     ranks: int
@@ -247,8 +228,7 @@ class CapRow:
     bytes_per_param: float
 
 
-@kept
-class HostRow:
+class HostRow(Kept):
     """Milliseconds of the host by phase, and of the "whole" step."""
     name: str
     tensors: int
@@ -258,8 +238,7 @@ class HostRow:
     median_ms: dict[str, float]
 
 
-@kept
-class Result:
+class Result(Kept):
     """Of bench.py or make bench WHAT=network. `other_rates`: of the same rows on other lines, in the file of one."""
     conditions: Conditions
     rows: list[Row]
@@ -286,8 +265,7 @@ class Result:
         return row if row and row.rounds_ms else None
 
 
-@kept
-class FaultRow:
+class FaultRow(Kept):
     """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
     fault: str
     times: int
@@ -295,8 +273,7 @@ class FaultRow:
     end: str
 
 
-@kept
-class Stop:
+class Stop(Kept):
     """Of a run that moves on: after which step, where it was trained until there, its loss, and DDP's."""
     step: int
     where: str
@@ -304,16 +281,14 @@ class Stop:
     undisturbed: float
 
 
-@kept
-class FaultResult:
+class FaultResult(Kept):
     conditions: Made
     stage: int
     rows: list[FaultRow]
     journey: list[Stop]
 
 
-@kept
-class MutationRow:
+class MutationRow(Kept):
     """Checkpoints changed in one way: how many were refused, were loaded and then stepped and saved, or went wrong."""
     kind: str
     refused: int
@@ -321,16 +296,14 @@ class MutationRow:
     wrong: int
 
 
-@kept
-class MutationResult:
+class MutationResult(Kept):
     conditions: Made
     number: int
     seed: int
     rows: list[MutationRow]
 
 
-@kept
-class GpuConditions:
+class GpuConditions(Kept):
     machine: str
     torch: str
     dtype: str
@@ -340,12 +313,9 @@ class GpuConditions:
     commit: str | None = None
 
 
-@kept
-class GpuRow:
-    """`stage`: a package, or "fused AdamW". What torch's allocator handed out, and took for that: None on a CPU.
-
-    An out-of-memory is a result as well: `error`, and no figures.
-    """
+class GpuRow(Kept):
+    """`stage`: a package, or "fused AdamW". What torch's allocator handed out, and took for that: None on a CPU. An
+    out-of-memory is a result as well: `error`, and no figures."""
     stage: str
     model: str
     d: int
@@ -357,8 +327,7 @@ class GpuRow:
     error: str | None = None
 
 
-@kept
-class GpuStep:
+class GpuStep(Kept):
     """Recorded steps of rank 0 of `d`, beside a link that is played: see gpu_overlap.py. `step`: of median length."""
     name: str
     model: str
@@ -370,16 +339,14 @@ class GpuStep:
     step: RecordedStep | None = None
 
 
-@kept
-class GpuResult:
+class GpuResult(Kept):
     conditions: GpuConditions
     rows: list[GpuRow]
     host: list[list[HostRow]] = field(default_factory=list)
     steps: list[GpuStep] = field(default_factory=list)
 
 
-@kept
-class LossConditions:
+class LossConditions(Kept):
     machine: str
     torch: str
     backend: str
@@ -393,8 +360,7 @@ class LossConditions:
     commit: str | None = None
 
 
-@kept
-class LossRow:
+class LossRow(Kept):
     """`losses`: nats a byte of text that was kept for that, after the last step, by seed. `base`: the name of the row
     of the same beta2 that it is compared with."""
     name: str
@@ -403,8 +369,7 @@ class LossRow:
     losses: list[float]
 
 
-@kept
-class LossResult:
+class LossResult(Kept):
     conditions: LossConditions
     rows: list[LossRow]
 
@@ -414,8 +379,7 @@ class LossResult:
         return [loss - other for loss, other in zip(row.losses, base.losses)]
 
 
-@kept
-class PlanConditions:
+class PlanConditions(Kept):
     """What was asked, and the hardware that was assumed: rates in FLOPs and bytes a second, latencies in seconds."""
     model: str
     layers: int
@@ -444,12 +408,9 @@ class PlanConditions:
     made: Made
 
 
-@kept
-class PlanRow(OfChoice):
-    """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter by number of ranks; a modelled step.
-
-    `ms`: of a micro-batch, by number of ranks. `once_ms`, `each_ms`: of one of eight, with one exchange a step, or with
-    one each."""
+class PlanRow(OfChoice, Kept):
+    """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter, and ms of a micro-batch, by number of
+    ranks. `once_ms`, `each_ms`: of one of eight, with one exchange a step, or with one each. `step`: modelled."""
     base: str
     bucket_mb: float | None
     formula: str
@@ -465,8 +426,7 @@ class PlanRow(OfChoice):
     step: RecordedStep
 
 
-@kept
-class PlanSize(OfChoice):
+class PlanSize(OfChoice, Kept):
     """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
     base: str
     bucket_mb: float | None
@@ -475,8 +435,7 @@ class PlanSize(OfChoice):
     is_bucket: bool
 
 
-@kept
-class ModelledRun(OfChoice):
+class ModelledRun(OfChoice, Kept):
     """Of a step. `where`: the rate of the line between the two hosts."""
     where: str
     base: str
@@ -489,8 +448,7 @@ class ModelledRun(OfChoice):
         return self.modelled_ms / self.measured_ms - 1
 
 
-@kept
-class PublishedRun:
+class PublishedRun(Kept):
     """Tokens a second and GPU. `what`: how its hardware was calibrated; `optimizer`: overlapped or distributed."""
     what: str
     optimizer: str
@@ -505,24 +463,21 @@ class PublishedRun:
         return self.modelled / self.published - 1
 
 
-@kept
-class Check:
+class Check(Kept):
     """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
     two_hosts: list[ModelledRun]
     hardware: list[tuple[float, float]]
     published: list[PublishedRun]
 
 
-@kept
-class PlanResult:
+class PlanResult(Kept):
     conditions: PlanConditions
     rows: list[PlanRow]
     sizes: list[PlanSize]
     check: Check | None = None
 
 
-@kept
-class SavingConditions:
+class SavingConditions(Kept):
     """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
     machine: str
     torch: str
@@ -534,8 +489,7 @@ class SavingConditions:
     commit: str | None = None
 
 
-@kept
-class SavingRow:
+class SavingRow(Kept):
     """`beside`: the row whose rate is the disk's for this one; "": it is the disk. Seconds of the slowest rank."""
     name: str
     beside: str
@@ -546,8 +500,7 @@ class SavingRow:
         return statistics.median(self.rounds_s)
 
 
-@kept
-class SavingResult:
+class SavingResult(Kept):
     """Of an asynchronous save, by round. `held_up_ms`: how long it holds up the step that calls it. `n_behind`: steps
     that ran while it was written; `behind_ms`: what these took more than as many without."""
     conditions: SavingConditions
@@ -564,10 +517,6 @@ class SavingResult:
 
 
 SCHEMA = 1  # of all files of results: raise it when a field changes its name or its meaning
-
-
-class UnreadableResult(ValueError):
-    """One line, for a user: what is wrong with a file of results."""
 
 
 def to_json(result):
@@ -593,33 +542,30 @@ def _lines(value):
 
 
 def from_json(kind, text):
-    """-> an object of dataclass `kind`. Raises UnreadableResult: no json, another schema, other fields, other types."""
+    """-> an object of dataclass `kind`. Raises ValueError, of one line: no json, another schema, other fields or types.
+    """
     try:
         from pydantic import TypeAdapter, ValidationError  # here: who only measures doesn't need it
     except ImportError:
         raise SystemExit("reading results needs pydantic: pip install pydantic") from None
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise UnreadableResult(f"it is no json ({error})") from None
-    if not isinstance(found, dict) or "schema" not in found:
-        raise UnreadableResult("it has no schema: it is no result, or an older one")
-    if (schema := found.pop("schema")) != SCHEMA:
-        raise UnreadableResult(f"its schema is {schema}, this program's is {SCHEMA}")
-    try:
-        return TypeAdapter(kind).validate_python(found)
+        schema = found.pop("schema") if isinstance(found, dict) and "schema" in found else None
+        if schema == SCHEMA:
+            return TypeAdapter(kind).validate_python(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, (kind.__name__, *first["loc"])))
-        raise UnreadableResult(f"{where}: {first['msg']}") from None
+        raise ValueError(f"{where}: {first['msg']}") from None
+    except ValueError as error:
+        raise ValueError(f"it is no json ({error})") from None
+    raise ValueError("it has no schema: it is no result, or an older one" if schema is None else
+                     f"its schema is {schema}, this program's is {SCHEMA}")
 
 
 def merged(result, before, kept=("accumulation", "sweep")):
-    """-> `result` with the results of other rates in `before` behind it; `before`: list of Results, each of one rate.
-
-    Of the one at the same rate the parts called `kept` are taken over, with the conditions that they were measured
-    under, where `result` has none. Of recorded steps all is kept where they are drawn, or else the exposed time.
-    """
+    """-> `result` with the results of other rates in `before` behind it, each of one rate. Of the one at the same rate
+    the parts called `kept` are taken over where `result` has none. Recorded steps are kept where they are drawn."""
     for other in before:
         for name in kept if other.conditions.rate == result.conditions.rate else ():
             setattr(result, name, getattr(result, name) or getattr(other, name))
@@ -668,12 +614,11 @@ FILES = {
 
 
 def load(name):
-    """-> what a file of results/ holds, of a dataclass."""
+    """-> what a file of results/ holds, of its dataclass."""
     return read(ROOT / "results" / name)
 
 
 def read(path):
-    """As `load`, of a file of that name anywhere."""
     kind, command = FILES[path.name]
     try:
         return from_json(kind, path.read_text(encoding="utf-8"))
@@ -701,22 +646,13 @@ def provenance(result):
     return [(None, getattr(result.conditions, "made", result.conditions))]
 
 
-def load_of(device, name):
-    """A result of the bench on that kind of device: a page says "On a GPU", or speaks of gloo."""
-    result = load(name)
-    if result.conditions.device != device:
-        raise SystemExit(f"report: results/{name} must be measured with device {device}, and is of "
-                         f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
-    return result
-
-
 def load_bench():
-    result = load_of("cpu", "bench.json")
-    check_whole(result, "results/bench.json")
-    return result
-
-
-def check_whole(result, name):
+    """That of a CPU, and whole: pages speak of gloo, and of all rows."""
+    result = load("bench.json")
+    if result.conditions.device != "cpu":
+        raise SystemExit("report: results/bench.json must be measured with device cpu, and is of "
+                         f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
     right = {row.name for row in result.rows if not row.error}
     if not (result.model_state and result.gathered and result.host) or set(catalogue.LADDER) - right:
-        raise SystemExit(f"report: {name} is a part of the bench: run make bench without --quick or --rows")
+        raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
+    return result

@@ -31,36 +31,34 @@ class Sheet(NamedTuple):
     notes: list
 
 
-class Notes(list):
-    """Footnotes: `mark(reason)` gives the sign to put beside a figure. The same reason has the same sign."""
-
-    def mark(self, reason):
-        lines = [line.split(" ", 1)[1] for line in self]
-        if reason not in lines:
-            self.append(f"{'*' * (len(self) + 1)} {reason}")
-            lines.append(reason)
-        return "*" * (lines.index(reason) + 1)
-
-
 def sheet_of(title, rows, columns, *notes):
-    """-> Sheet. `columns`: (name, where it comes from, attribute or function of a row[, how it is written]); of None a
-    dash is shown. `notes`: lines, and lists of lines, which may become longer while the cells are made."""
+    """-> Sheet. `columns`: (name, where it comes from, figure[, how it is written]), see `figure`; of None a dash is
+    shown. `notes`: lines, lists of lines, and footnotes {reason: mark} that may become more while cells are made."""
     def cell(row, get, form=""):
-        value = getattr(row, get) if isinstance(get, str) else get(row)
+        value = figure(row, get)
         return NONE if value is None else format(value, form)
     cells = [[cell(row, *how) for _, _, *how in columns] for row in rows]
-    lines = [line for note in notes for line in ([note] if isinstance(note, str) else note)]
+    lines = []
+    for note in notes:
+        lines += [note] if isinstance(note, str) else (
+            [f"{mark} {reason}" for reason, mark in note.items()] if isinstance(note, dict) else note)
     return Sheet(title, [column[:2] for column in columns], cells, lines)
 
 
-def of(name, per=1):
-    """A function of a row: its figure called so, in so large units, or None where it has none."""
-    return lambda row: None if (value := getattr(row, name)) is None else value / per
+def figure(row, get):
+    """`get`: a function of the row, or "field", "field.key" of a dict, "field/1e6": in so large units. -> It, or None.
+    """
+    if callable(get):
+        return get(row)
+    path, _, unit = get.partition("/")
+    for name in path.split("."):
+        row = row.get(name) if isinstance(row, dict) else getattr(row, name)
+    return row if row is None or not unit else row / float(unit)
 
 
-def item(name, key, per=1):
-    """The same of a figure in a dict."""
-    return lambda row: None if (value := getattr(row, name).get(key)) is None else value / per
+def mark_of(reason, footnotes):
+    """The sign to put beside a figure: the same reason has the same one."""
+    return footnotes.setdefault(reason, "*" * (len(footnotes) + 1))
 
 
 def median(values):
@@ -73,18 +71,7 @@ def ratio(ones, others):
 
 
 def spread(times):
-    return f"{statistics.median(times):.0f} ({min(times):.0f}–{max(times):.0f})" if times else None
-
-
-def rich_table(sheet):
-    table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
-                  show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-    for name, source in sheet.columns:
-        table.add_column(f"{name}\n[dim]{source}[/dim]", no_wrap=True,
-                         justify="left" if (name, source) in TEXTS else "right")
-    for cells in sheet.rows:
-        table.add_row(*map(escape, cells))
-    return table
+    return f"{median(times):.0f} ({min(times):.0f}–{max(times):.0f})" if times else None
 
 
 TEXTS = ("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""), ("went on from", "")
@@ -94,16 +81,27 @@ def dim(text):
     return f"[dim]{escape(text)}[/dim]"
 
 
-def width(conditions):
-    """Columns that the tables of a result are made for: on CUDA memory has one more."""
-    return 110 if conditions.device == "cuda" else 100
+def print_sheet(sheet, console):
+    table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
+                  show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for column in sheet.columns:
+        table.add_column("{}\n[dim]{}[/dim]".format(*column), no_wrap=True,
+                         justify="left" if column in TEXTS else "right")
+    for cells in sheet.rows:
+        table.add_row(*map(escape, cells))
+    console.print(table, "", *map(dim, sheet.notes), sep="\n")
 
 
 def sheet_text(sheet, columns=100):
     """A sheet as it looks in a terminal of so many columns, without colours."""
     console = Console(file=io.StringIO(), width=columns, color_system=None, highlight=False)
-    console.print(rich_table(sheet), "", *map(dim, sheet.notes), sep="\n")
+    print_sheet(sheet, console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def width(conditions):
+    """Columns that the tables of a result are made for: on CUDA memory has one more."""
+    return 110 if conditions.device == "cuda" else 100
 
 
 def under(c, *words):
@@ -133,9 +131,9 @@ EXPOSED = ("Exposed: communication during which nothing computes, in the median 
            "with more of it.")
 
 
-def megabytes(get):
+def megabytes(name):
     """In few digits: tens of thousands of MB have no decimal."""
-    return lambda row: None if (n := get(row)) is None else f"{n / 1e6:.1f}" if n < 1e9 else f"{n / 1e6:.0f}"
+    return lambda row: None if (n := figure(row, name)) is None else f"{n / 1e6:.1f}" if n < 1e9 else f"{n / 1e6:.0f}"
 
 
 def label_of(row):
@@ -155,13 +153,15 @@ def median_ms(row):
     return row.median_ms if row.rounds_ms else None
 
 
-def beside_formula(name, per, form, notes, reason):
-    """-> two cells' functions: what was counted, with a mark where the formula says something else, and the formula."""
+def beside_formula(name, form, footnotes, reason, unit=1):
+    """-> figures of two columns: what was counted, with a mark where the formula says something else, and the formula.
+    """
     def counted(row):
         value, theory = getattr(row, name), getattr(row, f"{name}_theory")
         if value is not None:
-            return f"{value / per:{form}}{notes.mark(reason(row)) if abs(value - theory) > 0.005 * theory else ''}"
-    return counted, lambda row: None if getattr(row, name) is None else getattr(row, f"{name}_theory") / per
+            mark = mark_of(reason(row), footnotes) if abs(value - theory) > 0.005 * theory else ""
+            return f"{value / unit:{form}}{mark}"
+    return counted, lambda row: None if getattr(row, name) is None else getattr(row, f"{name}_theory") / unit
 
 
 def number_cell(value):
@@ -177,7 +177,7 @@ def rate_words(rate):
 
 
 def time_sheet(result):
-    rows, c, marks = result.rows, result.conditions, Notes()
+    rows, c, marks = result.rows, result.conditions, {}
     noise = max((abs(again - 1) for again in c.noise), default=0)  # how far ddp was from itself in any round
 
     def beside(row):
@@ -188,7 +188,7 @@ def time_sheet(result):
         if c.backend == "gloo" and "reduce_scatter" in row.collectives:
             return "gloo's reduce-scatter is an all-reduce underneath: it sends twice the bytes."
         return "more than the formula: padding, and flags on which the ranks agree."
-    sent, formula = beside_formula("wire_bytes", 1e6, ".1f", marks, why)
+    sent, formula = beside_formula("wire_bytes", ".1f", marks, why, 1e6)
     return sheet_of(
         "Time and traffic of a step", rows,
         [("", "", label_of), ("ms/step\nmedian", "measured", median_ms, ".0f"),
@@ -206,17 +206,16 @@ def time_sheet(result):
 
 def memory_sheets(result):
     """-> Sheets: memory and correctness; and of what kind it is, where that was counted: older results lack it."""
-    c, marks, rows = result.conditions, Notes(), [row for row in result.rows if row.kind != "noise"]
+    c, marks, rows = result.conditions, {}, [row for row in result.rows if row.kind != "noise"]
     of_16_bits = ", in 16 bits from replicated training with fp32 copies" * any(row.dtype != "float32" for row in rows)
     phases = {"model": "model\ninit", "optimizer": "optimizer\ninit", "backward": "forward\nbackward", "step": "step",
-              "peak": "peak", **({"reserved": "reserved"} if c.device == "cuda" else {})}
+              "peak": "peak", **dict.fromkeys(["reserved"] * (c.device == "cuda"), "reserved")}
     counted, formula = beside_formula(
-        "bytes_per_param", 1, ".2f", marks,
+        "bytes_per_param", ".2f", marks,
         lambda row: "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
     memory = sheet_of(
         "Memory of a rank, and the difference from ddp", rows,
-        [("", "", label_of), *((name, "counted", item("memory_bytes", key, 1e6), ".1f")
-                               for key, name in phases.items()),
+        [("", "", label_of), *((name, "counted", f"memory_bytes.{key}/1e6", ".1f") for key, name in phases.items()),
          ("bytes a\nparam.", "counted", counted), ("", "formula", formula, ".2f"),
          ("largest\n|Δ|", "measured", lambda row: number_cell(row.max_abs_diff))],
         "Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
@@ -226,9 +225,9 @@ def memory_sheets(result):
     kinds = sheet_of(
         "Peak within each phase, and what a rank holds after a step, counted, in MB", rows,
         [("", "", label_of),
-         *((name, "", megabytes(item("peak_bytes", phase))) for name, phase in (
+         *((name, "", megabytes(f"peak_bytes.{phase}")) for name, phase in (
              ("peak:\nbuild", "build"), ("\nforward", "forward"), ("\nbackward", "backward"), ("\nstep", "step"))),
-         *held_columns(), ("activa-\ntions", "", megabytes(of("activation_bytes")))],
+         *held_columns(), ("activa-\ntions", "", megabytes("activation_bytes"))],
         "Forward, backward and step: of the second step, which finds a state. The four kinds add up to all that is "
         "held, on the rank that holds most. State: moments and main parameters. Buffers: what is left, such as the "
         "bucket buffers of stage 4; the one buffer of stage 3 and DDP's buckets are gradients. Activations: what the "
@@ -237,7 +236,7 @@ def memory_sheets(result):
 
 
 def held_columns():
-    return [(name, "", megabytes(item("held_bytes", kind)))
+    return [(name, "", megabytes(f"held_bytes.{kind}"))
             for name, kind in zip(("held:\nparam.", "\ngrads", "\nstate", "\nbuffers"), KINDS)]
 
 
@@ -249,19 +248,19 @@ ALONE, TUNED = "compute only", "ddp, tuned"
 
 
 def line_ms(result, row):
-    """-> ms that its bytes take by the formula; None of a row that was not measured, or has failed."""
-    if row and row.wire_bytes_theory is not None:
-        return row.wire_bytes_theory * 8e3 / result.conditions.bits_per_second
+    """-> ms that its bytes take by the formula; None of a row that has failed."""
+    sent = row.wire_bytes_theory
+    return None if sent is None else sent * 8e3 / result.conditions.bits_per_second
 
 
 def over_floor(result, row):
     """Floor: the larger of compute only, of the same dtype, and the line's time."""
-    line, alone = line_ms(result, row), row and result.timed(ALONE + SHORT[row.dtype])
+    line, alone = line_ms(result, row), result.timed(ALONE + SHORT[row.dtype])
     return ratio(row.rounds_ms, [max(line, ms) for ms in alone.rounds_ms]) if alone and line is not None else None
 
 
 def stage4_over(result, row):
-    stage4 = result.timed(catalogue.OVERLAP + SHORT[row.dtype]) if row else None
+    stage4 = result.timed(catalogue.OVERLAP + SHORT[row.dtype])
     return ratio(stage4.rounds_ms, row.rounds_ms) if stage4 else None
 
 
@@ -306,17 +305,15 @@ def curve_sheet(results):
     """A column a rate, the slowest first."""
     results = sorted(results, key=lambda result: result.conditions.bits_per_second)
 
-    def stage4(get):
-        return lambda result: (row := result.find(catalogue.OVERLAP)) and get(result, row)
-
-    def best(get):
-        return lambda result: (row := row_of(result, TUNED)) and get(result, row)
+    def of(base, get):
+        return lambda result: (row := row_of(result, base)) and get(result, row)
     rows = [*((name, lambda result, base=base: over_computing(result, base), ".2f") for name, base in CURVES.items()),
-            ("stage 4 over tuned DDP", best(stage4_over), ".2f"), ("stage 4 over the floor", stage4(over_floor), ".2f"),
-            ("DDP's best buckets", best(lambda _, row: row.size)),
-            ("compute only, ms", lambda result: result.timed(ALONE).median_ms, ".0f"),
+            ("stage 4 over tuned DDP", of(TUNED, stage4_over), ".2f"),
+            ("stage 4 over the floor", of(catalogue.OVERLAP, over_floor), ".2f"),
+            ("DDP's best buckets", of(TUNED, lambda _, row: row.size)),
+            ("compute only, ms", of(ALONE, lambda _, row: row.median_ms), ".0f"),
             ("rounds x steps", lambda result: f"{result.conditions.rounds} x {result.conditions.steps}"),
-            ("stage 4's drain, ms", stage4(lambda _, row: median(row.drain_ms)), ".0f")]
+            ("stage 4's drain, ms", of(catalogue.OVERLAP, lambda _, row: median(row.drain_ms)), ".0f")]
 
     def cell(result):
         return lambda row: None if (value := row[1](result)) is None else format(value, *row[2:])
@@ -352,14 +349,6 @@ def accumulation_sheet(accumulation):
         f"~ within the noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round.")
 
 
-SHARES = {"DDP": "ddp_ms", "stage 3": "stage3_ms", "stage 4": "no_sync_ms"}
-
-
-def shares(one):
-    """Of an AccumulatedRow -> what communication takes of a step of each of SHARES: medians over rounds."""
-    return [1 - ratio(one.compute_ms, getattr(one, times)) for times in SHARES.values()]
-
-
 def has_shares(accumulation):
     """Whether more than stage 4 was timed."""
     return accumulation is not None and all(row.compute_ms for row in accumulation.rows)
@@ -371,7 +360,8 @@ def share_sheet(accumulation):
         "What communication takes of a step, one exchange a step", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("compute only,\nms a micro-batch", "measured", lambda one: median(one.compute_ms), ".0f"),
-         *((f"{name}\n", "measured", lambda one, at=at: shares(one)[at], ".0%") for at, name in enumerate(SHARES))],
+         *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
+           for name, ms in (("DDP", "ddp_ms"), ("stage 3", "stage3_ms"), ("stage 4", "no_sync_ms")))],
         "1 - compute only / this row, of the time of a micro-batch; medians, round by round. "
         f"DDP: the row {Choice('ddp', accumulation.ddp_mb).name}.")
 
@@ -381,14 +371,14 @@ def share_sheet(accumulation):
 
 def buckets_sheet(sweep):
     """The time of each row by the size of its buckets; of stage 4 also what the size costs in messages and memory."""
-    c, found, nothing = sweep.conditions, {row.choice: row for row in sweep.rows}, Row("")
+    c, found = sweep.conditions, {row.choice: row for row in sweep.rows}
 
     def at(base, get):
-        return lambda size: get(found.get((base, size), nothing))
+        return lambda size: figure(found.get((base, size), Row("")), get)
 
     def messages(row):
-        counted = row.bytes_per_param is not None
-        return counted and (row.collectives.get("send") or row.collectives.get("reduce_scatter")) or None
+        sent = row.collectives.get("send") or row.collectives.get("reduce_scatter")
+        return None if row.bytes_per_param is None else sent
     return sheet_of(
         "Bucket size, ms a step",
         [size for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
@@ -396,7 +386,7 @@ def buckets_sheet(sweep):
          ("ddp\n", "measured", at(catalogue.REFERENCE, median_ms), ".0f"),
          ("stage 4\n", "measured", at(catalogue.OVERLAP, median_ms), ".0f"),
          ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, messages)),
-         ("its bytes a\nparameter", "counted", at(catalogue.OVERLAP, of("bytes_per_param")), ".2f")],
+         ("its bytes a\nparameter", "counted", at(catalogue.OVERLAP, "bytes_per_param"), ".2f")],
         f"Medians of {c.rounds} round(s) of {c.steps} steps. DDP's default is {catalogue.DEFAULT_MB} MB. The "
         f"model's gradients have {c.parameters * 4 / 1e6:.1f} MB.", failures(sweep.rows))
 
@@ -404,10 +394,10 @@ def buckets_sheet(sweep):
 def caps_sheet(rows):
     return sheet_of(
         f"The default bucket of stage 4, fp32, {rows[0].ranks} ranks", rows,
-        [("", "", "model"), ("model\nMB", "counted", of("model_bytes", 1e6), ",.1f"),
+        [("", "", "model"), ("model\nMB", "counted", "model_bytes/1e6", ",.1f"),
          ("buckets\n", "counted", "buckets"),
-         ("their MB,\nmedian", "counted", of("median_bytes", 1e6), ".1f"),
-         ("\nlargest", "counted", of("largest_bytes", 1e6), ".1f"), ("b, native\n", "counted", "b_native", ".2f"),
+         ("their MB,\nmedian", "counted", "median_bytes/1e6", ".1f"),
+         ("\nlargest", "counted", "largest_bytes/1e6", ".1f"), ("b, native\n", "counted", "b_native", ".2f"),
          ("b, exchanged\n", "counted", "b_exchanged", ".2f"),
          ("bytes a\nparameter", "counted", "bytes_per_param", ".2f")],
         "b: bytes a parameter of the two bucket buffers, with a native reduce-scatter (NCCL), or where parts are "
@@ -438,10 +428,10 @@ def host_sheet(rows):
     phases = {"forw.": "forward", "backw.": "backward", "step": "step", "zero": "zero_grad", "whole": "whole"}
     return sheet_of(
         f"Host time of a step in ms, measured: {first.tensors} tensors of 16 x 16, rank 0 of {first.d}", rows,
-        [("", "", "name"), *((name, "", item("best_ms", key), ".2f") for name, key in phases.items()),
-         ("x plain", "", item("best_ms", "whole", first.best_ms["whole"]), ".2f"),
-         ("median", "", item("median_ms", "whole"), ".2f"),
-         ("µs/tensor", "", item("best_ms", "whole", first.tensors / 1e3), ".0f")],
+        [("", "", "name"), *((name, "", f"best_ms.{key}", ".2f") for name, key in phases.items()),
+         ("x plain", "", f"best_ms.whole/{first.best_ms['whole']}", ".2f"),
+         ("median", "", "median_ms.whole", ".2f"),
+         ("µs/tensor", "", f"best_ms.whole/{first.tensors / 1e3}", ".0f")],
         f"Best of {first.steps} steps, all rows in turn; median and µs a tensor: of the whole step. "
         "Messages go nowhere, and nothing is waited for; ddp is in a group of one, on gloo. Buckets of stage "
         "4: 0.02 MB.")
@@ -451,7 +441,7 @@ def gathered_sheet(rows):
     return sheet_of(
         "Elements that a step gathers, over those of the model, by number of ranks", rows,
         [("", "", "name"),
-         *((f"d = {d}", "counted", item("over_numel", d), ".2f") for d in rows[0].over_numel)],
+         *((f"d = {d}", "counted", lambda row, d=d: row.over_numel.get(d), ".2f") for d in rows[0].over_numel)],
         "What is above 1.00 is padding.")
 
 
@@ -481,7 +471,7 @@ def mutation_sheet(result):
     return sheet_of(
         "Checkpoints that somebody has changed", [*result.rows, together],
         [("", "", "kind"), ("tried", "counted", lambda row: row.refused + row.loaded + row.wrong),
-         *((name, "counted", of(outcome), ".0f") for name, outcome in outcomes.items())],
+         *((name, "counted", outcome, ".0f") for name, outcome in outcomes.items())],
         under(result.conditions, f"seed {result.seed}"))
 
 
@@ -494,9 +484,9 @@ def gpu_sheet(result):
         "The sharded update on a GPU", result.rows,
         [("", "", lambda row: f"{row.model}: {row.stage}"), ("d", "", "d"),
          ("step\nms", "measured", lambda row: "out of memory" if row.error else f"{row.step_ms:.2f}"),
-         ("x AdamW", "measured", beside, ".2f"), ("GB/s", "measured", of("bytes_per_s", 1e9), ".0f"),
-         ("x copy", "measured", of("bytes_per_s", c.copy_bytes_per_s), ".2f"), ("new", "counted", "allocations", ".0f"),
-         ("peak", "counted", of("peak_bytes", 1e6), ".0f"), ("reserved", "counted", of("reserved_bytes", 1e6), ".0f")],
+         ("x AdamW", "measured", beside, ".2f"), ("GB/s", "measured", "bytes_per_s/1e9", ".0f"),
+         ("x copy", "measured", f"bytes_per_s/{c.copy_bytes_per_s}", ".2f"), ("new", "counted", "allocations", ".0f"),
+         ("peak", "counted", "peak_bytes/1e6", ".0f"), ("reserved", "counted", "reserved_bytes/1e6", ".0f")],
         f"GB/s: {UPDATE_BYTES} bytes for each parameter that this rank owns, over the whole step; a copy on the "
         f"device moves {c.copy_bytes_per_s / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB. "
         "What a stage does in the backward pass is not in these times.",
@@ -549,8 +539,8 @@ def shared_sheet(rows):
         f"Layers shared by {rows[0].tp} ranks each: time measured, bytes counted, in MB a rank and step", rows,
         [("", "", "name"), ("ms/step", "", lambda row: median(row.rounds_ms), ".0f"),
          ("x ddp", "", lambda row: ratio(row.rounds_ms, row.ddp_ms), ".2f"),
-         ("sent:\nDP", "", megabytes(of("dp_bytes"))), ("\nTP", "", megabytes(of("tp_bytes"))), *held_columns(),
-         ("activa-\ntions", "", megabytes(of("activation_bytes"))), ("peak", "", megabytes(of("peak_bytes"))),
+         ("sent:\nDP", "", megabytes("dp_bytes")), ("\nTP", "", megabytes("tp_bytes")), *held_columns(),
+         ("activa-\ntions", "", megabytes("activation_bytes")), ("peak", "", megabytes("peak_bytes")),
          ("largest\n|Δ|", "", lambda row: number_cell(row.max_abs_diff))],
         "The batch is that of the other rows: ranks that share layers see their sequences together. Sent among "
         "data-parallel (DP) and among tensor-parallel ranks (TP). Held after a step, by the rank that holds most.",
@@ -562,16 +552,16 @@ def shared_sheet(rows):
 
 def plan_sheets(result):
     """What a rank holds, the same by number of ranks, time, and what the check found."""
-    c, rows, gigabytes = result.conditions, result.rows, 1e9
+    c, rows = result.conditions, result.rows
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     kinds = dict(zip(("params", "grads", "main", "moments", "buffers"), rows[0].held))
     memory = sheet_of(
         f"What a rank of {c.world} holds, in GB: {c.model}, {c.parameters:,} parameters a rank", rows,
         [("", "", lambda row: label_of(row).replace("\n  ", "\n")),
-         *((name, "counted", item("held", kind, gigabytes), ".2f") for name, kind in kinds.items()),
-         ("padding", "counted", of("padding", gigabytes), ".2f"),
-         ("activ.", "counted", lambda row: c.activations / gigabytes, ".2f"),
-         ("peak", "counted", of("peak", gigabytes), ".2f"),
+         *((name, "counted", f"held.{kind}/1e9", ".2f") for name, kind in kinds.items()),
+         ("padding", "counted", "padding/1e9", ".2f"),
+         ("activ.", "counted", lambda row: c.activations / 1e9, ".2f"),
+         ("peak", "counted", "peak/1e9", ".2f"),
          ("fits\nfrom d", "counted", lambda row: row.fits_from or None)],
         "GB: 10⁹ bytes, after a step, on rank 0. main: fp32 copies of 16-bit parameters. buffers: those that buckets "
         "travel in. padding: of all these, what is more than the formula: of padded, or of uneven, shards. "
@@ -585,7 +575,7 @@ def plan_sheets(result):
          ("exposed\nms", "modelled", lambda row: 1e3 * row.step.exposed_seconds, ",.0f"),
          ("tokens/s\na device", "modelled", lambda row: tokens / row.step.seconds, ",.0f"),
          ("1 of 8:\nonce", "modelled", "once_ms", ",.0f"), ("\neach", "modelled", "each_ms", ",.0f"),
-         ("GB at\nthe peak", "counted", of("peak", gigabytes), ".1f")],
+         ("GB at\nthe peak", "counted", "peak/1e9", ".1f")],
         f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
         f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
         f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
@@ -595,12 +585,12 @@ def plan_sheets(result):
     ranks = sheet_of(
         "ms a micro-batch, by number of ranks", rows,
         [("", "", "name"),
-         *((f"d = {d}", "modelled", item("ms", d), ",.0f") for d in rows[0].ms if d > 1)],
+         *((f"d = {d}", "modelled", lambda row, d=d: row.ms.get(d), ",.0f") for d in rows[0].ms if d > 1)],
         f"Buckets are those that are best on {c.world}.")
     sizes = sheet_of(
         f"Sizes of buckets: a micro-batch of {c.model} on {c.world} ranks", result.sizes,
         [("", "", "base"), ("bucket", "", lambda size: size.size + " *" * (not size.is_bucket)),
-         ("ms\n", "modelled", "ms", ",.0f"), ("GB at\nthe peak", "counted", of("peak", gigabytes), ".1f")],
+         ("ms\n", "modelled", "ms", ",.0f"), ("GB at\nthe peak", "counted", "peak/1e9", ".1f")],
         "Taken: the smallest that is at most 2 % slower than the fastest.",
         "* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole.")
     return [memory, state_sheet(rows), time, ranks, sizes, *(plan_check_sheets(result.check) if result.check else [])]
@@ -634,7 +624,7 @@ def code_lines(path):
     """-> number -> text of the lines of a Python file that are code: no blanks, comments or docstrings."""
     source = path.read_text(encoding="utf-8")
     found, no_code = set(), (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-                             tokenize.ENCODING, tokenize.ENDMARKER)
+                             tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in no_code:
             found.update(range(token.start[0], token.end[0] + 1))
@@ -671,40 +661,44 @@ LADDER = [
     Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather", 2),
     Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets", 2),
 ]
-RANKS = 2, 8, 64
 
 
 def ladder_block():
-    """What can be counted, and one column of time, measured on two hosts with the slowest line."""
+    """What can be counted, and one column of time, measured on two hosts with the slowest line, as markdown."""
     result = results.by_rate()[0]
-    ddp = catalogue.tuned(result, "ddp") or result.find("ddp")
-    lines = [f"stage | collectives | bytes per parameter on {' · '.join(map(str, RANKS))} ranks | peak memory, MB "
-             "| values sent per parameter | code lines of the core | time ÷ DDP's", "---|---|---|---|---|---|---"]
-    for rung in LADDER:
-        row = ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
-        lines.append(" | ".join([
-            rung.title, rung.collectives, " · ".join(f"{held(rung, d):.1f}" for d in RANKS),
-            f"{max(row.peak_bytes.values()) / 1e6:.0f}" if row.peak_bytes else NONE, f"{rung.travels}",
-            str(core_lines(results.ROOT / rung.folder)) if rung.folder else NONE,
-            f"{row.over(ddp):.2f}" if row.rounds_ms and ddp.rounds_ms else NONE]))
-    return ["\n".join(lines), textwrap.fill(notes(result, ddp), 118)]
-
-
-def held(rung, d):
-    """Bytes a parameter after a step: of stages 3 and 4 counted in the bench's file, padding and buffers included."""
-    counted = {row.name: row.bytes_per_param[d] for row in results.load_bench().model_state}
-    return counted.get(f"stage {rung.title[0]} float32/float32", 8 + 8 / d if rung.folder else 16)
-
-
-def notes(result, ddp):
     c, tuned = result.conditions, catalogue.tuned(result, "ddp")
+    ddp = tuned or result.find("ddp")
+    counted = {row.name: row.bytes_per_param for row in results.load_bench().model_state}
+
+    def row_of(rung):
+        return ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
+
+    def peak(row):
+        return max(row.peak_bytes.values()) / 1e6 if row.peak_bytes else None
+
+    def held(rung):
+        """Bytes a parameter after a step: of stages 3 and 4 as the bench counted them, padding and buffers included."""
+        formula = {d: 8 + 8 / d if rung.folder else 16 for d in (2, 8, 64)}
+        of_ranks = counted.get(f"stage {rung.title[0]} float32/float32", formula)
+        return " · ".join(f"{of_ranks[d]:.1f}" for d in formula)
+    sheet = sheet_of("", LADDER, [
+        ("stage", "", "title"), ("collectives", "", "collectives"),
+        ("bytes per parameter on 2 · 8 · 64 ranks", "", held),
+        ("peak memory, MB", "", lambda rung: peak(row_of(rung)), ".0f"),
+        ("values sent per parameter", "", "travels"),
+        ("code lines of the core", "", lambda rung: core_lines(results.ROOT / rung.folder) if rung.folder else None),
+        ("time ÷ DDP's", "", lambda rung: row_of(rung).over(ddp) if row_of(rung).rounds_ms and ddp.rounds_ms else None,
+         ".2f")])
     words = "DDP with its default buckets" if tuned is None else (
         f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
-    return (f"The model has {c.parameters:,} parameters in fp32. Bytes: between steps, with AdamW (stages 1 to 3: "
+    note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: between steps, with AdamW (stages 1 to 3: "
             "8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Multiply "
             f"the values sent by (d-1)/d. Time: per step, with guard, over that of {words}. Stages 2 and 3 avoid "
             f"gloo's own collectives. Two emulated hosts, a link of {rate_words(c.rate)}, median of {c.rounds} rounds "
             f"({c.machine}, {c.date}).")
+    titles = [name for name, _ in sheet.columns]
+    lines = [" | ".join(titles), "|".join(["---"] * len(titles)), *map(" | ".join, sheet.rows)]
+    return ["\n".join(lines), textwrap.fill(note, 118)]
 
 
 # ------------------------------------------------------------------------------ All tables of a result, in the terminal
@@ -712,15 +706,14 @@ def notes(result, ddp):
 
 def sheets(result):
     """-> list of Sheets: time and traffic; floors, where there is a line; memory, correctness; model state."""
-    def made(*parts):
-        return [sheet(part) for sheet, part in parts if part]
     line, accumulated = result.conditions.bits_per_second and result, result.accumulation
-    return [*made((time_sheet, result), (line_sheet, line), (buckets_sheet, result.sweep),
-                  (accumulation_sheet, accumulated and accumulated.rows),
-                  (share_sheet, has_shares(accumulated) and accumulated)),
-            *memory_sheets(result),
-            *made((shared_sheet, result.shared), (state_sheet, result.model_state), (gathered_sheet, result.gathered),
-                  (caps_sheet, result.caps), *((host_sheet, rows) for rows in result.host))]
+    before = [(time_sheet, result), (line_sheet, line), (buckets_sheet, result.sweep),
+              (accumulation_sheet, accumulated and accumulated.rows),
+              (share_sheet, has_shares(accumulated) and accumulated)]
+    behind = [(shared_sheet, result.shared), (state_sheet, result.model_state), (gathered_sheet, result.gathered),
+              (caps_sheet, result.caps), *((host_sheet, rows) for rows in result.host)]
+    first, last = ([sheet(part) for sheet, part in parts if part] for parts in (before, behind))
+    return [*first, *memory_sheets(result), *last]
 
 
 def show(result):
@@ -734,4 +727,5 @@ def show(result):
 def print_sheets(found, console=None):
     console = console or Console(highlight=False)
     for sheet in found:
-        console.print(rich_table(sheet), "", *map(dim, sheet.notes), "", sep="\n")
+        print_sheet(sheet, console)
+        console.print()

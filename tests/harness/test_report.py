@@ -17,12 +17,9 @@ from harness.rows import ONE_PARAMETER, Choice
 from harness.tables import NONE, accumulation_sheet, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
 from tests.ranks import run_module
 
-HERE = results.ROOT
-IGNORED = shutil.ignore_patterns(".venv", ".git", "__pycache__", "tests", "measured", "runs")
-IGNORED_IN_A_CLONE = shutil.ignore_patterns(".venv", ".git", "__pycache__", "measured", "runs")
-
-
-read = results.load
+HERE, read = results.ROOT, results.load
+IGNORED = ".venv", ".git", "__pycache__", "measured", "runs"
+each_page = pytest.mark.parametrize("path", pages.files(), ids=lambda path: path.parent.name + "/" + path.name)
 
 
 def rates():
@@ -32,7 +29,7 @@ def rates():
 # ------------------------------------------------------------------------------------------------------- what pages say
 
 
-@pytest.mark.parametrize("path", pages.files(), ids=lambda path: path.parent.name + "/" + path.name)
+@each_page
 def test_every_block_agrees_with_its_json(path):
     assert pages.rewritten(path.read_text()) == path.read_text(), "run make report"
 
@@ -47,32 +44,26 @@ def test_every_picture_agrees_with_its_json(name):
     assert drawn == text, "run make report"
 
 
-def test_every_block_is_in_the_readme_or_among_the_results_once():
-    names = [name for path in pages.files() for name in re.findall(r"<!-- report: (\w+) -->", path.read_text())]
-    assert sorted(names) == sorted([*pages.BLOCKS, *pages.MARKDOWN])
+def test_every_block_stands_once_and_every_figure_somewhere():
+    text = "".join(path.read_text() for path in pages.files())
+    assert sorted(re.findall(r"<!-- report: (\w+) -->", text)) == sorted([*pages.BLOCKS, *pages.MARKDOWN])
+    assert pages.figures().keys() <= set(re.findall(r"<!--(\w+)-->", text))
 
 
-def test_a_figure_that_somebody_changed_in_a_table_is_put_right_and_an_unknown_block_is_an_error():
-    text = pages.rewritten((results.ROOT / "results" / "README.md").read_text())
+def test_a_figure_that_somebody_changed_is_put_right_and_an_unknown_block_is_an_error():
+    text = (HERE / "results" / "README.md").read_text()
     at = text.index("8 + 8/d")
     assert pages.rewritten(text[:at] + text[at:].replace("12.00", "11.00", 1)) == text
+    assert "<!--ddp_7b-->1<!--end-->" not in pages.rewritten("<!--ddp_7b-->1<!--end-->")
     with pytest.raises(KeyError):
         pages.rewritten("<!-- report: nothing -->\n<!-- end -->\n")
-    assert "<!--ddp_7b-->1<!--end-->" not in pages.rewritten("<!--ddp_7b-->1<!--end-->")
-    assert set(pages.FIGURES) <= set(re.findall(r"<!--(\w+)-->", "".join(path.read_text() for path in pages.files())))
 
 
 # What the plan assumes, and sizes that we chose: no measurement changes them.
 TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}, "README.md": {"1 %"}}
 
 
-def prose_of(page):
-    """A page without its generated tables, in one line."""
-    text = re.sub(r"<!-- report: .*?<!-- end -->", "", (HERE / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    return " ".join(re.sub(r"^(- |    )", "", line) for line in text.splitlines())
-
-
-@pytest.mark.parametrize("path", pages.files(), ids=lambda path: path.parent.name + "/" + path.name)
+@each_page
 def test_no_other_figure_is_typed_into_the_prose(path):
     """What was measured stands between marks, where `make report` changes it. Chapters predict: test_chapters."""
     versions = r"Python ≥ [\d.]+|torch [\d.]+ to [\d.]+"
@@ -111,15 +102,13 @@ def test_all_figures_but_the_gpus_are_of_one_commit():
 
 def test_how_long_an_evening_is():
     """As README says of each chapter with its core, in steps of five minutes; and all of it in three hours."""
-    prose = " ".join(prose_of("README.md").split())
-    typed = [int(minutes) for minutes in re.findall(r"chapter \d\]\([^)]*\)(?: takes)? (\d+)", prose)]
+    def words(page):
+        return re.sub(r"<!-- report: .*?<!-- end -->", "", (HERE / page).read_text(), flags=re.DOTALL).split()
+    typed = re.findall(r"chapter \d\]\([^)]*\)(?: takes)? (\d+)", " ".join(words("README.md")))
     folders = [rung.folder for rung in tables.LADDER if rung.folder]
-
-    def minutes(page):  # 200 words in one
-        return len(prose_of(page).split()) / 200
-    found = [minutes(f"{folder}/README.md") + tables.core_lines(HERE / folder) / 5 for folder in folders]
-    assert typed == pytest.approx(found, abs=5) and len(typed) == 4
-    assert sum(found) + minutes("README.md") <= 180, "an evening has three hours"
+    found = [len(words(f"{folder}/README.md")) / 200 + tables.core_lines(HERE / folder) / 5 for folder in folders]
+    assert [int(minutes) for minutes in typed] == pytest.approx(found, abs=5) and len(typed) == 4
+    assert sum(found) + len(words("README.md")) / 200 <= 180, "an evening has three hours"
 
 
 # --------------------------------------------------------------------------------------------------- tables of a bench
@@ -166,20 +155,16 @@ def test_what_lies_within_the_noise_is_marked(result, capsys):
     assert all(map(fits, tables.sheets(result)))
 
 
-def test_on_cuda_what_the_allocator_took_has_a_column(result):
+def test_memory_has_columns_for_what_was_counted(result):
+    """On CUDA what the allocator took; its kinds in a sheet of their own. A row of before there were kinds has dashes.
+    """
     result.conditions.device = "cuda"
     for row in result.rows:
         row.memory_bytes["reserved"] = 314.2e6
-    memory, _ = memory_sheets(result)
+        row.peak_bytes, row.held_bytes, row.activation_bytes = {}, {}, None
+    (memory,) = memory_sheets(result)
     assert fits(memory, tables.width(result.conditions)) and ("reserved", "counted") in memory.columns
     assert cells(sheet_text(memory, 110), "stage 1 naive broadcast").count("314.2") == 1
-
-
-def test_kinds_of_memory_are_a_sheet_of_their_own_where_they_were_counted(result):
-    """A row that failed has dashes, and so has one that was counted before there were kinds."""
-    for row in result.rows:
-        row.peak_bytes, row.held_bytes, row.activation_bytes = {}, {}, None
-    assert len(memory_sheets(result)) == 1
     stage4 = result.find("stage 4 overlap")
     stage4.peak_bytes, stage4.activation_bytes = dict.fromkeys(("build", "forward", "backward", "step"), 7e6), 5.55e7
     stage4.held_bytes = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
@@ -200,75 +185,66 @@ def test_a_row_that_failed_has_no_line_and_says_why():
     assert all(fits(line_sheet(one)) for one in rates())
 
 
-def test_what_an_exchange_each_costs_is_marked_where_it_is_noise():
-    """One micro-batch, both ways the same: 4 % apart. So 1.03 is noise, and 1.05 is not."""
-    rows = [AccumulatedRow(k, [100, 100, 100], times)
-            for k, times in zip((1, 2, 4), ([96, 100, 101], [106, 105, 105], [103, 103, 103]))]
-    sheet = accumulation_sheet(rows)
+def test_accumulation_marks_noise_and_says_what_communication_takes():
+    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 100 ms."""
+    each = [96, 100, 101], [106, 105, 105], [103, 103, 103]
+    sheet = accumulation_sheet([AccumulatedRow(k, [100] * 3, times) for k, times in zip((1, 2, 4), each)])
     assert [row[-1] for row in sheet.rows] == ["1.00~", "1.05", "1.03~"] and "up to 4% apart" in sheet.notes[-1]
-
-
-def test_communications_share_of_a_step():
-    """Computing takes 100 ms a micro-batch; what is above is communication's."""
-    def row(k, ddp, stage3, stage4):
-        return AccumulatedRow(k, stage4, stage4, [100, 100], ddp, stage3)
-    sheet = tables.share_sheet(Accumulation(None, [row(1, [400, 400], [500, 500], [125, 125]),
-                                                   row(2, [160, 160], [250, 250], [110, 110])], ddp_mb=2))
+    sheet = tables.share_sheet(Accumulation(None, [
+        AccumulatedRow(k, stage4, stage4, [100], ddp, stage3)
+        for k, ddp, stage3, stage4 in ((1, [400], [500], [125]), (2, [160], [250], [110]))], ddp_mb=2))
     assert sheet.rows == [["1", "100", "75%", "80%", "20%"], ["2", "100", "38%", "60%", "9%"]]
     assert "the row ddp, 2 MB buckets" in sheet.notes[0]
 
 
 def test_the_curve_has_the_figures_of_its_rows_and_dashes_for_those_that_it_lacks():
     """At 9 Gbit/s computing alone takes 100 ms, the line 200, and DDP less time with buckets of 2 MB."""
-    times = {"compute only": 100.0, "ddp": 400.0, "stage 4 overlap": 250.0, "fsdp2": 300.0}
-    rows = [Row(base, rounds_ms=[ms, ms], wire_bytes_theory=225_000_000) for base, ms in times.items()]
-    rows.append(Row("ddp", 2, rounds_ms=[312.5, 312.5]))
+    times = {("compute only", None): 100, ("ddp", None): 400, ("stage 4 overlap", None): 250, ("fsdp2", None): 300,
+             ("ddp", 2): 312.5}
+    rows = [Row(*choice, rounds_ms=[ms, ms], wire_bytes_theory=225_000_000) for choice, ms in times.items()]
     conditions = dataclasses.replace(read("network.json").conditions, rate="9gbit", bits_per_second=9e9)
     sheet = curve_sheet([Result(conditions, rows)])
-    found = {row[0]: row[1] for row in sheet.rows}
     assert sheet.columns[1][0] == "9\nGbit/s" and tables.rate_words("2.5gbit") == "2.5 Gbit/s"
-    assert found["DDP, default buckets"] == "4.00" and found["FSDP2"] == "3.00"
-    assert found["replicated, no overlap"] == NONE
-    assert found["DDP, tuned buckets"] == "3.12" and found["DDP's best buckets"] == "2 MB" and found["floor"] == "2.00"
-    assert found["stage 4 over tuned DDP"] == "0.80" and found["stage 4 over the floor"] == "1.25"
+    assert {"DDP, default buckets": "4.00", "FSDP2": "3.00", "replicated, no overlap": NONE, "floor": "2.00",
+            "DDP, tuned buckets": "3.12", "DDP's best buckets": "2 MB", "stage 4 over tuned DDP": "0.80",
+            "stage 4 over the floor": "1.25"}.items() <= dict(sheet.rows).items()
+
+
+def ladder():
+    """-> title -> cells of README's table."""
+    lines = [line.split(" | ") for line in pages.MARKDOWN["ladder"]()[0].splitlines()]
+    return {title: rest for title, *rest in lines[2:]}
 
 
 def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkeypatch):
     """On the slowest line with all rows: what DDP took is 1.00."""
-    def figures():
-        lines = "\n".join(pages.MARKDOWN["ladder"]()).splitlines()
-        return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines) if len(cells) == 7}
-    slowest = results.by_rate()[0]
+    slowest, found = results.by_rate()[0], ladder()
     ddp = catalogue.tuned(slowest, "ddp") or slowest.find("ddp")
-    found = figures()
-    assert len(found) == 7 and found["DDP, replicated AdamW"][1] == "16.0 · 16.0 · 16.0"
-    assert found["DDP, replicated AdamW"][3:] == ["2", "–", "1.00"]
+    assert found["DDP, replicated AdamW"][1] == "16.0 · 16.0 · 16.0" and found["DDP, replicated AdamW"][4] == NONE
     assert found["1 naive broadcast"][1] == "12.0 · 9.0 · 8.1"
-    state = {row.name: row.bytes_per_param for row in results.load_bench().model_state}
-    assert found["4 overlap"][1] == " · ".join(f"{state['stage 4 float32/float32'][d]:.1f}" for d in (2, 8, 64))
+    state = {row.name: row.bytes_per_param for row in results.load_bench().model_state}["stage 4 float32/float32"]
+    assert found["4 overlap"][1] == " · ".join(f"{state[d]:.1f}" for d in (2, 8, 64))
     for rung in tables.LADDER:
         row = ddp if rung.row == "ddp" else slowest.find(rung.row)
-        assert found[rung.title][5] == f"{row.over(ddp):.2f}"
-        assert found[rung.title][2] == f"{max(row.peak_bytes.values()) / 1e6:.0f}"
         assert row.wire_bytes_theory == pytest.approx(rung.travels / 2 * 4 * slowest.conditions.parameters, rel=1e-4)
-        assert found[rung.title][3] == str(rung.travels)
+        peak = max(row.peak_bytes.values()) / 1e6
+        assert [*found[rung.title][2:4], found[rung.title][5]] == [
+            f"{peak:.0f}", str(rung.travels), f"{row.over(ddp):.2f}"]
     slowest.rows[slowest.rows.index(slowest.find("stage 3 grad buffer"))] = Row("stage 3 grad buffer")
     monkeypatch.setattr(results, "by_rate", lambda: [slowest])
-    assert figures()["3 grad buffer"][2:4] == [NONE, "2"] and figures()["3 grad buffer"][5] == NONE
+    assert ladder()["3 grad buffer"][2:4] == [NONE, "2"] and ladder()["3 grad buffer"][5] == NONE
 
 
-def swept(result):
-    """`result` as it would be after a sweep: ddp with 2 MB buckets takes 0.8 of the time, the other sizes twice."""
+def swept(result, of_2_mb=0.8):
+    """`result` as it would be after a sweep: what ddp takes with 2 MB buckets, and twice the time with other sizes."""
     def row(choice, share):
         base = result.find(choice.base)
         return dataclasses.replace(base, bucket_mb=choice.bucket_mb, kind="peer",
                                    rounds_ms=[share * one for one in base.rounds_ms])
-    choices = catalogue.swept()
-    share = {Choice("ddp"): 1, Choice("ddp", 2): 0.8}
-    sweep = Sweep(result.conditions, [row(choice, share.get(choice, 2)) for choice in choices])
-    at = result.rows.index(result.find("ddp")) + 1
-    rows = [*result.rows[:at], row(Choice("ddp", 2), 0.8), *result.rows[at:]]
-    return dataclasses.replace(result, sweep=sweep, rows=rows)
+    share = {Choice("ddp"): 1, Choice("ddp", 2): of_2_mb}
+    sweep = Sweep(result.conditions, [row(choice, share.get(choice, 2)) for choice in catalogue.swept()])
+    tuned = [row(choice, of_2_mb) for choice in catalogue.best(sweep.rows) if choice.base == "ddp"]
+    return dataclasses.replace(result, sweep=sweep, rows=[*result.rows, *tuned])
 
 
 @pytest.fixture
@@ -279,25 +255,15 @@ def plain():
 
 
 def test_whoever_is_ahead_is_so_of_the_tuned_ddp(plain, monkeypatch):
-    """Of one that takes 0.8 of what the default takes, stage 4's lead is that much smaller."""
+    """Of one that takes 0.8 of what the default takes, stage 4's lead is that much smaller. The default may be best."""
     of_default = plain.find("stage 4 overlap").over(plain.find("ddp"))
     for one, ratio, words in ((plain, of_default, "DDP with its default buckets"),
-                              (swept(plain), of_default / 0.8, "DDP with 2 MB buckets, the best size tried")):
+                              (swept(plain), of_default / 0.8, "DDP with 2 MB buckets, the best size tried"),
+                              (swept(plain, 8), of_default, "DDP with its default buckets, the best size tried")):
         monkeypatch.setattr(results, "by_rate", lambda: [one])
-        rungs, curve = "\n".join(tables.ladder_block()), {row[0]: row[1] for row in curve_sheet([one]).rows}
-        assert next(line for line in rungs.splitlines() if line.startswith("4 overlap")).endswith(f"| {ratio:.2f}")
-        assert words in " ".join(rungs.split())
+        curve = dict(curve_sheet([one]).rows)
+        assert ladder()["4 overlap"][-1] == f"{ratio:.2f}" and words in " ".join(pages.MARKDOWN["ladder"]()[1].split())
         assert curve["stage 4 over tuned DDP"] == (f"{ratio:.2f}" if one.sweep else NONE)
-
-
-def test_where_the_default_is_the_best_size_it_is_the_tuned_one(plain):
-    best = swept(plain)
-    for row in best.sweep.rows:
-        if row.choice == ("ddp", 2):
-            row.rounds_ms = [10 * one for one in row.rounds_ms]
-    assert catalogue.best(best.sweep.rows) == [] and catalogue.tuned(plain, "ddp") is None
-    best.rows = plain.rows
-    assert catalogue.tuned(best, "ddp") is plain.find("ddp")
 
 
 def test_a_sweep_is_a_table_and_a_picture(plain, monkeypatch):
@@ -305,9 +271,10 @@ def test_a_sweep_is_a_table_and_a_picture(plain, monkeypatch):
     sheet = buckets_sheet(result.sweep)
     assert [row[0] for row in sheet.rows] == ["one-parameter", "0.25 MB", "1 MB", "2 MB", "4 MB", "8 MB", "25 MB",
                                               "100 MB", "default"]
-    assert fits(sheet) and sheet.rows[3][1] == f"{result.find('ddp', 2).median_ms:.0f}"
+    tuned_ms = result.find("ddp", 2).median_ms
+    assert fits(sheet) and sheet.rows[3][1] == f"{tuned_ms:.0f}"
     points = pictures.curves(result.sweep.rows)
-    assert len(points["ddp"]) == 6 and (3, result.find("ddp", 2).median_ms) in points["ddp"]
+    assert len(points["ddp"]) == 6 and (3, tuned_ms) in points["ddp"]
     svg = pictures.sweep_picture([result])
     assert ">300 Mbit/s: ms a step, by size of bucket<" in svg and svg.count(">ddp<") == 1
     assert pictures.sweep_picture([plain]) == ""
@@ -328,13 +295,13 @@ def test_the_rows_of_a_tuned_size_stand_behind_the_default():
 # ----------------------------------------------------------------------------------------------------- files of results
 
 
-def copied(tmp_path):
-    return shutil.copytree(results.ROOT, tmp_path / "copy", ignore=IGNORED)
+def copied(tmp_path, *left_out):
+    return shutil.copytree(HERE, tmp_path / "copy", ignore=shutil.ignore_patterns(*IGNORED, *left_out))
 
 
 @pytest.mark.waits
 def test_a_locale_or_a_terminal_without_unicode_changes_nothing(tmp_path):
-    copy = copied(tmp_path)
+    copy = copied(tmp_path, "tests")
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
                   "PYTHONIOENCODING": "ascii"}
     first = run_module("harness.pages", cwd=copy)  # after it the tables are those of results/, in any case
@@ -348,70 +315,66 @@ def test_a_locale_or_a_terminal_without_unicode_changes_nothing(tmp_path):
     assert "stage 4 overlap" in run.stdout and "largest" in run.stdout and "|?|" in run.stdout
 
 
-@pytest.mark.parametrize("name, content", [("network.json", ""), ("cuda.json", ""), ("cuda.json", None),
-                                           ("faults.json", json.dumps({"schema": results.SCHEMA, "kills": "many"}))])
-def test_damaged_results_are_one_line_and_nothing_is_written(name, content, tmp_path, monkeypatch):
-    copy = copied(tmp_path)
-    monkeypatch.setattr(results, "ROOT", copy)
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """-> a folder with copies of the results and of the pages that show them, for `harness.pages`."""
+    for path in HERE.iterdir():
+        if path.name in ("docs", "results", "README.md"):
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+        elif path.name.startswith("stage"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "measured").mkdir()
+    monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["report"])
-    page = copy / "results" / "README.md"
+    return tmp_path
+
+
+def test_damaged_results_are_one_line_and_nothing_is_written(shown):
+    page = shown / "results" / "README.md"
     text = page.read_text(encoding="utf-8").replace("12.00", "11.00")
     page.write_text(text, encoding="utf-8")
-    (copy / "results" / name).unlink()
-    if content is None:
-        (copy / "results" / name).mkdir()
-    else:
-        (copy / "results" / name).write_text(content)
-    with pytest.raises(SystemExit, match="^report: .*$"):
-        pages.main()
-    assert page.read_text(encoding="utf-8") == text
+    kept = {name: (shown / "results" / name).read_bytes() for name in ("network.json", "cuda.json")}
+    for name, content in (("network.json", ""), ("network.json", None), ("cuda.json", "")):
+        path = shown / "results" / name
+        path.unlink()
+        path.mkdir() if content is None else path.write_text(content)
+        with pytest.raises(SystemExit, match="^report: .*$"):
+            pages.main()
+        assert page.read_text(encoding="utf-8") == text
+        path.rmdir() if content is None else path.unlink()
+        path.write_bytes(kept[name])
 
 
-def bench_with(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    (tmp_path / "results").mkdir(exist_ok=True)
-    (tmp_path / "results" / "bench.json").write_text(text)
-
-
-@pytest.mark.parametrize("part", ["model_state", "gathered", "host", "rows", "error"])
-def test_a_part_of_the_bench_is_said_to_be_one(part, tmp_path, monkeypatch):
-    """What --quick and --rows leave out, and a row that failed."""
-    whole = read("bench.json")
-    left = dataclasses.replace(whole, **{part: whole.rows[:2] if part == "rows" else []} if part != "error" else {})
-    if part == "error":
-        left.find("stage 1 naive broadcast").fail("rank 0: it broke")
-    bench_with(tmp_path, monkeypatch, results.to_json(left))
-    with pytest.raises(SystemExit, match="results/bench.json is a part of the bench"):
-        results.load_bench()
-
-
-def test_a_result_of_another_device_is_not_shown_and_a_missing_one_is_named_with_its_command(tmp_path, monkeypatch):
-    other = read("bench.json")
-    other.conditions.device = "cuda"
-    bench_with(tmp_path, monkeypatch, results.to_json(other))
-    with pytest.raises(SystemExit, match="^report: results/bench.json must be measured with device cpu, .*$"):
-        results.load_bench()
-    with pytest.raises(SystemExit, match='run make bench ARGS="--json results/bench_cuda.json" first$'):
-        results.load_of("cuda", "bench_cuda.json")
-
-
-def test_a_file_of_another_schema_or_shape_is_refused_in_one_line(tmp_path, monkeypatch):
-    whole = json.loads((results.ROOT / "results" / "bench.json").read_text(encoding="utf-8"))
+def test_a_bench_that_cant_be_shown_is_refused_in_one_line(shown):
+    """No json, another schema or shape; what --quick and --rows leave out, a row that failed, another device."""
+    path = shown / "results" / "bench.json"
+    bench, whole = json.loads(path.read_text(encoding="utf-8")), read("bench.json")
 
     def with_row(**change):
-        return json.dumps({**whole, "rows": [{**whole["rows"][0], **change}]})
+        return json.dumps({**bench, "rows": [{**bench["rows"][0], **change}]})
+    failed, on_gpu = read("bench.json"), read("bench.json")
+    failed.find("stage 1 naive broadcast").fail("rank 0: it broke")
+    on_gpu.conditions.device = "cuda"
+    parts = [dataclasses.replace(whole, **left) for left in (
+        {"model_state": []}, {"gathered": []}, {"host": []}, {"rows": whole.rows[:2]})]
+    again, a_part = "bench.json can't be shown: run make bench again .*", "bench.json is a part of the bench"
     for text, says in (
-            ("", "it is no json"), ("[1]", "it has no schema"), ("{}", "it has no schema"),
-            ('{"schema": 0}', "its schema is 0, this program's is 1"),
-            ('{"schema": 1, "rows": []}', "Result.conditions: Field required"),
-            ('{"schema": 1, "conditions": {}, "rows": 3}', "Result.conditions.machine: Field required"),
-            (with_row(wire_bytes="many"), "Result.rows.0.wire_bytes: Input should be a valid integer"),
-            (with_row(step_ms=3.0), "Result.rows.0.step_ms: Unexpected keyword argument"),
+            ("", f"{again}it is no json"), ("[1]", f"{again}it has no schema"), ("{}", f"{again}it has no schema"),
+            ('{"schema": 0}', f"{again}its schema is 0, this program's is 1"),
+            ('{"schema": 1, "rows": []}', f"{again}Result.conditions: Field required"),
+            ('{"schema": 1, "conditions": {}, "rows": 3}', f"{again}Result.conditions.machine: Field required"),
+            (with_row(wire_bytes="many"), f"{again}Result.rows.0.wire_bytes: Input should be a valid integer"),
+            (with_row(step_ms=3.0), f"{again}Result.rows.0.step_ms: Unexpected keyword argument"),
             (with_row(timeline=[{"seconds": 1.0}]), "Result.rows.0.timeline.0.exposed_seconds: Field required"),
-            (with_row(collectives={"send": None}), "Result.rows.0.collectives.send: Input should be")):
-        bench_with(tmp_path, monkeypatch, text)
-        with pytest.raises(SystemExit, match=f"^report: .*bench.json can't be shown: run make bench again .*{says}"):
-            results.load("bench.json")
+            (with_row(collectives={"send": None}), "Result.rows.0.collectives.send: Input should be"),
+            *((results.to_json(part), a_part) for part in (*parts, failed)),
+            (results.to_json(on_gpu), "bench.json must be measured with device cpu")):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=f"^report: .*{says}.*$"):
+            results.load_bench()
+    path.unlink()
+    with pytest.raises(SystemExit, match="^report: .*bench.json is missing: run make bench first$"):
+        results.load_bench()
 
 
 @pytest.mark.parametrize("name", [path.name for path in (HERE / "results").glob("*.json")])
@@ -420,101 +383,53 @@ def test_what_is_read_is_written_as_it_was(name):
     assert results.to_json(results.load(name)) == text
 
 
-# ------------------------------------------------------------------------------------------------ yours, and publishing
+# ------------------------------------------------------------------------------------- yours, and all of them anew
 
 
-@pytest.fixture
-def copy_with_yours(tmp_path, monkeypatch):
-    """-> a copy of the project, in whose measured/ lie a bench and a network run: 1 gbit again, and 9 gbit."""
-    copy = copied(tmp_path)
-    (copy / "measured").mkdir()
-    bench, (network, *_) = read("bench.json"), rates()
-    bench.find("stage 4 overlap").vs_reference = 0.42
-    bench.conditions.date = network.conditions.date = "3000-01-01"
+def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
+    """A bench, and a network run at a rate that nobody has published. They stay where they are."""
+    theirs, mine, network = read("bench.json"), read("bench.json"), rates()[0]
+    mine.find("stage 4 overlap").vs_reference = 0.42
+    mine.conditions.date = "3000-01-01"
     network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
-    for name, result in (("bench.json", bench), ("network.json", network)):
-        (copy / "measured" / name).write_text(results.to_json(result), encoding="utf-8")
-    monkeypatch.setattr(results, "ROOT", copy)
-    return copy
-
-
-def test_yours_stand_beside_the_published_ones_and_nothing_is_published_unless_it_is_said(
-        copy_with_yours, monkeypatch, capsys):
+    for name, result in (("bench.json", mine), ("network_variants.json", network)):
+        (shown / "measured" / name).write_text(results.to_json(result), encoding="utf-8")
+    before = {path: path.read_bytes() for path in shown.glob("*/*.json")}
+    pages.main()
+    assert before == {path: path.read_bytes() for path in shown.glob("*/*.json")}
+    out = capsys.readouterr().out
     bench, network = map(sheet_text, pages.sheets())
-    theirs = read("bench.json").find("stage 4 overlap")
-    assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.vs_reference:.2f}", "0.42"]
-    assert "3000-01-01" in bench and "Yours beside the published ones: network.json, 9gbit" in network
+    assert bench.splitlines()[0] == "Yours beside the published ones: bench.json" and bench.splitlines()[0] in out
+    assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
+    assert "3000-01-01" in bench and "Yours beside the published ones: network_variants.json, 9gbit" in network
     assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
     assert all(fits(sheet, pages.COLUMNS) for sheet in pages.sheets())
-    monkeypatch.setattr(sys, "argv", ["report"])
-    before = {path: path.read_bytes() for path in (copy_with_yours / "results").glob("*.json")}
-    pages.main()
-    assert "Yours beside the published ones: bench.json" in capsys.readouterr().out
-    assert before == {path: path.read_bytes() for path in (copy_with_yours / "results").glob("*.json")}
-    assert len(list((copy_with_yours / "measured").iterdir())) == 2
 
 
-def test_what_is_published_is_in_the_place_of_ours_and_other_rates_stay(copy_with_yours):
-    rates_before = {result.conditions.rate for result in rates()}
-    assert pages.publish() == ["measured/bench.json is results/bench.json now",
-                               "measured/network.json is results/network.json now"]
-    assert read("bench.json").find("stage 4 overlap").vs_reference == 0.42
-    assert {result.conditions.rate for result in rates()} == rates_before | {"9gbit"}
-    assert not list((copy_with_yours / "measured").iterdir())
-    assert pages.sheets() == [] and pages.publish() == ["measured/ holds nothing to publish"]
-
-
-def test_rows_of_variants_are_published_in_files_of_their_own(copy_with_yours):
-    """As Make calls them: measured/bench_variants.json and network_variants.json, with other rates behind."""
+def test_a_bench_has_its_place_by_device_dtype_and_rows():
+    """As Make names the files, and as `make report` compares them."""
     for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
                                   ("network", "--rows variants", "network_variants")):
         command = ["make", "--dry-run", "bench", f"WHAT={what}", f"ARGS={arguments}", f"PYTHON={sys.executable}"]
         said = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
         assert f"--json measured/{file}.json {arguments}" in said
-    measured, before = copy_with_yours / "measured", {name: read(name) for name in ("bench.json", "network.json")}
-    (copy_with_yours / "results" / "network_variants.json").unlink(missing_ok=True)
-    for name in before:
-        (measured / name).rename(measured / name.replace(".json", "_variants.json"))
-    assert [sheet.title.rpartition(": ")[2] for sheet in pages.sheets()] == [
-        "bench_variants.json", "network_variants.json, 9gbit"]
-    for rates_there in ({"9gbit"}, {"9gbit", "8gbit"}):
-        pages.publish()
-        published_now = read("network_variants.json")
-        assert {result.conditions.rate for result in published_now.at_all_rates()} == rates_there
-        published_now.conditions.rate = "8gbit"
-        (measured / "network_variants.json").write_text(results.to_json(dataclasses.replace(
-            published_now, other_rates=[])))
-    assert before == {name: read(name) for name in before} and read("bench_variants.json").rows
-
-
-def test_a_bench_is_published_beside_those_of_its_device_and_a_part_of_one_is_not(copy_with_yours):
-    path, whole = copy_with_yours / "measured" / "bench.json", read("bench.json")
+    whole = read("bench.json")
     for device, dtype, target in (("cpu", "float32", "bench.json"), ("cuda", "float32", "bench_cuda.json"),
                                   ("cpu", "bfloat16", "bench_bfloat16.json")):
         mine = dataclasses.replace(whole, conditions=dataclasses.replace(whole.conditions, device=device, dtype=dtype))
         assert pages.target_of("bench.json", mine) == target
-    path.write_text(results.to_json(dataclasses.replace(whole, host=[])))
-    before = (copy_with_yours / "results" / "network.json").read_bytes()
-    with pytest.raises(SystemExit, match="^report: measured/bench.json is a part of the bench"):
-        pages.publish()
-    assert path.exists() and (copy_with_yours / "results" / "network.json").read_bytes() == before
 
 
-def test_figures_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
+def test_figures_go_on_where_they_stopped(shown, monkeypatch, capsys):
     """Of network.json the link of 1 Gbit/s is of this commit, and so is its sweep: that step is left out."""
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    (tmp_path / "results").mkdir()
-    network = results.from_json(Result, (HERE / "results" / "network.json").read_text())
-    for one in network.at_all_rates():
-        for part in (one, one.sweep, one.accumulation):
-            if part:
-                part.conditions.commit = "now" if one.conditions.rate == "1gbit" else "before"
-    path = tmp_path / "results" / "network.json"
+    network = read("network.json")
+    for rate, made in results.provenance(network):
+        made.commit = "now" if rate == "1gbit" else "before"
+    path = shown / "results" / "network.json"
     path.write_text(results.to_json(network))
     ran = []
     monkeypatch.setattr(figures, "run", ran.append)
     monkeypatch.setattr(figures, "commit", lambda: "now")
-    monkeypatch.setattr(sys, "argv", ["figures"])
     figures.main()
     assert len(ran) == len(figures.STEPS) - 1 + len(figures.REPORT) and path.exists()
     assert "there  two hosts, 1 Gbit/s" in capsys.readouterr().out
@@ -535,21 +450,18 @@ def test_a_rate_that_is_measured_again_keeps_the_sweep_of_before():
 @pytest.mark.waits
 def test_a_run_leaves_the_checkout_clean(tmp_path):
     """As in a fresh clone: `make bench`, then what `make report` calls, then `git status` has nothing to say."""
-    copy = shutil.copytree(HERE, tmp_path / "clone", ignore=IGNORED_IN_A_CLONE)
+    copy = copied(tmp_path)
 
-    def git(*command):
-        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=copy,
-                              capture_output=True, text=True, check=True, timeout=300).stdout
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "all")
+    def call(*command):
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+    git = "git", "-c", "user.name=a", "-c", "user.email=a@b.example"
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "all"]):
+        call(*git, *command)
     small = "--quick --model nano --sequence-length 16 --batch-size 2 --rows compute --ranks 1"
-    run = subprocess.run(["make", "bench", f"ARGS={small}", f"PYTHON={sys.executable}"], cwd=copy, capture_output=True,
-                         text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    called = subprocess.run(["make", "--dry-run", "report", f"PYTHON={sys.executable}"], cwd=copy, capture_output=True,
-                            text=True, check=True).stdout
-    printed = ""
+    call("make", "bench", f"ARGS={small}", f"PYTHON={sys.executable}")
+    called, printed = call("make", "--dry-run", "report", f"PYTHON={sys.executable}"), ""
     for program in called.splitlines():  # in forked processes: each would import torch anew
         module, *arguments = program.removeprefix(f"{sys.executable} -m ").split()
         ended = run_module(module, *arguments, cwd=copy, limit_s=240)
@@ -557,4 +469,4 @@ def test_a_run_leaves_the_checkout_clean(tmp_path):
         printed += ended.stdout
     assert (copy / "measured" / "bench.json").exists() and "Yours beside the published ones" in printed
     assert "watch.html" in printed and called.count("-m variants --page") == 1
-    assert git("status", "--porcelain") == ""
+    assert call(*git, "status", "--porcelain") == ""

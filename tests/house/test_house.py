@@ -13,32 +13,18 @@ import pytest
 
 import conftest
 from guard.guarded import Guarded
-from harness.tables import code_lines
+from harness.tables import CORE, code_lines
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
-CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
-CORES = [[ROOT / stage / name for name in CORE_FILES if (ROOT / stage / name).exists()] for stage in STAGES]
-GUARDS = [*sorted((ROOT / "guard").glob("*.py")),
-          *(path for stage in STAGES for path in sorted((ROOT / stage).glob("*.py"))
-            if path.name not in ("train.py", "__init__.py", *CORE_FILES))]
+CORES = [[ROOT / stage / name for name in CORE if (ROOT / stage / name).exists()] for stage in STAGES]
+GUARDS = [path for folder in ("guard", *STAGES) for path in sorted((ROOT / folder).glob("*.py"))
+          if folder == "guard" or path.name not in ("train.py", "__init__.py", *CORE)]
+TAKEN = [*sum(CORES, []), *GUARDS, *sorted((ROOT / "checkpoint").glob("*.py"))]
 
 
 def all_code(core):
     return [line for path in core for line in code_lines(path).values()]
-
-
-def functions(path):
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-
-
-def imported(path):
-    """-> the first words of what a file imports; siblings begin with a dot."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield "." if node.level else node.module.split(".")[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- lengths
@@ -48,8 +34,9 @@ def test_cores_and_guards_can_be_read():
     assert all(len(all_code(core)) <= budget for core, budget in zip(CORES, (60, 70, 150, 270), strict=True))
     for path in sum(CORES, []):
         code = code_lines(path).keys()
-        for node in functions(path):
-            assert len(code & set(range(node.lineno, node.end_lineno + 1))) <= 25, f"{path}: {node.name}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert len(code & set(range(node.lineno, node.end_lineno + 1))) <= 25, f"{path}: {node.name}"
     assert len(all_code(GUARDS)) <= 1371
 
 
@@ -92,7 +79,7 @@ def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else():
         command = ["make", "diff", f"A={before}", f"B={after}"]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
-    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", shown(3, 4), re.MULTILINE) == list(CORE_FILES)
+    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", shown(3, 4), re.MULTILINE) == list(CORE)
     text = shown(1, 2)
     assert re.findall(r"^(?:changed|new|gone): (.*)$", text, re.MULTILINE) == ["imports and constants", "sync_params"]
     (unchanged,) = re.findall(r"^unchanged: (.*)$", text, re.MULTILINE)
@@ -119,15 +106,22 @@ def test_a_core_knows_nothing_of_what_its_guard_is_for():
 
 def test_what_is_taken_home_needs_torch_alone_and_calls_collectives_through_the_module():
     """The ledger counts what goes through `torch.distributed`, the module. import-linter has the rest."""
-    ours = {".", "guard", *STAGES}
-    for path in [*sum(CORES, []), *GUARDS, *sorted((ROOT / "checkpoint").glob("*.py"))]:
-        assert set(imported(path)) <= {"torch", *ours, *sys.stdlib_module_names}, path
-        assert path.parent.name == "checkpoint" or "from torch.distributed" not in path.read_text(), path
+    ours = {"torch", "guard", *STAGES, *sys.stdlib_module_names}
+    for path in TAKEN:
+        source, modules = path.read_text(), []
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Import(names):
+                    modules += [alias.name for alias in names]
+                case ast.ImportFrom(module, _, 0):  # siblings have a level
+                    modules.append(module)
+        assert {module.split(".")[0] for module in modules} <= ours, path
+        assert path.parent.name == "checkpoint" or "from torch.distributed" not in source, path
 
 
 def test_an_import_changes_no_setting_of_python():
     """Warning filters, hooks, streams: what a constructor may change, and a program."""
-    for path in [*sum(CORES, []), *GUARDS, *sorted((ROOT / "checkpoint").glob("*.py"))]:
+    for path in TAKEN:
         at_import = [ast.unparse(node) for node in ast.parse(path.read_text()).body
                      if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom))]
         assert not re.search(r"filterwarnings|excepthook|reconfigure|setattr|signal\(", "\n".join(at_import)), path

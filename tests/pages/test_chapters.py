@@ -1,4 +1,4 @@
-"""The chapters: short, built alike, and what they show of the code is in it."""
+"""The chapters: built alike, and what they show of the code is in it. How long they may be says test_docs."""
 
 import ast
 import itertools
@@ -9,93 +9,60 @@ import textwrap
 
 import pytest
 
+from harness.tables import CORE
 from tests.common import STAGES
+from tests.pages import Page
 from tests.ranks import ROOT, run_module
 
-WORDS = dict(zip(STAGES, (600, 520, 950, 1300)))  # at the most, outside of code and tables
 OWN = "# not in the core"  # opens code that another test runs, see test_samples.py
-HEADINGS = [
-    "What is still wrong with {before}",
-    "New words",
-    "The idea",
-    "The picture",
-    "A walk through the core",
-    "Predict, count, measure",
-    "The bug that you will write",
-    "Where it lives",
-    "What is still wrong",
-]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
+HEADINGS = ["What is still wrong with {before}", "New words", "The idea", "The picture", "A walk through the core",
+            "Predict, count, measure", "The bug that you will write", "Where it lives", "What is still wrong"]
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 each_chapter = pytest.mark.parametrize("chapter", STAGES)
 
 
-def text_of(chapter):
-    return (ROOT / chapter / "README.md").read_text(encoding="utf-8")
+def page_of(chapter):
+    return Page(f"{chapter}/README.md")
 
 
 def parts_of(chapter):
     """-> heading: what stands below it, in the order of the page. A # in a block of code is no heading."""
-    prose = FENCE.sub(lambda block: block[0].replace("\n#", "\n #"), text_of(chapter))
+    prose = FENCE.sub(lambda block: block[0].replace("\n#", "\n #"), page_of(chapter).text)
     _, *parts = re.split(r"^## (.*)\n", prose, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2]))
 
 
 def core_of(chapter):
     """-> name: source, of the files that a reader opens."""
-    paths = [ROOT / chapter / name for name in CORE_FILES]
+    paths = [ROOT / chapter / name for name in CORE]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}
-
-
-def definitions_of(chapter):
-    """-> name: [(file, line)] of each class, function and method of the core. A name may be defined more than once."""
-    found = {}
-    for file, source in core_of(chapter).items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                found.setdefault(node.name, []).append((file, node.lineno))
-    return found
 
 
 def is_in(code, source):
     """Whether `code` is a run of whole lines of `source`, indentation that all its lines share aside."""
-    wanted = code.rstrip().splitlines()
-    lines = source.splitlines()
-    runs = (lines[start : start + len(wanted)] for start in range(len(lines) - len(wanted) + 1))
+    wanted, lines = code.rstrip().splitlines(), source.splitlines()
+    runs = (lines[start : start + len(wanted)] for start in range(len(lines)))
     return any(textwrap.dedent("\n".join(run)).splitlines() == wanted for run in runs)
 
 
 @each_chapter
-def test_a_chapter_is_short(chapter):
-    lines = FENCE.sub("", text_of(chapter)).splitlines()
-    n_words = sum(len(line.split()) for line in lines if not line.startswith("    ") and " | " not in line)
-    assert n_words <= WORDS[chapter], f"{chapter}/README.md has {n_words} words"
-
-
-@each_chapter
-def test_all_chapters_have_the_same_parts_in_the_same_order(chapter):
-    before = ["DDP", "stage 1", "stage 2", "stage 3"][STAGES.index(chapter)]
-    assert list(parts_of(chapter)) == [heading.format(before=before) for heading in HEADINGS]
-    assert re.match(rf"# Stage {STAGES.index(chapter) + 1}: ", text_of(chapter))
-
-
-@each_chapter
-def test_the_idea_begins_with_one_sentence_in_bold(chapter):
-    quote = re.match(r"\s*((> .*\n)+)", parts_of(chapter)["The idea"])[1]
-    sentence = " ".join(line.removeprefix("> ") for line in quote.splitlines())
-    assert re.fullmatch(r"\*\*[^.*]+\.\*\*", sentence), sentence
-
-
-@each_chapter
-def test_new_words_are_a_list_with_a_term_a_line(chapter):
-    lines = [line for line in parts_of(chapter)["New words"].splitlines() if line and not line.startswith("  ")]
-    assert lines and all(re.match(r"- \*\*[^*]+\*\*", line) for line in lines), lines
+def test_all_chapters_are_built_alike(chapter):
+    """Their parts, in their order; the idea opens with one sentence in bold; each new word has a line. No table is
+    generated: they stand in results/, and caveats in the reference, to which a chapter sends its reader once."""
+    text, parts, number = page_of(chapter).text, parts_of(chapter), STAGES.index(chapter)
+    before = ["DDP", "stage 1", "stage 2", "stage 3"][number]
+    assert text.startswith(f"# Stage {number + 1}: ")
+    assert list(parts) == [heading.format(before=before) for heading in HEADINGS]
+    assert re.match(r"\s*> \*\*[^.*]+\.\*\*\n(?!>)", parts["The idea"]), parts["The idea"]
+    words = [line for line in parts["New words"].splitlines() if line and not line.startswith("  ")]
+    assert words and all(re.match(r"- \*\*[^*]+\*\*", line) for line in words), words
+    assert "<!--" not in text and "(../results/README.md)" in text and text.count("(../docs/reference.md)") == 1
 
 
 @each_chapter
 def test_code_in_a_chapter_is_code_of_its_core(chapter):
-    blocks = [code for language, code in FENCE.findall(text_of(chapter)) if language == "python"]
+    blocks = page_of(chapter).code()
     assert blocks
     for code in [code for code in blocks if not code.startswith(OWN)]:
         assert any(is_in(code, source) for source in core_of(chapter).values()), f"not in the core:\n{code}"
@@ -104,35 +71,22 @@ def test_code_in_a_chapter_is_code_of_its_core(chapter):
 @each_chapter
 def test_the_walk_names_what_the_core_has_in_the_order_of_its_files(chapter):
     """Names in bold, from one subheading to the next. A chapter may go on to another file, and not back."""
-    definitions = definitions_of(chapter)
+    places = {}  # name -> [(number of the file, line)]: a name may be defined more than once
+    for file, source in core_of(chapter).items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                places.setdefault(node.name, []).append((CORE.index(file), node.lineno))
     walk = FENCE.sub("", parts_of(chapter)["A walk through the core"])
     for stretch in re.split(r"^### .*\n", walk, flags=re.MULTILINE):
-        places = []
-        for name in re.findall(r"\*\*`(\w+)`\*\*", stretch):
-            assert name in definitions, f"the core of {chapter} has no {name}"
-            places.append(definitions[name])
-        assert any(in_order(path) for path in itertools.product(*places)), re.findall(r"\*\*`(\w+)`\*\*", stretch)
-
-
-def in_order(path):
-    return all(CORE_FILES.index(file) <= CORE_FILES.index(next_file) and (file != next_file or line < next_line)
-               for (file, line), (next_file, next_line) in itertools.pairwise(path))
+        names = re.findall(r"\*\*`(\w+)`\*\*", stretch)
+        assert set(names) <= places.keys(), f"the core of {chapter} lacks one of {names}"
+        paths = itertools.product(*(places[name] for name in names))
+        assert any(all(one < other for one, other in itertools.pairwise(path)) for path in paths), names
 
 
 def test_the_picture_of_the_five_states_is_that_of_the_code():
-    picture = next(code for language, code in FENCE.findall(parts_of(STAGES[2])["The picture"]) if language == "text")
+    (picture, *_) = Page("page.md", parts_of(STAGES[2])["The picture"]).code("text")
     assert is_in(textwrap.dedent(picture), core_of(STAGES[2])["buffer.py"])
-
-
-@each_chapter
-def test_a_chapter_holds_no_generated_table(chapter):
-    assert "<!--" not in text_of(chapter)
-    assert "(../results/README.md)" in text_of(chapter)
-
-
-@each_chapter
-def test_a_chapter_sends_its_reader_to_the_reference_once(chapter):
-    assert text_of(chapter).count("(../docs/reference.md)") == 1
 
 
 # What a chapter asks its reader to break: part of the test's name -> before, after, and what the page promises to show.

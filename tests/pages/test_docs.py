@@ -1,145 +1,238 @@
-"""Every page says what is there, as far as files tell; and the check finds each mistake in a small project."""
+"""Every page says what is there, as far as files tell: links, names, samples, commands, errors, and how long it is."""
 
 import ast
 import functools
+import importlib.util
 import re
+import shlex
 import subprocess
-
-import pytest
+from pathlib import Path
 
 from checkpoint import errors
-from harness import docs_check
 from harness.tables import code_lines, core_lines
 from tests.common import STAGES
+from tests.pages import PAGES, Page, program_of
 from tests.ranks import ROOT
+
+# Words of a page at the most: of docs/ all, elsewhere those outside of code and tables.
+MOST_WORDS = {"README.md": 750, "variants/README.md": 700, **dict(zip((f"{stage}/README.md" for stage in STAGES),
+                                                                      (600, 520, 950, 1300))),
+              **{f"docs/{name}.md": most for name, most in (
+                  ("reference", 4950), ("exercise", 1550), ("guide", 1255), ("frameworks", 1230), ("checkpoints", 695),
+                  ("names", 445), ("plan", 430), ("muon", 425))}}
+# Options of torchrun and of pytest; those of our programs are read from their sources.
+OPTIONS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+           "--max-restarts", "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--numprocesses", "--collect-only"}
+
+FILES = {path.relative_to(ROOT).as_posix() for names in ("*", "[!.]*/**/*") for path in ROOT.glob(names)}
+SOURCES = {name: (ROOT / name).read_text(encoding="utf-8") for name in FILES if re.fullmatch(r"\w[^.]*\.py", name)}
+ALL_CODE = "\n".join(SOURCES.values())
+OUR_CODE = "\n".join(source for name, source in SOURCES.items() if not name.startswith("tests/"))
+TESTS = {Path(name).stem for name in SOURCES if "tests/" in name} | set(re.findall(r"def (test_\w+)", ALL_CODE))
+OPTIONS |= set(re.findall(r"[\"'](--[\w-]+)[\"']", ALL_CODE))
+VARIABLES = set(re.findall(r"[A-Z_]+", (ROOT / "Makefile").read_text()))
+OF_READERS = {name for page in PAGES for name in re.findall(  # files that a page has its reader save
+    r"(?:^```python\n# |\b[Ss]ave [^.`]+ as `)(\w+\.py)\b", page.text, re.MULTILINE)}
+
+
+def is_placeholder(text):
+    return re.search(r"…|\.\.\.|my_|\b[A-Z]{2,}\b", text) is not None
+
+
+def has(name, beside="."):
+    """Whether a file or folder is called `name`, from the root on or from the folder `beside` on, or ends so."""
+    name = name.rstrip("/")
+    return (name in OF_READERS or (ROOT / name).exists() or (ROOT / beside / name).exists()
+            or any(file.endswith(f"/{name}") for file in FILES) or re.match(r"\.(?!\.)|measured", name) is not None)
+
+
+def has_module(module, name=""):
+    """Whether there is such a module, and one of ours has that name. A machine may lack a library of an extra."""
+    top = module.split(".")[0]
+    if top not in FILES and f"{top}.py" not in FILES:
+        return (is_placeholder(module) or f"{module}.py" in OF_READERS or importlib.util.find_spec(top) is not None
+                or f'"{top}' in (ROOT / "pyproject.toml").read_text())
+    found = importlib.util.find_spec(module)
+    return found is not None and (not name or name in re.findall(r"\w+", Path(found.origin).read_text())
+                                  or importlib.util.find_spec(f"{module}.{name}") is not None)
+
+
+# ------------------------------------------------------------------------------------ checks: page -> (line, mistake)
+
+
+def long_pages(page):
+    n_words = len(page.text.split()) if page.name.startswith("docs/") else page.n_words
+    if n_words > (most := MOST_WORDS.get(page.name, 9000)):
+        yield 1, f"{n_words} words: it may have {most}"
+    if not page.name.startswith(("README.md", "results/")) and "<!-- report:" in page.text:
+        yield 1, "a generated table: tables stand in results/"
+
+
+def broken_links(page):
+    for line, target in page.links:
+        name, _, anchor = target.partition("#")
+        path = page.path.parent / name if name else page.path
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
+            continue  # not of this project
+        if name and not path.exists():
+            yield line, f"a link to {target}: there is no {name}"
+        elif anchor and path.suffix == ".md" and anchor not in (
+                Page(path.resolve().relative_to(ROOT).as_posix()) if name else page).anchors:
+            yield line, f"a link to {target}: there is no such heading"
+        elif re.fullmatch(r"L\d+", anchor) and int(anchor[1:]) > len(path.read_text().splitlines()):
+            yield line, f"a link to {target}: the file has fewer lines"
+
+
+def unknown_names(page):
+    """Files, folders and tests that are called by their names; in the first column of docs/names.md our names."""
+    foreign = set(re.findall(r"\[`([^`]+)`\]\(https?:", page.text))
+    for line, span in page.spans:
+        if span in foreign or is_placeholder(span) or span.startswith(("/", "~")):
+            continue
+        if re.fullmatch(r"[\w./-]+(\.(py|md|svg|json|toml)|/)", span) and not has(span, Path(page.name).parent):
+            yield line, f"`{span}`: there is no such file or folder"
+        elif re.fullmatch(r"test_\w+", span) and span not in TESTS:
+            yield line, f"`{span}`: there is no such test"
+    there = set(re.findall(r"\w+", OUR_CODE)) | {Path(file).stem for file in FILES}
+    for line, (ours, *_) in page.rows if page.name == "docs/names.md" else ():
+        for code in re.findall(r"`([^`]+)`", ours):
+            missing = set(re.findall(r"[A-Za-z_]\w*", code)) - there
+            yield from ((line, f"`{word}`: there is no {word} in the code") for word in missing)
+
+
+def wrong_samples(page):
+    """Whether a block is Python, and what it imports of the project, and calls of its optimizers."""
+    for first, language, code in page.blocks:
+        try:
+            tree = ast.parse(code.replace("…", "...") if language == "python" else "")
+        except SyntaxError as error:
+            yield first + (error.lineno or 1) - 1, f"this sample is no Python: {error.msg}"
+            continue
+        for node in ast.walk(tree):
+            wrong = []
+            match node:
+                case ast.Import(names):
+                    wrong = [f"import of {one.name}: there is no such module" for one in names
+                             if not has_module(one.name)]
+                case ast.ImportFrom(module, names):
+                    wrong = [f"import of {one.name} from {module}: there is no such thing" for one in names
+                             if not has_module(module, one.name)]
+                case ast.Attribute(ast.Name("optimizer"), name) if not re.search(rf"\b{name}\b", OUR_CODE):
+                    wrong = [f"optimizer.{name}: no stage has that"]
+            yield from ((first + node.lineno - 1, mistake) for mistake in wrong)
+
+
+def wrong_commands(page):
+    for line, command in page.commands():
+        yield from ((line, f"{command}: {mistake}") for mistake in mistakes(command))
+
+
+@functools.cache
+def mistakes(command):
+    """Of one command. What stands in brackets may be left out."""
+    try:
+        words = shlex.split(" ".join(program_of(re.sub(r"[\[\]]", " ", command))), comments=True)
+    except ValueError as error:
+        return [f"no shell reads that: {error}"]
+    program, *rest = words
+    if program == "make":
+        return make_mistakes(rest)
+    if program == "cp":
+        return [f"there is no {word}" for word in rest[:-1] if not word.startswith("-") and not has(word)]
+    if program not in ("torchrun", "python", "python3", ".venv/bin/python"):
+        return []
+    rest = rest[2:] if rest[:2] == ["-m", "torch.distributed.run"] else rest
+    scripts = [word for word in rest if word.endswith(".py") and not is_placeholder(word)]
+    module = rest[rest.index("-m") + 1] if "-m" in rest[:-1] else ""
+    if module and not has_module(module):
+        return [f"there is no module {module}"]
+    missing = [f"there is no {name}" for name in scripts if not has(name)]
+    return missing + (option_mistakes(rest) if scripts or module.split(".")[0] in FILES else [])
+
+
+def make_mistakes(rest):
+    """make itself says, by --dry-run, which target or value there is not."""
+    values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
+    found = [f"the Makefile has no variable {name}" for name in values if name not in VARIABLES]
+    found += option_mistakes(shlex.split(values.pop("ARGS", "")))
+    given = [f"{name}={value}".replace("my_package", "stage4_overlap") for name, value in values.items()]
+    given = [word for word in given if not is_placeholder(word.partition("=")[2])]
+    command = ["make", "--dry-run", *(word for word in rest if "=" not in word), *given, "PYTHON=true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
+
+
+def option_mistakes(rest):
+    """Of what is given to a program: options that none has, and -k of pytest where no test is called so."""
+    names = [word.split("=")[0] for word in rest if word.startswith("--")]
+    wanted = {name for word, after in zip(rest, rest[1:]) if word == "-k" for name in re.findall(r"\w+", after)}
+    known = TESTS | FILES
+    return [f"no program has the option {name}" for name in names if name not in OPTIONS] + [
+        f"no test is called {name}" for name in wanted - {"and", "or", "not"} if not any(name in one for one in known)]
+
+
+def problems(page):
+    """-> lines "PAGE:LINE: what is wrong"."""
+    checks = long_pages, broken_links, unknown_names, wrong_samples, wrong_commands
+    return [f"{page.name}:{line}: {mistake}" for check in checks for line, mistake in check(page)]
+
+
+def rows_twice(pages):
+    """-> rows of tables that stand in more than one page."""
+    pages_of = {}
+    for page in pages:
+        for _, cells in page.rows:
+            pages_of.setdefault(" | ".join(filter(None, cells)), set()).add(page.name)
+    return {row: names for row, names in pages_of.items() if row and len(names) > 1}
 
 
 def test_every_page_says_what_is_there():
-    """Links, names, commands, samples, tables that stand twice, and words: see harness/docs_check.py."""
-    problems = docs_check.problems()
-    assert not problems, "\n".join(problems)
-    assert docs_check.MOST_WORDS.keys() <= {page.name for page in docs_check.Project().pages}
-    most = {"reference.md": 4950, "exercise.md": 1550, "guide.md": 1255, "frameworks.md": 1230, "checkpoints.md": 695,
-            "names.md": 445, "plan.md": 430, "muon.md": 425}
-    words = {path.name: len(path.read_text().split()) for path in (ROOT / "docs").glob("*.md")}
-    assert words.keys() == most.keys() and not [page for page in most if words[page] > most[page]], words
+    found = [problem for page in PAGES for problem in problems(page)]
+    assert not found, "\n".join(found)
+    assert {page.name for page in PAGES if page.name.startswith("docs/")} <= MOST_WORDS.keys() <= {
+        page.name for page in PAGES}
+    assert rows_twice(PAGES) == {}
 
 
-@pytest.fixture
-def project(tmp_path):
-    """`project(page)` writes page.md of a small project, and returns what is wrong with it."""
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    (tmp_path / "Makefile").write_text(
-        'STAGE ?= 4\nARGS ?=\ntrain:\n\t$(if $(wildcard stage$(STAGE)_*),,$(error there is no stage $(STAGE)))\n'
-        "\techo $(STAGE) $(ARGS)\n")
-    (tmp_path / ".gitignore").write_text(".venv/\nruns/\n")
-    (tmp_path / "stage4_overlap").mkdir()
-    (tmp_path / "stage4_overlap" / "__init__.py").write_text(
-        "from .optimizer import DistributedOptimizer as DistributedOptimizer")
-    (tmp_path / "stage4_overlap" / "optimizer.py").write_text(
-        "def step(self):  # once\n    self.sync_grads()\n    self.step_own()\n    self.sync_params()\n")
-    (tmp_path / "stage4_overlap" / "train.py").write_text('add("--steps")')
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_contract.py").write_text("def test_clip(): pass")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "other.md").write_text("[dead](nowhere.md)")
-
-    def check(text, name="page.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-        return docs_check.problems(tmp_path)
-    check.root = tmp_path
-    return check
-
-
-RIGHT = """# A page
-
-See [below](#the-step-of-a-stage), [the code](stage4_overlap/optimizer.py#L2), `stage4_overlap/`, `optimizer.py`,
-`test_clip`, [`distrib_optimizer.py`](https://example.org/distrib_optimizer.py), `my_package/optimizer.py`, and `make
-train STAGE=4`.
-
-## The `step` of a stage
-
-    make train STAGE=4 ARGS="--steps 3"     # a comment
-    torchrun --standalone --nproc-per-node 2 stage4_overlap/train.py \\
-        --steps 3
-    rank 0  A  B  C
-
-```python
-from stage4_overlap import DistributedOptimizer
-optimizer = DistributedOptimizer(…)
-optimizer.sync_grads()
-```
-
-    python -m json.tool [--indent 2]
-
-Save a sample as `program.py`, beside this file.
-
-```python
-# common.py
-def connect(): ...
-```
-
-```python
-from common import connect
-```
-
-    torchrun --nproc-per-node 2 program.py
-"""
-
-
-def test_a_right_page_has_no_problem(project):
-    assert project(RIGHT) == []
-    commands = [text for _, text in docs_check.Page(project.root / "page.md", project.root).commands()]
-    assert commands[0].startswith("make train") and commands[1].endswith("train.py --steps 3") and len(commands) == 5
-
-
+# The pages themselves are what must pass; these must not.
 MISTAKES = [
     ("[text](nowhere.md)", "there is no nowhere.md"),
     ("![picture](nowhere.svg)", "there is no nowhere.svg"),
-    ('<img src="nowhere.svg">', "there is no nowhere.svg"),
     ("[text](#nothing)", "there is no such heading"),
-    ("[text](stage4_overlap/optimizer.py#L99)", "the file has fewer lines"),
-    ("`stage4_overlap/hooks.py`", "there is no such file"),
-    ("`guard/`", "there is no such file or folder"),
-    ("`hooks.py`", "there is no such file"),
-    ("`../hooks.py`", "there is no such file"),
+    ("[text](docs/guide.md#nothing)", "there is no such heading"),
+    ("[text](stage4_overlap/optimizer.py#L9999)", "the file has fewer lines"),
+    ("`stage4_overlap/hocks.py`", "there is no such file"),
+    ("`guards/`", "there is no such file or folder"),
+    ("`hocks.py`", "there is no such file"),
+    ("`../hocks.py`", "there is no such file"),
     ("`test_nothing`", "there is no such test"),
     ("`make nothing`", "No rule to make target 'nothing'"),
     ("`make\nnothing`", "No rule to make target 'nothing'"),
-    ("`make train STAGE=9`", "there is no stage 9"),
+    ("`make train STAGE=9`", "there are stages 1 to 4"),
     ("`make train STAEG=4`", "no variable STAEG"),
     ('`make train ARGS="--stpes 3"`', "no program has the option --stpes"),
-    ('`make train ARGS="-k nothing"`', "no test is called nothing"),
+    ('`make test ARGS="-k wrong_word"`', "no test is called wrong_word"),
     ("`make train ARGS=\"--steps 3`", "no shell reads that"),
-    ("    torchrun stage4_overlap/nothing.py", "there is no stage4_overlap/nothing.py"),
+    ("    torchrun \\\n        stage4_overlap/nothing.py", "there is no stage4_overlap/nothing.py"),
     ("    python -m stage4_overlap.nothing", "there is no module stage4_overlap.nothing"),
-    ("    python -m torch.nothing", "there is no module torch.nothing"),
     ("    python nothing.py", "there is no nothing.py"),
     ("    cp -r stage5_more elsewhere/", "there is no stage5_more"),
-    ("```sh\nfrobnicate\n```", "doesn't know 'frobnicate'"),
     ("```python\nif:\n```", "no Python"),
     ("```python\nfrom stage4_overlap import Nothing\n```", "import of Nothing from stage4_overlap"),
     ("```python\nimport stage4_overlap.nothing\n```", "import of stage4_overlap.nothing"),
-    ("```python\noptimizer.nothing()\n```", "optimizer.nothing: no stage has that"),
+    ("```python\noptimizer.no_such_call()\n```", "optimizer.no_such_call: no stage has that"),
     ("<!-- report: bench -->", "a generated table"),
-    ("word " * (docs_check.MOST_WORDS_ELSEWHERE + 1), "words: it may have"),
+    ("word " * 9001, "words: it may have"),
 ]
 
 
-def test_a_mistake_is_named_with_its_line(project):
+def test_a_mistake_is_named_with_its_line():
     for mistake, message in MISTAKES:
-        wrong = project(f"Text.\n\n{mistake}\n")
-        assert len(wrong) == 1 and message in wrong[0], mistake
+        (wrong,) = problems(Page("page.md", f"Text.\n\n{mistake}\n"))
         line = 1 if "words" in message or "table" in message else 4 if mistake.startswith("```") else 3
-        assert wrong[0].startswith(f"page.md:{line}"), mistake
-
-
-def test_a_row_of_a_table_stands_in_one_page_only(project):
-    table = "\n| | bytes |\n|---|---|\n| stage 4 | 4 + 12/d |\n"
-    assert project(table) == []
-    (wrong,) = [line for line in project(f"Text.\n{table}", "docs/more.md") if "12/d" in line]
-    assert wrong == "page.md:4: 'stage 4 | 4 + 12/d' stands in docs/more.md:5 already"
+        assert wrong.startswith(f"page.md:{line}") and message in wrong, mistake
+    table = "| | bytes |\n|---|---|\n| stage 4 | 4 + 12/d |\n"
+    assert "stage 4 | 4 + 12/d" in rows_twice([Page("page.md", table), Page("docs/more.md", table)])
 
 
 def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
@@ -155,18 +248,10 @@ def test_code_lines_are_no_blanks_comments_or_docstrings(tmp_path):
 
 
 REFERENCE = ROOT / "docs" / "reference.md"
-RAISED = sorted(path for folder in [*STAGES, "guard", "checkpoint"] for path in (ROOT / folder).rglob("*.py"))
-SOURCES = [*RAISED, *sorted((ROOT / "harness").rglob("*.py"))]
-PROGRAMS = ("train.py", "__main__.py")  # their messages are about options, and name these
+RAISED = [path for folder in [*STAGES, "guard", "checkpoint"] for path in (ROOT / folder).rglob("*.py")
+          if path.name not in ("train.py", "__main__.py")]  # their messages are about options, and name these
 
 
-def is_error(function):
-    """Whether a call of it makes an exception: ValueError(…), pickle.UnpicklingError(…), DamagedCheckpoint(…)."""
-    name = getattr(function, "id", getattr(function, "attr", ""))
-    return name.endswith("Error") or name in vars(errors)
-
-
-@functools.cache
 def texts(path, errors_only=False):
     """The strings of a file, with … for what is filled in; of module-level constants their values."""
     tree = ast.parse(path.read_text())
@@ -179,23 +264,20 @@ def texts(path, errors_only=False):
             return node.value if isinstance(node.value, str) else "…"
         if isinstance(node, ast.JoinedStr):
             return "".join(map(text_of, node.values))
-        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
-            return str(constants.get(node.value.id, "…"))
-        return "…"
+        return str(constants.get(ast.unparse(node.value), "…")) if isinstance(node, ast.FormattedValue) else "…"
 
-    roots = [tree]
-    if errors_only:
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        roots = [argument for call in calls if is_error(call.func) for argument in call.args]
-    strings = [node for root in roots for node in ast.walk(root) if isinstance(node, (ast.Constant, ast.JoinedStr))]
-    return [text for text in map(text_of, strings) if text.strip("… ")]
+    def makes_error(node):  # ValueError(…), pickle.UnpicklingError(…), DamagedCheckpoint(…)
+        name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+        return name.endswith("Error") or name in vars(errors)
+    roots = [tree] if not errors_only else [
+        argument for call in ast.walk(tree) if makes_error(call) for argument in call.args]
+    found = [text_of(node) for root in roots for node in ast.walk(root)
+             if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    return [text for text in found if text.strip("… ")]
 
 
 def fragments(text):
     return [part.strip(" :;") for part in text.split("…") if part.strip(" :;")]
-
-
-SHOWN = re.findall(r"^    (?!torch: )(.+)$", REFERENCE.read_text(), re.MULTILINE)
 
 
 def test_errors_of_the_reference_are_those_of_the_code():
@@ -203,17 +285,18 @@ def test_errors_of_the_reference_are_those_of_the_code():
 
     An error of ours is a line of a block of code, with `…` for what varies; one of torch begins with "torch:".
     """
-    code = [text for path in SOURCES for text in texts(path)]
-    assert len(SHOWN) > 100
-    for shown in SHOWN:
-        for fragment in fragments(shown):
-            assert any(fragment in text for text in code), f"nothing in the code says {fragment!r}"
-    page = " ".join(REFERENCE.read_text().split())
-    for path in [path for path in RAISED if path.name not in PROGRAMS]:
-        for text in texts(path, errors_only=True):
-            longest = max(fragments(text), key=len, default="")
-            # without a space in it, it only puts others together
-            assert " " not in longest or longest in page, f"docs/reference.md has no entry for {text!r}"
+    page = REFERENCE.read_text()
+    code = "\n".join(text for folder in (*STAGES, "guard", "checkpoint", "harness")
+                     for path in (ROOT / folder).rglob("*.py") for text in texts(path))
+    shown = re.findall(r"^    (?!torch: )(.+)$", page, re.MULTILINE)
+    assert len(shown) > 100
+    unsaid = [fragment for line in shown for fragment in fragments(line) if fragment not in code]
+    assert not unsaid, f"nothing in the code says {unsaid}"
+    page = " ".join(page.split())
+    longest = [max(fragments(text), key=len, default="") for path in RAISED for text in texts(path, errors_only=True)]
+    # without a space in it, it only puts others together
+    missing = [text for text in longest if " " in text and text not in page]
+    assert not missing, f"docs/reference.md has no entry for {missing}"
 
 
 def test_every_group_of_the_reference_is_in_its_contents():
