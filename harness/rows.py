@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
 from harness import STAGES, muon
 from harness.exchange import in_place_of_gloos, start
-from harness.reference import bf16_sum, ddp_16bit, in_16_bits, rounded
+from harness.reference import bf16_sum, ddp_16bit, in_16_bits, in_ddp, rounded
 from harness.training import ShardedTraining, Training
 
 # What the variants are compared with: --rows variants measures these, too.
@@ -51,17 +50,9 @@ class Choice(NamedTuple):
 class OfChoice:
     """For what has the two fields of a Choice, and its names."""
 
-    @property
-    def choice(self):
-        return Choice(self.base, self.bucket_mb)
-
-    @property
-    def name(self):
-        return self.choice.name
-
-    @property
-    def size(self):
-        return self.choice.size
+    choice = property(lambda self: Choice(self.base, self.bucket_mb))
+    name = property(lambda self: self.choice.name)
+    size = property(lambda self: self.choice.size)
 
 
 # ------------------------ Ways to train the same model on the same data: each a small function that sets one of them up
@@ -100,16 +91,19 @@ class ComputeAndBytes(Training):
 
 
 def beneath_ddp(package, bucket_cap_mb=None, hook=None):
-    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps.
-
-    `bucket_cap_mb`: of DDP, in MiB; None is its default, 25. `hook`: a communication hook of DDP.
-    """
+    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps."""
     def build(model, adamw):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
+        wrapped = in_ddp(model, bucket_cap_mb, hook)
         optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
         return Training(model, wrapped, optimizer)
+    return build
+
+
+def ddp_of_one(bucket_cap_mb=None, hook=None, optimizer_cls=torch.optim.AdamW, **kwargs):
+    """DDP in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with."""
+    def build(model, adamw):
+        wrapped = in_ddp(model, bucket_cap_mb, hook, process_group=dist.new_group([0], backend="gloo"))
+        return Training(model, wrapped, optimizer_cls(model.parameters(), **kwargs, **adamw))
     return build
 
 
@@ -123,7 +117,7 @@ def ddp_and_zero(bucket_cap_mb=None):
     With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
     """
     def build(model, adamw):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        wrapped = in_ddp(model, bucket_cap_mb)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
                                             parameters_as_bucket_view=bucket_cap_mb is not None, **adamw)
         return Training(model, wrapped, optimizer)
