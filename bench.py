@@ -24,7 +24,7 @@ from harness import rows as catalogue
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.rows import Choice, is_asked
-from harness.workers import WorkerError, Workers
+from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "bench.py")
 
@@ -75,7 +75,7 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            model = args.model or examine.default_model(workers)
+            model = args.model or on_rank_0(workers, examine.default_model)
             check_model(args, model)
             settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
             more = 0 if args.quick else len(choices) + 4

@@ -42,9 +42,7 @@ class Choice(NamedTuple):
     @property
     def size(self):
         """To be shown: "2 MB"."""
-        if self.bucket_mb is None:
-            return "default"
-        return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
+        return {None: "default", ONE_PARAMETER: "one-parameter"}.get(self.bucket_mb, f"{self.bucket_mb or 0:g} MB")
 
 
 class OfChoice:
@@ -73,15 +71,15 @@ class ComputeAndBytes(Training):
 
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
-        numel, d = sum(param.numel() for param in model.parameters()), dist.get_world_size()
+        numel, rank, d = sum(param.numel() for param in model.parameters()), dist.get_rank(), dist.get_world_size()
         n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
-        self.sizes = [min(PIECE, n - start) for start in range(0, n, PIECE)]
+        sent, received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
+        self.messages = [(sent[:n - start], (rank + 1) % d, received[:n - start], (rank - 1) % d)
+                         for start in range(0, n, PIECE)]
         self.optimizer.bucket_buffer_bytes = 2 * 4 * PIECE
-        self.sent, self.received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
-        self.to, self.by = (dist.get_rank() + 1) % d, (dist.get_rank() - 1) % d
 
     def _send_and_compute(self, tokens, targets):
-        self.works = start([(self.sent[:size], self.to, self.received[:size], self.by) for size in self.sizes], None)
+        self.works = start(self.messages, None)
         return self.model(tokens, targets)
 
     def update(self):
@@ -156,8 +154,7 @@ def in_pairs(d):
     return 2 if d > 2 and d % 2 == 0 else 1
 
 
-def in_groups(d):
-    return RANKS if math.isinf(d) else math.gcd(d, RANKS)
+in_groups = functools.partial(math.gcd, RANKS)
 
 
 def hybrid(ranks_of_group, bucket_cap_mb=None):
@@ -178,42 +175,32 @@ STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
 
 
 class Configuration(NamedTuple):
-    """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
-    peer, or noise (the reference once more: how far apart two timings of the same thing are).
-
-    Of a parameter, in bytes, with AdamW: `sends` times (d-1)/d is what a rank should send in a step, `whole` + `shared`
-    / d what it should hold after one, its gradient included, beside the buffers of buckets: as its chapter derives.
-    `sharing(d)`: how many of the ranks share. `starts_apart`: the constructor broadcasts the weights from rank 0, which
-    is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds what a row of this
-    dtype must agree with. `sized(bucket_cap_mb)` -> build, where a row has buckets. `inside()`: the context in which it
-    is measured: where a reduce-scatter sends what the formula says, see exchange.py. `of_rest`: `whole` and `shared`
-    of what the second of two optimizers steps.
-    """
+    """A row. Of a parameter, in bytes, with AdamW: `sends` times (d-1)/d is what a rank should send in a step, `whole`
+    + `shared` / d what it should hold after one, its gradient included, beside the buffers of buckets."""
     name: str
-    kind: str
-    build: Callable
+    kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
+    build: Callable  # (model, AdamW's settings) -> Training
     sends: float
     whole: float
     shared: float = 0
-    sharing: Callable = lambda d: d
-    starts_apart: bool = True
-    dtype: str = "float32"
-    reference: Callable = ddp
-    sized: Callable | None = None
-    inside: Callable = in_place_of_gloos
-    of_rest: tuple = ()
+    sharing: Callable = lambda d: d  # how many of d ranks share
+    starts_apart: bool = True  # the constructor broadcasts rank 0's weights: tried by starting with others elsewhere
+    dtype: str = "float32"  # of the parameters
+    reference: Callable = ddp  # builds what it must agree with
+    sized: Callable | None = None  # sized(bucket_cap_mb) -> build, where it has buckets
+    inside: Callable = in_place_of_gloos  # the context in which it is measured: see exchange.py
+    of_rest: tuple = ()  # `whole` and `shared` of what the second of two optimizers steps
 
     def wire_bytes(self, numel, d):
         return self.sends * numel * (d - 1) / d
 
     def bytes_per_param(self, numel, d, optimizer):
-        held, buffers = self.whole + self.shared / self.sharing(d), getattr(optimizer, "bucket_buffer_bytes", 0)
+        held, both = self.whole + self.shared / self.sharing(d), getattr(optimizer, "optimizers", [optimizer])
         if self.of_rest:
             whole, shared = self.of_rest
-            n_rest = sum(param.numel() for group in optimizer.optimizers[0].param_groups for param in group["params"])
+            n_rest = sum(param.numel() for group in both[0].param_groups for param in group["params"])
             held += (whole + shared / d - held) * n_rest / numel
-            buffers = sum(getattr(one, "bucket_buffer_bytes", 0) for one in optimizer.optimizers)
-        return held + buffers / numel
+        return held + sum(getattr(one, "bucket_buffer_bytes", 0) for one in both) / numel
 
 
 # --------------------------------------- Stage 4 without a part of it: one half of its overlap, or what of it is tuning
@@ -349,9 +336,9 @@ def find(base, bucket_mb=None):
 def in_its_context(measure):
     """For a function (rank, settings, base, bucket_mb) that measures a row: it runs inside of its context."""
     @functools.wraps(measure)
-    def measured(rank, settings, base, bucket_mb=None):
-        with find(base, bucket_mb).inside():
-            return measure(rank, settings, base, bucket_mb)
+    def measured(rank, settings, *choice):
+        with find(*choice).inside():
+            return measure(rank, settings, *choice)
     return measured
 
 
@@ -393,9 +380,8 @@ def best(rows):
 
 def beside(choices, tuned):
     """`choices`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
-    listed = []
-    for choice in choices:
-        listed += [choice, *(one for one in tuned if one.base == choice.base and choice.bucket_mb is None)]
+    listed = [one for choice in choices for one in (
+        choice, *(one for one in tuned if one.base == choice.base and choice.bucket_mb is None))]
     return listed + [one for one in tuned if one not in listed]
 
 
