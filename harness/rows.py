@@ -42,7 +42,9 @@ class Choice(NamedTuple):
     @property
     def size(self):
         """To be shown: "2 MB"."""
-        return {None: "default", ONE_PARAMETER: "one-parameter"}.get(self.bucket_mb, f"{self.bucket_mb or 0:g} MB")
+        if self.bucket_mb is None:
+            return "default"
+        return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
 
 
 class OfChoice:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import bench
-from harness import command_line, every_row, examine, host_time, results, tables
+from harness import alone, command_line, every_row, examine, host_time, results, tables
 from harness.examine import Settings
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
@@ -35,12 +35,13 @@ NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--ro
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """Of bench.py in this process, whose ranks then start at once. Host time: of few tensors."""
+    """Of bench.py in this process, whose ranks then start at once. Host time of few tensors, state on few ranks."""
     path = tmp_path_factory.mktemp("results") / "bench.json"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", ["bench.py", *NANO, "--json", str(path)])
         short = functools.partial(host_time.measure_ranks, n_tensors=40, n_steps=1)
         patch.setattr(host_time, "measure_ranks", short)
+        patch.setattr(alone, "STATE_RANKS", (1, 4, 1024))
         bench.main()
     assert not end.value.code
     return results.from_json(Result, path.read_text())
