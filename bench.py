@@ -19,34 +19,34 @@ if __name__ == "__main__":
 import rich.console
 import rich.progress
 
-from harness import alone, corpus, every_row, examine, gpt, host_time, results, tables, timeline
+from harness import alone, corpus, every_row, examine, host_time, results, tables, timeline
 from harness import rows as catalogue
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.rows import Choice, is_asked
-from harness.workers import WorkerError, Workers
+from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "bench.py")
 
 
-def parse(rows, models):
+def parse():
+    rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     parser = command_line.Parser("bench.py", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
-    add("--model", help=f"one of {', '.join(models)} (default: tiny, on a GPU medium)")
+    add("--model", help=f"one of {', '.join(MODELS)} (default: tiny, on a GPU medium)")
     command_line.add_sizes(add, batch_size=4)
     add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32",
         help="rows with such parameters, and ddp (default float32)")
-    add("--tp", type=int, default=1, metavar="N", help="more rows, in which N ranks share each layer (default 1: none)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no exposed time, no model state: a look")
     add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
-    check_model(args, args.model or "medium", models)  # which of the defaults it is the ranks will say
+    check_model(args, args.model or "medium")  # which of the defaults it is the ranks will say
     of_dtype = [row for row in rows if row.dtype == args.dtype or args.rows == "variants"]
     choices = [Choice(row.name) for row in rows if is_asked(args.rows, row.name) and row in of_dtype
                and (args.rows or row not in catalogue.VARIANTS) or row.kind in ("reference", "noise")]
@@ -55,15 +55,13 @@ def parse(rows, models):
     return args, choices
 
 
-def check_model(args, model, models):
+def check_model(args, model):
     args = argparse.Namespace(**{**vars(args), "model": model})
-    command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout", "tp"), models, fail)
-    if reason := gpt.misfit(args.tp, args.ranks, models[model].n_heads, args.sequence_length):
-        fail(f"--tp {args.tp}: {reason}")
+    command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout"), MODELS, fail)
 
 
 def main():
-    args, choices = parse([*catalogue.ROWS, *catalogue.VARIANTS], MODELS)
+    args, choices = parse()
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     try:
         train, _ = corpus.split(corpus.load_bytes(args.data))
@@ -77,25 +75,22 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            model = args.model or examine.default_model(workers)
-            check_model(args, model, MODELS)
+            model = args.model or on_rank_0(workers, examine.default_model)
+            check_model(args, model)
             settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
-            more = (2 + rounds) * (args.tp > 1) + (0 if args.quick else len(choices) + 4)
+            more = 0 if args.quick else len(choices) + 4
             task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, choices) + more)
 
             def progress(text):
                 bar.update(task, advance=1, description=text)
             result = every_row.measure_rows(workers, settings, choices, progress)
-            if args.tp > 1:
-                result.shared = every_row.measure_shared(workers, settings, args.tp, progress)
-            if not args.quick:
-                if result.conditions.device == "cpu":  # of a GPU it would show when kernels are launched
-                    timeline.record_rows(workers, settings, result.rows, progress)
-                    results.keep_exposed_only(result.rows)
+            if not args.quick and result.conditions.device == "cpu":  # of a GPU: when kernels are launched
+                timeline.record_rows(workers, settings, result.rows, progress)
+                results.keep_exposed_only(result.rows)
             if not args.quick and not args.rows and args.dtype == "float32":  # what doesn't depend on these
                 progress("model state at any number of ranks")
-                result.model_state = alone.model_state(settings)
-                result.gathered = alone.gathered(settings)
+                result.model_state = alone.model_state(model)
+                result.gathered = alone.gathered(model)
                 result.caps = alone.caps()
                 result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
     except WorkerError as error:

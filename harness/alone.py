@@ -1,24 +1,34 @@
-"""What one process that plays rank 0 of d finds out: what stages hold and gather on any number of ranks."""
+"""What one process that plays rank 0 of d finds out: what a row holds, sends and waits for, on any number of ranks.
 
-import contextlib
+A dry run is a step of training that computes nothing: the core of a row's stage, on tensors without memory.
+"""
+
+import importlib
 import statistics
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg as fake_pg  # makes the backend "fake" known
+from torch.utils._pytree import tree_leaves
 
-import stage2_allgather
-import stage3_gradbuffer
 import stage4_overlap
-from harness.examine import adamw
-from harness.gpt import GPT, MODELS
-from harness.memory import Memory
+from harness import models
+from harness import rows as catalogue
+from harness.gpt import MODELS
+from harness.ledger import Ledger
+from harness.memory import StorageMemory, mark_grads, mark_state
 from harness.results import CapRow, GatheredRow, StateRow
+from harness.rows import Choice
+from stage4_overlap.transport import Exchange
 
 
-@contextlib.contextmanager
+@contextmanager
 def rank_0_of(d, rank=0):
     """While it is entered this process plays rank 0 of d, or another: torch's fake process group sends nothing."""
     hook = sys.excepthook
@@ -30,82 +40,300 @@ def rank_0_of(d, rank=0):
         sys.excepthook = hook  # which init_process_group wraps, each time once more
 
 
-STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-STATE_ROWS = [  # stage, dtypes of parameters and gradients, formula; that as a function of d and of b, see the notes
-    (3, stage3_gradbuffer, "bfloat16", "bfloat16", "4 + 16/d", lambda d, b: 4 + 16 / d),
-    (3, stage3_gradbuffer, "bfloat16", "float32", "6 + 12/d", lambda d, b: 6 + 12 / d),
-    (3, stage3_gradbuffer, "float32", "float32", "8 + 8/d", lambda d, b: 8 + 8 / d),
-    (4, stage4_overlap, "bfloat16", "float32", "2 + 16/d + b", lambda d, b: 2 + 16 / d + b),
-    (4, stage4_overlap, "float32", "float32", "4 + 12/d + b", lambda d, b: 4 + 12 / d + b),
-]
+# --------------------------------------------------------------------------------------------------------- A dry run
 
 
-def model_state(settings):
-    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows. b: stage
-    4's two bucket buffers."""
-    rows = []
-    for stage, package, dtype, grad_dtype, formula, theory in STATE_ROWS:
-        counts = {d: state_bytes(settings, d, package, dtype, grad_dtype) for d in STATE_RANKS}
-        rows.append(StateRow(f"stage {stage} {dtype}/{grad_dtype}", formula,
-                             {d: counted for d, (counted, _) in counts.items()},
-                             {d: theory(d, b) for d, (_, b) in counts.items()}))
-    return rows
+class Event(NamedTuple):
+    """Something that happens in a step, on rank 0, in `phase`: forward, backward or step.
 
-
-def state_bytes(settings, d, package, dtype, grad_dtype):
-    """-> bytes a parameter, and how many of them are bucket buffers. Of what outlives a step: the batch is one byte."""
-    # Stage 4 keeps sums in fp32 whatever the parameters are; reduce_dtype: exchanges as it does on gloo.
-    choice = "reduce_dtype" if package is stage4_overlap else "grad_dtype"
-    with rank_0_of(d), Memory("cpu") as memory:
-        model = GPT(MODELS[settings.model]).to(getattr(torch, dtype))
-        optimizer = package.DistributedOptimizer(model.parameters(), **adamw(settings),
-                                                 **{choice: getattr(torch, grad_dtype)})
-        tokens = torch.zeros(1, 1, dtype=torch.int64)
-        model(tokens, tokens).backward()
-        optimizer.step()
-        numel = sum(param.numel() for param in model.parameters())
-        return memory.live / numel, getattr(optimizer, "bucket_buffer_bytes", 0) / numel
-
-
-GATHERED = [  # stage, and how many elements its all-gathers bring together in a step, padding included
-    (2, stage2_allgather, lambda optimizer: optimizer.world_size * max(
-        sum(param.numel() for param in shard) for shard in optimizer.shards)),
-    (3, stage3_gradbuffer, lambda optimizer: sum(buffer.flat_params.numel() for buffer in optimizer.buffers)),
-    (4, stage4_overlap, lambda optimizer: sum(bucket.flat_params.numel() for bucket in optimizer.buckets)),
-]
-
-
-def gathered(settings):
-    """Elements that a step gathers, over those that the model has, at any number of ranks -> GatheredRows.
-
-    As the optimizers have shared them out; this process plays rank 0 of d, and nothing is stepped.
+    `what`: "compute": operators ran, of so many FLOPs or bytes read and written. "launch": a collective left, `kind` as
+    in the ledger, `n_bytes` of the full tensor. "wait": computing stops until launch `index` has arrived, of this step,
+    or with `lag` 1 of the step before. `live`: bytes that are alive by then. `group_size`, `stride`: a message travels
+    among so many ranks, one of every `stride`; 0: among all.
     """
-    rows = [GatheredRow(f"stage {stage}", {}) for stage, _, _ in GATHERED]
-    for d in STATE_RANKS:
-        with rank_0_of(d):
-            for row, (_, package, n_gathered) in zip(rows, GATHERED):
-                params = list(GPT(MODELS[settings.model]).parameters())
-                optimizer = package.DistributedOptimizer(params)
-                row.over_numel[d] = n_gathered(optimizer) / sum(param.numel() for param in params)
+    what: str
+    phase: str
+    flops: float = 0
+    n_bytes: int = 0
+    kind: str = ""
+    index: int = 0
+    lag: int = 0
+    live: int = 0
+    group_size: int = 0
+    stride: int = 1
+
+
+class Cost(NamedTuple):
+    """Of a micro-batch: bytes of activations at their peak; FLOPs of the forward pass."""
+    activations: float = 0
+    flops: float = 0
+
+
+class Recorded(NamedTuple):
+    """`held`: bytes by kind after a step, `theory`: their sum by the formula. `peak`: the most at one moment of a step,
+    activations included."""
+    numel: int
+    held: dict
+    theory: float
+    peak: float
+    events: list
+
+    def gathered(self):
+        """-> bytes of each all-gather."""
+        return [event.n_bytes for event in self.events if event.kind == "all_gather"]
+
+
+class Dry(StorageMemory):
+    """Counts memory and writes events down; collectives go nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.works, self.ledger = [], Ledger()
+        self.begin_step(0)
+
+    # torch would guard every operator against being compiled, which takes longer than all else here.
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+    def begin_step(self, number):
+        self.number, self.phase, self.events, self.n_launched, self.futures = number, "forward", [], 0, []
+        self.reset_peak()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "prim":  # asks for a property
+            return function(*args, **kwargs)
+        arguments = {**dict(zip([argument.name for argument in function._schema.arguments], args)), **kwargs}
+        if function.namespace == "c10d":
+            return self.launch(function._schema, args, arguments)
+        result = function(*args, **kwargs)
+        self.track(tensors_in(result))
+        self.compute(0, bytes_touched(function, arguments, result))
+        return result
+
+    def compute(self, flops, n_bytes):
+        """What has no FLOPs joins the event before, if that computes too."""
+        last = self.events[-1] if self.events else None
+        if last and not flops and (last.what, last.phase) == ("compute", self.phase):
+            self.events[-1] = last._replace(n_bytes=last.n_bytes + n_bytes, live=max(last.live, self.live))
+        elif flops or n_bytes:
+            self.events.append(Event("compute", self.phase, flops, n_bytes, live=self.live))
+
+    def launch(self, schema, args, arguments):
+        entry = self.ledger.entry_of(schema.name, arguments)
+        kind, work = entry.kind, FakeWork(self, args[0])
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one to the other
+            kind = "send" if (arguments["root_rank"] == 0) == (kind == "broadcast") else "recv"
+        first, second = [*dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"])), 1][:2]
+        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live,
+                                 group_size=entry.group_size, stride=max(1, second - first)))
+        self.n_launched += 1
+        self.works = [*self.works[-64:], work]  # alive until C++ has taken it
+        return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
+
+    def wait(self, number, index):
+        self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
+
+
+class FakeWork(dist.Work):
+    """The launch that comes next. It arrives nowhere; whoever waits for it is written down."""
+
+    def __init__(self, dry, tensors):
+        super().__init__()
+        self.dry, self.launch, self.tensors, self.is_known = dry, (dry.number, dry.n_launched), tensors, False
+
+    def wait(self, timeout=None):
+        if not self.is_known:
+            self.dry.wait(*self.launch)
+        self.tensors = None
+        return True
+
+    def is_completed(self):
+        """Who asks is told so when two more have left, and waits no more."""
+        self.is_known = self.launch < (self.dry.number, self.dry.n_launched - 2)
+        return self.is_known
+
+    def get_future(self):
+        self.dry.futures.append(self.launch[1])
+        future = torch.futures.Future()
+        future.set_result(self.tensors)
+        self.tensors = None
+        return future
+
+
+def tensors_in(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_touched(function, arguments, result):
+    """What an operator reads and writes in the device's memory. Views touch nothing, and neither do empty tensors."""
+    schema = function._schema
+    if function.is_view or "empty" in schema.name:
+        return 0
+    # A fused optimizer writes gradients only where it unscales them.
+    written = {one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write} - {"grads"}
+    unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
+    read = [value for name, value in arguments.items() if name not in unread]
+    made = [] if any(one.alias_info for one in schema.returns) else result
+    return sum(tensor.nbytes for tensor in tensors_in([read, [arguments.get(name) for name in written], made]))
+
+
+@contextmanager
+def fake(d, cap_mb=None, transport=None):
+    """This process is rank 0 of d, tensors have no memory, and stages are cores. `transport`: a class for stage 4's.
+
+    DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
+    """
+    assign, optimizer_class = dist._compute_bucket_assignment_by_size, catalogue.optimizer_class
+    stage_4 = stage4_overlap.optimizer.ShardedOptimizer
+    limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+
+    def in_order_of_gradients(tensors, _, sparse):
+        buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
+        return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
+
+    def core(package, *name):
+        module = {"stage": f"{package}.optimizer", "varia": package}.get(package[:5])
+        return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package, *name)
+    transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
+    with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core),
+          mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
+          mock.patch.object(stage_4, "transport_for", staticmethod(transport_for)),
+          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+                              _verify_params_across_processes=lambda *args: None)):
+        to_nowhere = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, to_nowhere)
+        yield
+
+
+def cost_of(spec, dtype, batch_size, sequence_length):
+    """-> Cost: activations of a forward and backward pass of the model itself, as counted; FLOPs by formula.
+
+    Causal attention counts like a full one, as in most published figures.
+    """
+    with FakeTensorMode(), Dry() as dry:  # on the meta device attention would be another one
+        model = models.build_model(spec, dtype)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
+        before = dry.live
+        dry.reset_peak()
+        model(tokens, targets).backward()
+        numel = sum(param.numel() for param in model.parameters())
+    attention = 4 * spec.n_layers * sequence_length * spec.width / spec.tensor_parallel
+    return Cost(dry.peak - before, batch_size * sequence_length * (2 * numel + attention))
+
+
+class Part(torch.autograd.Function):
+    """One parameter, as if its part of the model ran: it holds as much, takes as many FLOPs, and has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, param, cost, dry):
+        ctx.param, ctx.cost, ctx.dry = param, cost, dry
+        dry.hold(cost.activations)
+        dry.compute(cost.flops, 0)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.dry.compute(2 * ctx.cost.flops, 0)
+        ctx.dry.hold(-ctx.cost.activations)
+        return grad, torch.empty_like(ctx.param), None, None
+
+
+def stand_in(model, cost, dry):
+    """Replace `model.forward`: modules in the order in which they are registered. Hooks run; stage 4 waits in them."""
+    parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
+    total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
+
+    def forward():
+        x = torch.zeros((), requires_grad=True)
+        for module, params in parts:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+            for param in params:
+                x = Part.apply(x, param, Cost(*(value * param.numel() / total for value in cost)), dry)
+        return x
+    model.forward = forward
+
+
+def record(choice, spec, d, cost=Cost(), transport=None):
+    """Two steps of that row on rank 0 of d -> Recorded, of the second. `transport`: see `fake`."""
+    way = catalogue.find(*choice)
+    with fake(d, choice.bucket_mb, transport), Dry() as dry:
+        model = models.build_model(spec, way.dtype)
+        stand_in(model, cost, dry)
+        training = way.build(model, dict(fused=True))
+        for number in (0, 1):
+            dry.begin_step(number)
+            loss = (training.forward if number else model)()  # DDP would change its buckets after its first step
+            dry.phase = "backward"
+            loss.backward()
+            del loss
+            for index in dry.futures:  # DDP's C++ waits for them when the backward pass ends, and tells nobody
+                dry.wait(number, index)
+            dry.phase = "step"
+            training.update()
+            held = held_by(dry, training)
+            training.zero_grad()
+        numel = sum(param.numel() for param in model.parameters())
+        theory = way.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
+        return Recorded(numel, held, theory, dry.peak, dry.events)
+
+
+def held_by(memory, training):
+    """-> {kind: bytes}, after a step. What no kind knows are buffers: those that buckets travel in."""
+    params, inner = list(training.model.parameters()), getattr(training.optimizer, "optimizer", training.optimizer)
+    stepped = [param for group in inner.param_groups for param in group["params"]]
+    memory.mark("parameters", params)
+    mark_grads(memory, params + stepped)
+    memory.mark("main parameters", stepped)
+    mark_state(memory, inner)
+    found = memory.by_kind()
+    return {kind: found.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}
+
+
+# ------------------------------------------------------------------------------ What bench.py shows of dry runs
+
+
+STATE_RANKS = (1, 2, 4, 8, 64, 1024)
+STAGE_4 = Choice("stage 4 overlap")
+STATES = [  # parameters/gradients, the row, its formula, of which b are stage 4's two bucket buffers
+    ("stage 3 bfloat16/bfloat16", Choice("stage 3 bf16/bf16"), "4 + 16/d"),
+    ("stage 3 bfloat16/float32", Choice("stage 3 bf16/fp32"), "6 + 12/d"),
+    ("stage 3 float32/float32", Choice("stage 3 grad buffer"), "8 + 8/d"),
+    ("stage 4 bfloat16/float32", Choice("stage 4 overlap bf16"), "2 + 16/d + b"),
+    ("stage 4 float32/float32", STAGE_4, "4 + 12/d + b"),
+]
+GATHERED = {"stage 2": Choice("stage 2 all-gather"), "stage 3": Choice("stage 3 grad buffer"), "stage 4": STAGE_4}
+
+
+def model_state(model):
+    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows. Stage 4
+    exchanges parts, as on gloo."""
+    rows = []
+    for name, choice, formula in STATES:
+        found = {d: record(choice, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
+        rows.append(StateRow(name, formula, {d: sum(one.held.values()) / one.numel for d, one in found.items()},
+                             {d: one.theory / one.numel for d, one in found.items()}))
     return rows
+
+
+def gathered(model):
+    """Elements that a step gathers, padding included, over those that the model has, at any number of ranks ->
+    GatheredRows."""
+    def over_numel(one):
+        return sum(one.gathered()) / 4 / one.numel
+    return [GatheredRow(name, {d: over_numel(record(choice, models.NAMED[model], d)) for d in STATE_RANKS})
+            for name, choice in GATHERED.items()]
 
 
 def caps(d=2):
-    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of CapRows.
-
-    Tensors are without memory: the largest model has 4.8 GB of parameters.
-    """
+    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of CapRows."""
     rows = []
-    for name, config in MODELS.items():
-        with rank_0_of(d), FakeTensorMode():
-            params = list(GPT(config).parameters())
-            native, exchanged = (stage4_overlap.optimizer.ShardedOptimizer(params, reduce_dtype=dtype)
-                                 for dtype in (None, torch.float32))
-            numel = sum(param.numel() for param in params)
-            b_native, b_exchanged = (
-                sum(flat.nbytes for buffer in optimizer.idle for flat in {buffer.sent, buffer.received}) / numel
-                for optimizer in (native, exchanged))
-            sizes = [bucket.flat_params.nbytes for bucket in native.buckets]
-            rows.append(CapRow(name, d, 4 * numel, len(sizes), statistics.median(sizes), max(sizes), b_native,
-                               b_exchanged, 4 + 12 / d + b_native))
+    for name in MODELS:
+        native, exchanged = (record(STAGE_4, models.NAMED[name], d, transport=kind) for kind in (None, Exchange))
+        b_native, b_exchanged = (one.held["buffers"] / one.numel for one in (native, exchanged))
+        sizes = native.gathered()
+        rows.append(CapRow(name, d, 4 * native.numel, len(sizes), statistics.median(sizes), max(sizes), b_native,
+                           b_exchanged, 4 + 12 / d + b_native))
     return rows

@@ -63,10 +63,10 @@ def describe(rank, settings):
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
     make_batches(settings, rank)
     on_gpu = rank.device.type == "cuda"
-    machine = torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name()
     return Conditions(
-        machine=machine, torch=torch.__version__, python=platform.python_version(), backend=rank.backend,
-        device=rank.device.type, gpus=torch.cuda.device_count() if on_gpu else 0, ranks=rank.world_size,
+        machine=torch.cuda.get_device_name(rank.device) if on_gpu else _cpu_name(), torch=torch.__version__,
+        python=platform.python_version(), backend=rank.backend, device=rank.device.type,
+        gpus=torch.cuda.device_count() if on_gpu else 0, ranks=rank.world_size,
         threads_per_rank=torch.get_num_threads(), **settings._asdict(), parameters=numel, warmup_steps=WARMUP_STEPS,
         tolerance=tolerance(rank.world_size), commit=commit(), date=date.today().isoformat())
 
@@ -88,13 +88,9 @@ def made_here():
     return Made(_cpu_name(), torch.__version__, commit(), date.today().isoformat())
 
 
-def device_type(rank):
-    return rank.device.type
-
-
-def default_model(workers):
+def default_model(rank):
     """The one whose step takes long enough to show something there."""
-    return "medium" if on_rank_0(workers, device_type) == "cuda" else "tiny"
+    return "medium" if rank.device.type == "cuda" else "tiny"
 
 
 def _cpu_name():
@@ -154,11 +150,14 @@ def examine(rank, settings, base, bucket_mb=None):
         phases = {"model": memory.live}
         training = configuration.build(model, adamw(settings))
         phases["optimizer"] = memory.settled()
-        build_peak = memory.peak
-        first_peaks, after, peaks, activations, kinds = memory_of_steps(memory, training, batches)
-        phases.update({phase: after[phase] for phase in ("backward", "step")})
-        phases["peak"] = max(build_peak, *first_peaks.values(), *peaks.values())
-        peaks = {"build": build_peak, **{phase: peaks[phase] for phase in ("forward", "backward", "step")}}
+        build = {"build": memory.peak}
+        first_peaks, after, _ = memory_of_step(memory, training, batches[0])
+        training.zero_grad()
+        peaks, _, activations = memory_of_step(memory, training, batches[1])
+        held = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
+        training.zero_grad()
+        phases.update(backward=after["backward"], step=after["step"],
+                      peak=max([*build.values(), *first_peaks.values(), *peaks.values()]))
         if rank.device.type == "cuda":  # what tensors don't use of it belongs to torch's allocator, and to nobody else
             phases["reserved"] = memory.reserved
     dist.barrier()
@@ -175,21 +174,10 @@ def examine(rank, settings, base, bucket_mb=None):
         base, bucket_mb, configuration.kind, configuration.dtype, max_abs_diff=largest_difference(params, reference),
         collectives=ledger.collectives, message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes,
         line_bytes=line_bytes, wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),
-        memory_bytes=phases, peak_bytes=peaks, activation_bytes=activations, held_bytes=kinds,
-        bytes_per_param=sum(kinds.values()) / numel,
+        memory_bytes=phases, peak_bytes=build | peaks, activation_bytes=activations, held_bytes=held,
+        bytes_per_param=sum(held.values()) / numel,
         bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer)
     ), largest_difference(params, before)
-
-
-def memory_of_steps(memory, training, batches):
-    """Two steps, the first of which makes the state -> peaks within its phases, and bytes after each; of the second
-    peaks, activations, and what lives on after it, by kind."""
-    first_peaks, after, _ = memory_of_step(memory, training, batches[0])
-    training.zero_grad()
-    peaks, _, activations = memory_of_step(memory, training, batches[1])
-    held = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
-    training.zero_grad()
-    return first_peaks, after, peaks, activations, held
 
 
 def memory_of_step(memory, training, batch):
@@ -198,6 +186,8 @@ def memory_of_step(memory, training, batch):
     Activations: what is alive when the forward pass ends and was not before, but no parameters: FSDP2 gathers those.
     Afterwards `memory.by_kind()` tells parameters, gradients and state from the rest.
     """
+    peaks, after = {}, {}
+
     def without_params():
         memory.mark("parameters", training.model.parameters())
         return memory.live - memory.by_kind().get("parameters", 0)
@@ -205,8 +195,8 @@ def memory_of_step(memory, training, batch):
     def end(phase):
         after[phase], peaks[phase] = memory.settled(), memory.peak
         memory.reset_peak()
-    after, peaks = {}, {}
-    end("before")
+    memory.settled()
+    memory.reset_peak()
     before = without_params()
     loss = training.forward(*batch)
     end("forward")
@@ -240,19 +230,15 @@ def largest_difference(ones, others):
 @rows.in_its_context
 def time_steps(rank, settings, base, bucket_mb=None):
     """-> milliseconds of a steady step, and of the drain after the last, each on the slowest rank: see `steady`."""
-    training = make_training(rank, settings, rows.find(base, bucket_mb))
-    return time_training(rank, settings, training, make_batches(settings, rank))
+    training, batches = make_training(rank, settings, rows.find(base, bucket_mb)), make_batches(settings, rank)
+    for batch in batches[:WARMUP_STEPS]:
+        training.step(batch)
+    return steady(rank, training.step, batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps], training.finish)
 
 
 def make_training(rank, settings, configuration):
     gc.collect()
     return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
-
-
-def time_training(rank, settings, training, batches):
-    for batch in batches[:WARMUP_STEPS]:
-        training.step(batch)
-    return steady(rank, training.step, batches[WARMUP_STEPS:WARMUP_STEPS + settings.steps], training.finish)
 
 
 def steady(rank, step, batches, finish):

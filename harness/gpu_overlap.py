@@ -5,28 +5,25 @@ the given rate; what computes waits for it where it would wait for NCCL. So one 
 for what NCCL's kernels take from the others: some multiprocessors, and some of the memory's rate.
 """
 
-import contextlib
 import time
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
-from torch.nn.parallel import DistributedDataParallel
 
-from harness import pictures
+from harness import exchange, pictures
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.gpt import GPT, MODELS
 from harness.ledger import wire_bytes
 from harness.results import GpuStep, Message, RecordedStep, length, overlap, union
 from harness.tables import median, ratio, sheet_of
-from harness.training import Training
 
 D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
 SEQUENCE_LENGTH = 512
 COMPUTES_OVER_BYTES = 1.25  # of plain training, over DDP's all-reduce: the batch is chosen so
-WARMUP_STEPS, PROFILED_STEPS = 3, 4
+PROFILED_STEPS = 4
 GAP_S = 5e-5
 MARK_NS = 5_000  # a kernel that marks where a phase begins is shorter, every message longer
 ADAMW = {"lr": 1e-4, "fused": True}
@@ -81,38 +78,22 @@ class Link:
             future.set_result(bucket.buffer())  # there when this stream has come so far
         return future
 
-    @contextlib.contextmanager
     def played(self):
-        names = {"all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather",  # older and newer torch
-                 "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter"}
-        with mock.patch.multiple(dist, **{name: self.plays(kind) for name, kind in names.items()
-                                          if hasattr(dist, name)}):
-            yield
+        """A context in which torch's collectives are these."""
+        return mock.patch.multiple(dist, **{name: self.plays("reduce_scatter") for name in exchange.NAMES},
+                                   **{name: self.plays("all_gather") for name in exchange.GATHERS})
 
 
 def cycles_per_s(cycles=10**8):
     """Of the clock that torch.cuda._sleep() counts."""
     torch.cuda._sleep(cycles // 10)  # loads the kernel
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    torch.cuda._sleep(cycles)
-    torch.cuda.synchronize()
-    return cycles / (time.perf_counter() - start)
-
-
-def ddp(link, bucket_cap_mb=None):
-    """On a gloo group of one: DDP refuses a group whose messages go nowhere."""
-    def build(model, adamw):
-        wrapped = DistributedDataParallel(model, process_group=dist.new_group([0], backend="gloo"),
-                                          gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
-        wrapped.register_comm_hook(None, link.all_reduce_of_ddp)
-        return Training(model, wrapped, torch.optim.AdamW(model.parameters(), **adamw))
-    return build
+    return cycles / seconds_of(lambda: torch.cuda._sleep(cycles), torch.device("cuda"))
 
 
 def ways(link):
     return {
-        "computing alone": catalogue.compute_only, "ddp": ddp(link), "ddp, 100 MB buckets": ddp(link, 100),
+        "computing alone": catalogue.compute_only, "ddp": catalogue.ddp_of_one(hook=link.all_reduce_of_ddp),
+        "ddp, 100 MB buckets": catalogue.ddp_of_one(100, link.all_reduce_of_ddp),
         "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
         "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
         "stage 4 overlap, no prefetch": catalogue.stage(catalogue.STAGE_4),
@@ -120,14 +101,20 @@ def ways(link):
     }
 
 
-def seconds_a_step(training, batch, n_steps):
-    torch.cuda.synchronize()
+def seconds_of(function, device):
+    """Of one call, until the device has done what it launched."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - start
+
+
+def run(training, batch, n_steps=3):
     for _ in range(n_steps):
         training.step(batch)
     training.finish()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / n_steps
 
 
 def batch_of(size, device):
@@ -143,8 +130,8 @@ def fitting_batch(model_name, device):
     wanted = COMPUTES_OVER_BYTES * n_bytes / BYTES_PER_S
     seconds = {}
     for size in (1, 9):
-        seconds_a_step(training, batch_of(size, device), WARMUP_STEPS)
-        seconds[size] = seconds_a_step(training, batch_of(size, device), 3)
+        run(training, batch_of(size, device))
+        seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), 3), device) / 3
     return max(1, round(1 + (wanted - seconds[1]) * 8 / (seconds[9] - seconds[1])))
 
 
@@ -152,16 +139,13 @@ def profiled(training, link, batch):
     """Kernels of a step between others, as torch.profiler saw them -> RecordedStep. Its memory isn't recorded."""
     link.carried.clear()
     torch.cuda.synchronize()
-
-    def mark():
-        torch.cuda._sleep(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_STEPS):
-            mark()
+            torch.cuda._sleep(1)  # a mark
             loss = training.forward(*batch)
-            mark()
+            torch.cuda._sleep(1)
             loss.backward()
-            mark()
+            torch.cuda._sleep(1)
             training.update()
             training.zero_grad()
         training.finish()
@@ -187,12 +171,9 @@ def one_step(kernels, carried):
     return RecordedStep(
         exposed_seconds=length(travels) - length(overlap(travels, busy)), seconds=(last - first) / 1e9,
         phases=[("forward", *since(first, backward)), ("backward", *since(backward, update)),
-                ("step", *since(update, last))], busy=coarse(busy), communication=messages)
-
-
-def coarse(spans):
-    """Kernels with less between them than a picture shows are one span."""
-    return [(start, end - GAP_S) for start, end in union((start, end + GAP_S) for start, end in spans)]
+                ("step", *since(update, last))], communication=messages,
+        # Kernels with less between them than a picture shows are one span.
+        busy=[(start, end - GAP_S) for start, end in union((start, end + GAP_S) for start, end in busy)])
 
 
 def measure(device, model_name="medium", n_rounds=3):
@@ -206,7 +187,7 @@ def measure(device, model_name="medium", n_rounds=3):
             with device:
                 model = GPT(MODELS[model_name])
             trainings[name], steps[name] = build(model, ADAMW), []
-            seconds_a_step(trainings[name], batch, WARMUP_STEPS)
+            run(trainings[name], batch)
         for _ in range(n_rounds):
             for name, training in trainings.items():
                 steps[name].append(profiled(training, link, batch))

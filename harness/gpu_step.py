@@ -8,7 +8,6 @@ sharded update itself. The batch is one byte long, and backward() is outside the
 
 import importlib
 import statistics
-import time
 from datetime import date
 from unittest import mock
 
@@ -20,21 +19,12 @@ from harness import STAGES, command_line, gpu_overlap, host_time, memory, result
 from harness.alone import rank_0_of
 from harness.examine import commit
 from harness.gpt import GPT, MODELS
+from harness.gpu_overlap import seconds_of
 from harness.results import GpuConditions, GpuResult, GpuRow
 from harness.tables import gpu_sheet, host_sheet, sheet_text
 from harness.training import UPDATE_BYTES
 
 WARMUP_STEPS = 2  # the first one makes the state
-
-
-def seconds_of(function, device):
-    """Of one call, until the device has done what it launched."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    function()
-    wait()
-    return time.perf_counter() - start
 
 
 def n_allocations(device):

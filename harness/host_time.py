@@ -10,37 +10,26 @@ import statistics
 import time
 
 import torch
-import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 from harness import command_line
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.results import HostRow
 from harness.tables import host_sheet, sheet_text
-from harness.training import Training
 
 SIDE = 16  # of each matrix; tables.host_sheet names it
 BLOCK = 20  # matrices in a block, which is a unit of FSDP2
 WARMUP_STEPS = 5
-PHASES = ("forward", "backward", "step", "zero_grad")
+PHASES = ("forward", "backward", "step", "zero_grad", "whole")
 ADAMW = {"lr": 1e-3, "fused": True}
-
-
-def ddp(optimizer_cls, **kwargs):
-    """DDP alone, in a group of its own on gloo: it can't work with messages that go nowhere."""
-    def build(model, adamw):
-        wrapped = DistributedDataParallel(model, process_group=dist.new_group([0], backend="gloo"),
-                                          gradient_as_bucket_view=True)
-        return Training(model, wrapped, optimizer_cls(model.parameters(), **kwargs, **adamw))
-    return build
 
 
 BUILD = {
     "plain AdamW": catalogue.compute_only,
-    "ddp": ddp(torch.optim.AdamW),
-    "ddp + torch ZeRO": ddp(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
+    "ddp": catalogue.ddp_of_one(),
+    "ddp + torch ZeRO": catalogue.ddp_of_one(optimizer_cls=ZeroRedundancyOptimizer,
+                                             optimizer_class=torch.optim.AdamW),
     "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
     "stage 1 naive broadcast": catalogue.stage(catalogue.STAGE_1),
     "stage 2 all-gather": catalogue.stage(catalogue.STAGE_2),
@@ -57,23 +46,21 @@ class Chain(torch.nn.Module):
     def __init__(self, n_tensors):
         super().__init__()
         sizes = [min(BLOCK, n_tensors - start) for start in range(0, n_tensors, BLOCK)]
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(size))) for size in sizes)
+        self.blocks = torch.nn.Sequential(*(
+            torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(size))) for size in sizes))
 
     def forward(self, x, _):
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
+        return self.blocks(x).sum()
 
 
 def timed_step(training, x):
-    """-> seconds of each of PHASES."""
+    """-> seconds of each of PHASES, and of the whole step."""
     loss, marks = [], [time.perf_counter()]
     for phase in (lambda: loss.append(training.forward(x, None)), lambda: loss.pop().backward(), training.update,
                   training.zero_grad):
         phase()
         marks.append(time.perf_counter())
-    return [end - start for start, end in zip(marks, marks[1:])]
+    return [*(end - start for start, end in zip(marks, marks[1:])), marks[-1] - marks[0]]
 
 
 def measure_host(n_tensors, d, n_steps=60, device="cpu"):
@@ -82,23 +69,22 @@ def measure_host(n_tensors, d, n_steps=60, device="cpu"):
     with rank_0_of(d):
         trainings = {name: build(Chain(n_tensors).to(device), ADAMW) for name, build in BUILD.items()}
         x, times = torch.ones(1, SIDE, device=device), {name: [] for name in trainings}
-        for step in range(WARMUP_STEPS + n_steps):
+        for _ in range(WARMUP_STEPS + n_steps):
             for name, training in trainings.items():
-                seconds = timed_step(training, x)
+                times[name].append(timed_step(training, x))
                 wait()  # outside the clock: what is timed is the host
-                if step >= WARMUP_STEPS:
-                    times[name].append([*seconds, sum(seconds)])
         for training in trainings.values():
             training.finish()
         trainings.clear()
+
     def of_phases(found, figure):
-        return {phase: 1e3 * figure(column) for phase, column in zip((*PHASES, "whole"), zip(*found))}
+        return {phase: 1e3 * figure(column) for phase, column in zip(PHASES, zip(*found[WARMUP_STEPS:]))}
     return [HostRow(name, n_tensors, d, n_steps, of_phases(found, min), of_phases(found, statistics.median))
             for name, found in times.items()]
 
 
 def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, progress=lambda text: None):
-    """-> list of what `measure` returns, for each of `ranks`."""
+    """-> list of what `measure_host` returns, for each of `ranks`."""
     found = []
     for d in ranks:
         progress(f"host time as rank 0 of {d}")

@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class WatchedWork(dist.Work):
     """A Work that `thread`, an executor, waits for: gloo's own tells nobody, and may be waited for only once."""
 
-    def __init__(self, work, entry, thread):
+    def __init__(self, work, note, thread):
         super().__init__()
-        self.done = thread.submit(self.finish, work, entry)  # which lets go of `work`, and so of what has arrived
+        self.done = thread.submit(self.finish, work, note)  # which lets go of `work`, and so of what has arrived
 
     @staticmethod
-    def finish(work, entry):
+    def finish(work, note):
         try:
             work.wait()
         finally:
-            entry.completed_at = time.perf_counter()
+            note()
 
     def wait(self, timeout=None):
         self.done.result((timeout or dist.default_pg_timeout).total_seconds())
@@ -48,7 +48,6 @@ class Collective:
     wire_bytes: float
     launched_at: float
     completed_at: float | None = None
-    group_name: str = ""
 
 
 # Of torch.distributed: operator -> kind, and its arguments that are read and that are written. show/wires.py reads it.
@@ -93,7 +92,7 @@ def kind_and_tensors(operator, arguments):
 
 
 def wire_bytes(kind, size, group_size, backend):
-    """Bytes that one rank sends, on average, for one collective: the table at the top. `size` in bytes."""
+    """Bytes that one rank sends, on average, for one collective of `size` bytes."""
     if kind in ("recv", "barrier"):
         return 0
     if kind == "send":
@@ -118,18 +117,15 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.entries = []
+        self.under_way = []  # (entry, an event that is set when it is complete)
         self.threads = {}  # kind -> an executor of one thread: messages of a kind arrive in order
-        self.under_way = []  # entries whose end somebody else notes
         self.works = []  # to C++ a work that Python has let go of is none of ours any more
 
     def __exit__(self, *exception):
         """Waits until all that was launched is complete, unless an exception ends it."""
-        for entry in self.under_way if exception[0] is None else []:
-            until = time.perf_counter() + self.limit_s
-            while entry.completed_at is None:  # the callback runs a moment after whoever waited goes on
-                if time.perf_counter() > until:
-                    raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
-                threading.Event().wait(0.001)
+        for entry, is_complete in self.under_way if exception[0] is None else []:
+            if not is_complete.wait(self.limit_s):
+                raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
         for thread in self.threads.values():
             thread.shutdown(wait=False)
         self.threads = {}
@@ -173,8 +169,7 @@ class Ledger(TorchDispatchMode):
         dtype = next((tensor.dtype for tensors in used for tensor in tensors), None)
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
-        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter(),
-                          group_name=group.group_name)
+        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
 
     def _watch(self, entry, result):
         """Note when `entry` is complete -> what the caller gets in place of `result`."""
@@ -185,16 +180,21 @@ class Ledger(TorchDispatchMode):
         if work is None:  # NCCL: it is in the queue of the current stream, as any other kernel
             entry.completed_at = time.perf_counter()
             return result
-        self.under_way.append(entry)
+        is_complete = threading.Event()
+        self.under_way.append((entry, is_complete))
+
+        def note(_=None):
+            entry.completed_at = time.perf_counter()
+            is_complete.set()
         try:
             future = work.get_future()
         except RuntimeError:
             if entry.kind not in self.threads:
                 self.threads[entry.kind] = ThreadPoolExecutor(1)
-            self.works.append(WatchedWork(work, entry, self.threads[entry.kind]))
+            self.works.append(WatchedWork(work, note, self.threads[entry.kind]))
             boxed = self.works[-1].boxed()
             return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
-        future.add_done_callback(lambda _: setattr(entry, "completed_at", time.perf_counter()))
+        future.add_done_callback(note)
         return result
 
 

@@ -8,50 +8,39 @@ A small GPT on the source of Python's standard library; after the last step the 
 
 import dataclasses
 import statistics
-from typing import NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from harness import command_line, corpus, results
 from harness.examine import Settings, describe
 from harness.gpt import GPT, MODELS
 from harness.results import LossConditions, LossResult, LossRow
-from harness.rows import ddp_summed_in_bf16, stage
+from harness.rows import ddp, ddp_summed_in_bf16, stage
 from harness.tables import loss_sheet, sheet_text
-from harness.training import Training
 from harness.workers import Workers, on_rank_0
 
 SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
 BETAS = 0.95, 0.999
 
 
-class Way(NamedTuple):
-    build: object
-    base: str = "stage 4, fp32"
-    dtype: torch.dtype = torch.float32
-
-
-def ddp(model, adamw):
-    return Training(model, DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), **adamw))
-
-
-WAYS = {
-    "stage 4, fp32": Way(stage("stage4_overlap")),
-    "DDP": Way(ddp),
-    "DDP, summed in bf16": Way(ddp_summed_in_bf16),
-    "wire16": Way(stage("variants.wire16")),
-    "moments16": Way(stage("variants.moments16")),
-    "stage 4, bf16": Way(stage("stage4_overlap"), "stage 4, bf16", torch.bfloat16),
-    "remainder16, bf16": Way(stage("variants.remainder16"), "stage 4, bf16", torch.bfloat16),
+FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
+WAYS = {  # name -> how it is built, and the row that it is compared with, whose name says the dtype
+    FP32: (stage("stage4_overlap"), FP32),
+    "DDP": (ddp, FP32),
+    "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
+    "wire16": (stage("variants.wire16"), FP32),
+    "moments16": (stage("variants.moments16"), FP32),
+    BF16: (stage("stage4_overlap"), BF16),
+    "remainder16, bf16": (stage("variants.remainder16"), BF16),
 }
 
 
 def loss_of(rank, name, seed, n_steps, beta2):
     """-> the loss on the validation text, of this rank's part of it."""
     torch.manual_seed(seed)
-    model = GPT(MODELS[SETTINGS.model]).to(WAYS[name].dtype)
-    training = WAYS[name].build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
+    build, base = WAYS[name]
+    model = GPT(MODELS[SETTINGS.model]).to(torch.bfloat16 if base == BF16 else torch.float32)
+    training = build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
     train, validation = corpus.split(corpus.load_bytes())
     sizes = SETTINGS.batch_size, SETTINGS.sequence_length, rank.rank, rank.world_size
     batches = corpus.Batches(train, *sizes, seed=seed)
@@ -64,13 +53,13 @@ def loss_of(rank, name, seed, n_steps, beta2):
 
 def measure(workers, n_steps, n_seeds):
     """-> LossResult."""
-    found = dataclasses.asdict(on_rank_0(workers, describe, SETTINGS))
-    names = {field.name for field in dataclasses.fields(LossConditions)}
-    conditions = LossConditions(**{**{name: found[name] for name in names}, "steps": n_steps})
+    found = on_rank_0(workers, describe, SETTINGS._replace(steps=n_steps))
+    conditions = LossConditions(**{field.name: getattr(found, field.name) for field in
+                                   dataclasses.fields(LossConditions)})
     return LossResult(conditions, [
-        LossRow(name, way.base, beta2, [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
+        LossRow(name, base, beta2, [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
                                         for seed in range(n_seeds)])
-        for beta2 in BETAS for name, way in WAYS.items()])
+        for beta2 in BETAS for name, (_, base) in WAYS.items()])
 
 
 def main():

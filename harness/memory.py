@@ -20,6 +20,7 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 REST = "buffers"  # what nobody has marked: after a step that is what neither the model nor an optimizer calls its own
 KINDS = "parameters", "gradients", "state", REST
@@ -28,6 +29,13 @@ KINDS = "parameters", "gradients", "state", REST
 def Memory(device):
     """A counter for `device` (torch.device or str), to be entered with `with`."""
     return CudaMemory(device) if torch.device(device).type == "cuda" else StorageMemory()
+
+
+class Counted:
+    """What is known of a storage: where it lies, and the bytes that it counts with."""
+
+    def __init__(self, storage):
+        self.storage, self.span, self.n_bytes = weakref.ref(storage), None, 0
 
 
 class StorageMemory(TorchDispatchMode):
@@ -43,9 +51,9 @@ class StorageMemory(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = self.made = 0
         self.lock = threading.RLock()  # gloo's threads let go of tensors at any moment, and that is counted there
-        self.sizes = weakref.WeakKeyDictionary()  # storage -> [bytes that count, (start, stop) of its memory]
-        self.spans = Spans()
+        self.counted = weakref.WeakKeyDictionary()  # storage -> Counted
         self.kinds = weakref.WeakKeyDictionary()  # storage -> what `mark` has called it
+        self.starts, self.owners = [], {}  # where storages that count start, sorted; start -> the Counted that does
 
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_  # frees and brings back memory, and is no operator
@@ -68,69 +76,77 @@ class StorageMemory(TorchDispatchMode):
         return before
 
     def track(self, tensors):
-        """Counts tensors that were there before: the parameters of a model, say."""
+        """Counts tensors, also those that were there before: the parameters of a model, say."""
         for tensor in tensors:
-            self._track(tensor.untyped_storage())
+            for plain in plain_tensors(tensor):
+                self._track(plain.untyped_storage())
 
     def mark(self, kind, tensors):
         """Says what the storages of `tensors` are, for good: a storage keeps the first kind that it was given."""
-        for tensor in tensors:
-            for plain in plain_tensors(tensor):
-                with self.lock:
-                    owner = self.spans.owner(plain.untyped_storage())
-                self.kinds.setdefault(owner, kind)
+        with self.lock:
+            for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
+                self.kinds.setdefault(self._owner(plain.untyped_storage()), kind)
 
     def by_kind(self):
         """-> {kind: bytes of it that are alive, …, REST: bytes}: every storage counts once, the sum is `live`."""
         found = collections.Counter({REST: 0})
-        for storage, size in list(self.sizes.items()):
-            found[self.kinds.get(storage, REST)] += size[0]
+        for storage, one in list(self.counted.items()):
+            found[self.kinds.get(storage, REST)] += one.n_bytes
         return dict(found)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        torch.utils._pytree.tree_map_only(torch.Tensor, self._track_tensor, result)
-        return result
-
-    def _track_tensor(self, tensor):
-        self.track(plain_tensors(tensor))
-
-    def _track(self, storage):
-        with self.lock:
-            self._track_alone(storage)
-
-    def _track_alone(self, storage):
-        size = self.sizes.get(storage)
-        if size is None:
-            size = self.sizes[storage] = [0, None]
-            weakref.finalize(storage, self._add, size, None, 0)
-        span = span_of(storage)
-        if size[1] != span:
-            counts = self.spans.owner(storage) is storage
-            for inside in self.spans.take(span, size, storage) if counts else ():  # they counted, until this was seen
-                if inside in self.kinds:
-                    self.kinds.setdefault(storage, self.kinds[inside])
-                self._add(self.sizes[inside], self.sizes[inside][1], 0)
-            self._add(size, span, storage.nbytes() if counts else 0)
-
-    def _add(self, size, span, n_bytes):
-        """A storage, known by its list `size`, now lies at `span` and counts with `n_bytes`; it may have been freed."""
-        with self.lock:
-            if not n_bytes:
-                self.spans.drop(size)
-            self.live += n_bytes - size[0]
-            self.made += max(0, n_bytes - size[0])
-            size[:] = n_bytes, span
-            self.peak = max(self.peak, self.live)
 
     def hold(self, n_bytes):
         """Counts bytes of which no tensor is known; fewer than 0: they are freed."""
         self.live += n_bytes
         self.peak = max(self.peak, self.live)
 
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.track(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+    def _track(self, storage):
+        with self.lock:
+            one = self.counted.get(storage)
+            if one is None:
+                one = self.counted[storage] = Counted(storage)
+                weakref.finalize(storage, self._forget, one)
+            span = start, stop = span_of(storage)
+            if one.span == span:
+                return
+            self._forget(one)  # where it was
+            one.span = span
+            if start == stop or self._owner(storage) is not storage:
+                return
+            if start:
+                first, last = (bisect.bisect_left(self.starts, address) for address in span)
+                for inside in [self.owners[address] for address in self.starts[first:last]]:
+                    if (kind := self.kinds.get(inside.storage() or storage)) is not None:
+                        self.kinds.setdefault(storage, kind)
+                    self._forget(inside)  # it counted, until this was seen
+                bisect.insort(self.starts, start)
+                self.owners[start] = one
+            one.n_bytes = stop - start
+            self.made += one.n_bytes
+            self.hold(one.n_bytes)
+
+    def _owner(self, storage):
+        """-> the storage that counts, in whose memory `storage` lies; as a rule itself."""
+        start, stop = span_of(storage)
+        before = bisect.bisect_right(self.starts, start)
+        owner = self.owners[self.starts[before - 1]] if start and before else None
+        return owner and stop <= owner.span[1] and owner.storage() or storage
+
+    def _forget(self, one):
+        """It counts no more."""
+        with self.lock:
+            if one.n_bytes and self.owners.get(one.span[0]) is one:
+                del self.owners[one.span[0]], self.starts[bisect.bisect_left(self.starts, one.span[0])]
+            self.live -= one.n_bytes
+            one.n_bytes = 0
+
     def _resized(self, storage, size):
         self.resize(storage, size)
-        if storage in self.sizes:
+        if storage in self.counted:
             self._track(storage)
         return storage
 
@@ -139,45 +155,6 @@ def span_of(storage):
     """-> (start, stop): where its memory lies; of a fake one, which has none, as many bytes from 0 on."""
     start = 0 if storage.device.type == "meta" else storage.data_ptr()
     return start, start + storage.nbytes()
-
-
-class Spans:
-    """Which storage counts for an address: the one that holds the others that lie there.
-
-    Attributes:
-        starts: where each of them starts, sorted.
-        at: start -> stop, the list by which its counter knows it, and a weak reference to it.
-    """
-
-    def __init__(self):
-        self.starts, self.at = [], {}
-
-    def owner(self, storage):
-        """-> the storage in whose memory `storage` lies; as a rule itself."""
-        start, stop = span_of(storage)
-        before = bisect.bisect_right(self.starts, start)
-        if start and before:
-            its_stop, _, owner = self.at[self.starts[before - 1]]
-            if stop <= its_stop:
-                return owner() or storage
-        return storage
-
-    def take(self, span, size, storage):
-        """Of a new owner. -> those before that lie in its memory, which own nothing from now on."""
-        self.drop(size)  # from where it was
-        start, stop = span
-        if not start or start == stop:
-            return []
-        first, last = bisect.bisect_left(self.starts, start), bisect.bisect_left(self.starts, stop)
-        inside = [self.at.pop(other)[2]() for other in self.starts[first:last]]
-        self.starts[first:last] = [start]
-        self.at[start] = stop, size, weakref.ref(storage)
-        return [other for other in inside if other is not None]
-
-    def drop(self, size):
-        start = size[1][0] if size[1] else 0
-        if start in self.at and self.at[start][1] is size:
-            del self.at[start], self.starts[bisect.bisect_left(self.starts, start)]
 
 
 def plain_tensors(tensor):
@@ -202,7 +179,7 @@ def mark_state(memory, optimizer):
     for one in getattr(optimizer, "optimizers", ()):  # a pair
         mark_state(memory, one)
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
-    values = torch.utils._pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    values = tree_leaves([list(state.values()) for state in optimizer.state.values()])
     mark_grads(memory, stepped)
     memory.mark("state", stepped + [value for value in values if isinstance(value, torch.Tensor)])
     for inner in vars(optimizer).values():

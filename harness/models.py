@@ -53,14 +53,13 @@ class LlamaBlock(nn.Module):
         self.gate, self.up = (nn.Linear(spec.width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, spec.width, bias=False)
 
-    def forward(self, x):
-        B, T, C = x.shape
-        y = self.attention_norm(x)  # (B, T, C)
-        q, k, v = (to(y).view(B, T, -1, self.head).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
+    def forward(self, x):  # (B, T, C)
+        y = self.attention_norm(x)
+        q, k, v = (to(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        x = x + self.project(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+        x = x + self.project(y.transpose(1, 2).flatten(2))
         y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # (B, T, C)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nn.Module):
@@ -71,7 +70,7 @@ class Llama(nn.Module):
         self.blocks = nn.Sequential(*(LlamaBlock(spec) for _ in range(spec.n_layers)))
         self.norm, self.head = nn.RMSNorm(spec.width), nn.Linear(spec.width, vocabulary, bias=False)
 
-    def forward(self, tokens, targets):
+    def forward(self, tokens, targets):  # (B, T) each
         x = self.blocks(self.token_embedding(tokens))  # (B, T, C)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
@@ -81,23 +80,12 @@ def build_model(spec, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        return Llama(spec) if spec.n_kv_heads else gpt(spec)
+        if spec.n_kv_heads:
+            return Llama(spec)
+        model = GPT(GPTConfig(spec.n_layers, spec.n_heads, spec.width, spec.positions, lr=0.0))
+        model.token_embedding = nn.Embedding(spec.vocabulary, spec.width)
+        model.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
+        model.head.weight = model.token_embedding.weight
+        return model
     finally:
         torch.set_default_dtype(before)
-
-
-def gpt(spec):
-    model = GPT(GPTConfig(spec.n_layers, spec.n_heads, spec.width, spec.positions, lr=0.0))
-    model.token_embedding = nn.Embedding(spec.vocabulary, spec.width)
-    model.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
-    model.head.weight = model.token_embedding.weight
-    return model
-
-
-def forward_flops(spec, numel, batch_size, sequence_length):
-    """Of `numel` parameters in matrix products, and of attention, on one rank. A backward pass takes twice as many.
-
-    Causal attention counts like a full one, as in most published figures.
-    """
-    attention = 4 * spec.n_layers * sequence_length * spec.width / spec.tensor_parallel
-    return batch_size * sequence_length * (2 * numel + attention)

@@ -9,7 +9,6 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import stage2_allgather
 import stage4_overlap
@@ -52,7 +51,7 @@ def ddp_and_muon(model, adamw):
     """Every rank orthogonalises every matrix."""
     own = functools.partial(reference.DistributedOptimizer, average_gradients=False)
     training = sharded(own, own)(model, adamw)
-    training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    training.forward = reference.in_ddp(model)
     return training
 
 

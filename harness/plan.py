@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import command_line, dry_run, models, pictures
+from harness import alone, command_line, models, pictures
 from harness import results as saved
 from harness import rows as catalogue
 from harness.examine import made_here
@@ -17,46 +17,28 @@ from harness.replay import Hardware, calibrated, replay
 from harness.results import Check, ModelledRun, PlanConditions, PlanResult, PlanRow, PlanSize, PublishedRun
 from harness.rows import Choice
 from harness.tables import plan_sheets, sheet_text
+from stage4_overlap.transport import GlooTransport
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
 STAGE_4 = {"stage 4 overlap", "stage 4 bf16", catalogue.PLANNED[-1].name}  # whose buckets' sizes have a table
 BUCKETED = STAGE_4 | {"ddp", "ddp bf16"}
 RANKS = (1, 8, 64, 1024)  # that all rows are counted at
-CAPS_MB = (100, 400, 1600, 6400)  # buckets that are tried beside the default
+CAPS_MB = (None, 100, 400, 1600, 6400)  # buckets that are tried, the default first
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
 MICRO_BATCHES = 8  # of the step that accumulates
 EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
 # As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
 DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312e12, 2.0e12, 300e9, 100e9)}
 
+
 class Planner:
-    """Runs rows dry, in processes of their own, and replays them: `workers` is a ProcessPoolExecutor.
+    """`recorded`: (Choice, d) -> alone.Recorded, of all rows that were run dry."""
 
-    `recorded`: (Choice, d) -> dry_run.Recorded, of all that were run.
-    """
-
-    def __init__(self, args, workers):
-        self.args, self.workers, self.recorded, device = args, workers, {}, DEVICES[args.device]
-        self.spec, self.room = args.spec._replace(tensor_parallel=args.tensor_parallel), args.device_memory * 1e9
-        flops = device.flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32 is half as fast as 16 bits
-        self.hardware = device._replace(flops=flops, sharing=args.tensor_parallel)
-        self.cost = workers.submit(dry_run.cost_of, self.spec, DTYPES[args.dtype], args.batch_size,
-                                   args.sequence_length).result()
-
-    def run(self, choices, ranks):
-        """Each row on each number of ranks."""
-        found = {(choice, d): self.workers.submit(dry_run.record, choice, self.spec, d, self.cost)
-                 for choice in choices for d in ranks if (choice, d) not in self.recorded}
-        self.recorded.update((task, one.result()) for task, one in found.items())
-
-    def fits(self, choice, d):
-        return self.recorded[choice, d].peak <= self.room
-
-    def is_bucket(self, choice):
-        """Two buffers take at most half of what whole gradients would: stage 3 keeps those, and has no buckets."""
-        held = self.recorded[choice, self.args.world].held
-        return held["buffers"] <= held["parameters"] / 2
+    def __init__(self, args, recorded=()):
+        self.args, self.recorded, self.room = args, dict(recorded), args.device_memory * 1e9
+        flops = DEVICES[args.device].flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32: half of 16 bits
+        self.hardware = DEVICES[args.device]._replace(flops=flops, sharing=args.tensor_parallel)
 
     def ms(self, choice, d, micro_batches=None, exchange_each=False):
         """Of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
@@ -64,49 +46,62 @@ class Planner:
         return 1e3 * replay(self.recorded[choice, d].events, self.hardware, d, k, exchange_each).seconds / k
 
     def sizes(self, base):
-        """-> Choices of a size of bucket, the default first; few rows have buckets."""
-        caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else [None, *CAPS_MB]
+        """-> Choices of a size of bucket; few rows have buckets."""
+        caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
         return [Choice(base, cap_mb) for cap_mb in (caps_mb if base in BUCKETED else [None])]
+
+    def is_bucket(self, choice):
+        """Two buffers take at most half of what whole gradients would: stage 3 keeps those, and has no buckets."""
+        held = self.recorded[choice, self.args.world].held
+        return held["buffers"] <= held["parameters"] / 2
 
     def tuned(self, base):
         """-> the smallest size with which it is as fast as with any, of those that are buckets and fit."""
         sizes = [choice for choice in self.sizes(base) if self.is_bucket(choice)] or self.sizes(base)
-        fitting = [choice for choice in sizes if self.fits(choice, self.args.world)] or sizes
+        fitting = [choice for choice in sizes if self.recorded[choice, self.args.world].peak <= self.room] or sizes
         ms = {choice: self.ms(choice, self.args.world) for choice in fitting}
         return next(choice for choice in fitting if ms[choice] <= AS_FAST * min(ms.values()))
 
+    def size(self, choice):
+        return PlanSize(*choice, ms=self.ms(choice, self.args.world), is_bucket=self.is_bucket(choice),
+                        peak=self.recorded[choice, self.args.world].peak)
 
-def plan(planner):
-    """-> PlanResult: counts and times at several d, and the step at --world."""
-    args, bases = planner.args, ROWS[planner.args.dtype]
-    ranks = sorted({d for d in RANKS if d < args.world} | {args.world})
-    planner.run([choice for base in bases for choice in planner.sizes(base)], [args.world])  # all at once
+    def row(self, choice, ranks):
+        counted, world = {d: self.recorded[choice, d] for d in ranks}, self.args.world
+        last, formula = counted[world], functools.partial(catalogue.find(*choice).bytes_per_param, 1)
+        all_of_it, of_two = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (1, 2))
+        shared, whole = 2 * (all_of_it - of_two), 2 * of_two - all_of_it
+        too_few = [d for d in ranks if counted[d].peak > self.room]
+        return PlanRow(
+            *choice, formula=f"{whole:g}{f' + {shared:g}/d' * bool(shared)}{' + b' * (choice.base in STAGE_4)}",
+            held=last.held, padding=sum(last.held.values()) - last.theory, peak=last.peak,
+            fits_from=next((d for d in ranks if d > max(too_few, default=0)), 0),
+            bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
+            bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
+            ms={d: self.ms(choice, d) for d in ranks}, once_ms=self.ms(choice, world, MICRO_BATCHES),
+            each_ms=self.ms(choice, world, MICRO_BATCHES, exchange_each=True),
+            step=replay(last.events, self.hardware, world, self.args.accumulate))
+
+
+def plan(args, workers):
+    """-> PlanResult: counts and times at several d, and the step at --world. Rows are run dry by `workers`."""
+    planner, bases = Planner(args), ROWS[args.dtype]
+    spec, ranks = args.spec._replace(tensor_parallel=args.tensor_parallel), sorted({*RANKS, args.world})
+    ranks = ranks[:ranks.index(args.world) + 1]
+    cost = workers.submit(alone.cost_of, spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
+
+    def run(tasks):
+        found = {(choice, d): workers.submit(alone.record, choice, spec, d, cost) for choice, d in tasks}
+        planner.recorded.update((task, one.result()) for task, one in found.items())
+    run((choice, args.world) for base in bases for choice in planner.sizes(base))
     choices = [planner.tuned(base) for base in bases]
-    planner.run(choices, ranks)
+    run((choice, d) for choice in choices for d in ranks[:-1])
     asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "spec")}
-    numel = planner.recorded[choices[-1], args.world].numel
-    conditions = PlanConditions(**asked, parameters=numel, activations=planner.cost.activations,
-                                efficiency=EFFICIENCY, **planner.hardware._asdict(), made=made_here())
-    sizes = [PlanSize(*choice, ms=planner.ms(choice, args.world), peak=planner.recorded[choice, args.world].peak,
-                      is_bucket=planner.is_bucket(choice))
-             for base in bases if base in STAGE_4 for choice in planner.sizes(base)]
-    return PlanResult(conditions, [plan_row(planner, choice, ranks) for choice in choices], sizes)
-
-
-def plan_row(planner, choice, ranks):
-    counted, world = {d: planner.recorded[choice, d] for d in ranks}, planner.args.world
-    last, formula = counted[world], functools.partial(catalogue.find(*choice).bytes_per_param, 1)
-    all_of_it, of_two = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (1, 2))
-    shared, whole = 2 * (all_of_it - of_two), 2 * of_two - all_of_it
-    return PlanRow(
-        *choice, formula=f"{whole:g}{f' + {shared:g}/d' * bool(shared)}{' + b' * (choice.base in STAGE_4)}",
-        held=last.held, padding=sum(last.held.values()) - last.theory, peak=last.peak,
-        fits_from=next((d for d in ranks if all(planner.fits(choice, more) for more in ranks if more >= d)), 0),
-        bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
-        bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
-        ms={d: planner.ms(choice, d) for d in ranks}, once_ms=planner.ms(choice, world, MICRO_BATCHES),
-        each_ms=planner.ms(choice, world, MICRO_BATCHES, exchange_each=True),
-        step=replay(last.events, planner.hardware, world, planner.args.accumulate))
+    conditions = PlanConditions(
+        **asked, parameters=planner.recorded[choices[-1], args.world].numel, activations=cost.activations,
+        efficiency=EFFICIENCY, **planner.hardware._asdict(), made=made_here())
+    return PlanResult(conditions, [planner.row(choice, ranks) for choice in choices],
+                      [planner.size(choice) for base in bases if base in STAGE_4 for choice in planner.sizes(base)])
 
 
 # ------------------------------------------------------------------------------- the check: modelled time beside runs
@@ -119,27 +114,22 @@ ALONE = Choice("compute only")
 
 def two_hosts():
     """This project's own runs, at each rate, and of sweeps of bucket size -> list of ModelledRuns."""
-    found = []
-    for result in saved.at_all_rates():
-        alone_ms = result.timed(ALONE.base).median_ms
-        for conditions, rows in [(result.conditions, result.rows),
-                                 *([(result.sweep.conditions, result.sweep.rows)] if result.sweep else [])]:
-            found += modelled(result.conditions, conditions, rows, alone_ms)
-    return found
+    return [run for result in saved.at_all_rates() for table in (result, result.sweep) if table
+            for run in modelled(result.conditions, table.conditions, table.rows, result.timed(ALONE.base).median_ms)]
 
 
 def modelled(line, c, rows, alone_ms):
     """-> ModelledRuns of one table, of Conditions `c`, on the line of Conditions `line`."""
     spec = models.NAMED[c.model]
-    cost = dry_run.cost_of(spec, "float32", c.batch_size, c.sequence_length)
+    cost = alone.cost_of(spec, "float32", c.batch_size, c.sequence_length)
     hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * line.bits_per_second / 8, per_node=1,
                      latency_between=HOST_LATENCY, backend="exchange")
-    alone = dry_run.record(ALONE, spec, 1, cost).events
-    hosts = calibrated("flops", lambda one: replay(alone, one, 1).seconds, hosts, alone_ms / 1e3)
+    computing = alone.record(ALONE, spec, 1, cost).events
+    hosts = calibrated("flops", lambda one: replay(computing, one, 1).seconds, hosts, alone_ms / 1e3)
     timed = sorted((row for row in rows if row.rounds_ms and row.base in (*catalogue.LADDER, "owner reduce")),
                    key=lambda row: row.name)
     return [ModelledRun(line.rate, *row.choice, row.median_ms, 1e3 * replay(
-        dry_run.record(row.choice, spec, c.ranks, cost, gloo=True).events, hosts, c.ranks).seconds) for row in timed]
+        alone.record(row.choice, spec, c.ranks, cost, GlooTransport).events, hosts, c.ranks).seconds) for row in timed]
 
 
 # LLaMA-13B, sequences of 2048 on 8 x A100-80GB a node, tokens/s a GPU: (optimizer, GPUs, sequences a step, sequences a
@@ -168,7 +158,7 @@ def step_of(run, hardware, is_hidden=True):
 def recorded_13b(kind, d, batch):
     spec = models.NAMED["13b"]._replace(tensor_parallel=SHARING)
     choice = {"overlapped": Choice("stage 4 bf16", 400), "distributed": Choice("stage 3 bf16/fp32")}[kind]
-    return dry_run.record(choice, spec, d, dry_run.cost_of(spec, "bfloat16", batch, LENGTH)).events
+    return alone.record(choice, spec, d, alone.cost_of(spec, "bfloat16", batch, LENGTH)).events
 
 
 def published():
@@ -176,19 +166,24 @@ def published():
     def tokens(run):  # in a step, for each GPU
         return run[2] * LENGTH / run[1]
 
+    def seconds(run):
+        return tokens(run) / run[-1]
+
     def rows(what, runs, hardware, is_hidden=True):
         return [PublishedRun(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
-    first, (less, more) = PUBLISHED[0], A_USERS[:2]
+    less, more = A_USERS[:2]  # these differ in micro-batches alone, which send nothing: computing and the line apart
     a100 = DEVICES["a100"]._replace(sharing=SHARING)
-    theirs = calibrated("flops", lambda one: step_of(first, one), a100, tokens(first) / first[-1])
-    # These two differ in micro-batches alone, which send nothing: they tell computing and the line apart.
+    theirs = calibrated("flops", lambda one: step_of(PUBLISHED[0], one), a100, seconds(PUBLISHED[0]))
     users = calibrated("flops", lambda one: step_of(more, one) - step_of(less, one), a100,
-                       tokens(more) / more[-1] - tokens(less) / less[-1])
-    users = calibrated("between", lambda one: step_of(less, one), users, tokens(less) / less[-1])
+                       seconds(more) - seconds(less))
+    users = calibrated("between", lambda one: step_of(less, one), users, seconds(less))
     return ([(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
             [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
              *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
              *rows("none hidden", A_USERS[2:], users, False)])
+
+
+# --------------------------------------------------------------------------------------------------------- the program
 
 
 fail = functools.partial(command_line.fail, "plan")
@@ -236,7 +231,7 @@ def parse():
 def main():
     args = parse()
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
-        result = plan(Planner(args, workers))
+        result = plan(args, workers)
         if args.check:
             here, elsewhere = workers.submit(two_hosts), workers.submit(published)
             result.check = Check(here.result(), *elsewhere.result())

@@ -145,6 +145,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.share()
 
 
+def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
+    """`bucket_cap_mb`: of DDP, in MiB; None is its default, 25. `hook`: a communication hook of DDP."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
 def bf16_sum(_, bucket):
     """What torch's bf16_compress_hook does, which refuses gloo."""
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
@@ -165,6 +173,6 @@ def ddp_16bit(bucket_cap_mb=None):
     """DDP averages 16-bit gradients while backward runs, and AdamW steps fp32 copies on every rank."""
     def build(model, adamw):
         training = MainParamsTraining(model, adamw, world_size=1)
-        training.forward = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        training.forward = in_ddp(model, bucket_cap_mb)
         return training
     return build

@@ -52,8 +52,7 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
 
 def accumulated(events, micro_batches, exchange_each):
     """Events of a step of one micro-batch -> of several. `exchange_each`: every backward pass exchanges its gradients,
-    or else the last one does."""
-    # Who has waited for parameters once waits no more.
+    or else the last one does. Who has waited for parameters once waits no more."""
     passes = [event for event in events if event.phase != "step"
               and (exchange_each or event.what == "compute" or event.lag)]
     return passes * (micro_batches - 1) + events
@@ -72,7 +71,7 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
                 clock += event.flops / hardware.flops + event.n_bytes / hardware.memory_rate
                 busy.append((start, clock))
             elif event.what == "wait":
-                clock = max(clock, arrived[step - event.lag, event.index] if step >= event.lag else 0.0)
+                clock = max(clock, arrived.get((step - event.lag, event.index), 0.0))
             else:
                 used = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
                 leaves = max(clock, *(free_at[direction] for direction in used))

@@ -59,22 +59,6 @@ def length(spans):
 # ---------------------------------------------------------------------------- What is kept of each kind of measurement
 
 
-class SharedRow(Kept):
-    """Of a model whose layers are shared by `tp` ranks each. Bytes of a rank and step: sent among data-parallel and
-    among tensor-parallel ranks, held after a step by kind. `ddp_ms`: DDP's, in the same rounds."""
-    name: str
-    tp: int
-    error: str | None = None
-    rounds_ms: list[float] = field(default_factory=list)
-    ddp_ms: list[float] = field(default_factory=list)
-    max_abs_diff: float | None = None
-    dp_bytes: int | None = None
-    tp_bytes: int | None = None
-    held_bytes: dict[str, int] = field(default_factory=dict)
-    activation_bytes: int | None = None
-    peak_bytes: int | None = None
-
-
 class Message(Kept):
     """`bytes` of the full tensor; times in seconds from the start of the step."""
     kind: str
@@ -246,7 +230,6 @@ class Result(Kept):
     gathered: list[GatheredRow] = field(default_factory=list)
     caps: list[CapRow] = field(default_factory=list)
     host: list[list[HostRow]] = field(default_factory=list)
-    shared: list[SharedRow] = field(default_factory=list)
     sweep: Sweep | None = None
     accumulation: Accumulation | None = None
     other_rates: list["Result"] = field(default_factory=list)

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
 from harness import STAGES, muon
 from harness.exchange import in_place_of_gloos, start
-from harness.reference import bf16_sum, ddp_16bit, in_16_bits, rounded
+from harness.reference import bf16_sum, ddp_16bit, in_16_bits, in_ddp, rounded
 from harness.training import ShardedTraining, Training
 
 # What the variants are compared with: --rows variants measures these, too.
@@ -51,17 +50,9 @@ class Choice(NamedTuple):
 class OfChoice:
     """For what has the two fields of a Choice, and its names."""
 
-    @property
-    def choice(self):
-        return Choice(self.base, self.bucket_mb)
-
-    @property
-    def name(self):
-        return self.choice.name
-
-    @property
-    def size(self):
-        return self.choice.size
+    choice = property(lambda self: Choice(self.base, self.bucket_mb))
+    name = property(lambda self: self.choice.name)
+    size = property(lambda self: self.choice.size)
 
 
 # ------------------------ Ways to train the same model on the same data: each a small function that sets one of them up
@@ -82,15 +73,15 @@ class ComputeAndBytes(Training):
 
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
-        numel, d = sum(param.numel() for param in model.parameters()), dist.get_world_size()
+        numel, rank, d = sum(param.numel() for param in model.parameters()), dist.get_rank(), dist.get_world_size()
         n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
-        self.sizes = [min(PIECE, n - start) for start in range(0, n, PIECE)]
+        sent, received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
+        self.messages = [(sent[:n - start], (rank + 1) % d, received[:n - start], (rank - 1) % d)
+                         for start in range(0, n, PIECE)]
         self.optimizer.bucket_buffer_bytes = 2 * 4 * PIECE
-        self.sent, self.received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
-        self.to, self.by = (dist.get_rank() + 1) % d, (dist.get_rank() - 1) % d
 
     def _send_and_compute(self, tokens, targets):
-        self.works = start([(self.sent[:size], self.to, self.received[:size], self.by) for size in self.sizes], None)
+        self.works = start(self.messages, None)
         return self.model(tokens, targets)
 
     def update(self):
@@ -100,16 +91,19 @@ class ComputeAndBytes(Training):
 
 
 def beneath_ddp(package, bucket_cap_mb=None, hook=None):
-    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps.
-
-    `bucket_cap_mb`: of DDP, in MiB; None is its default, 25. `hook`: a communication hook of DDP.
-    """
+    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps."""
     def build(model, adamw):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
+        wrapped = in_ddp(model, bucket_cap_mb, hook)
         optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
         return Training(model, wrapped, optimizer)
+    return build
+
+
+def ddp_of_one(bucket_cap_mb=None, hook=None, optimizer_cls=torch.optim.AdamW, **kwargs):
+    """DDP in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with."""
+    def build(model, adamw):
+        wrapped = in_ddp(model, bucket_cap_mb, hook, process_group=dist.new_group([0], backend="gloo"))
+        return Training(model, wrapped, optimizer_cls(model.parameters(), **kwargs, **adamw))
     return build
 
 
@@ -123,7 +117,7 @@ def ddp_and_zero(bucket_cap_mb=None):
     With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
     """
     def build(model, adamw):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+        wrapped = in_ddp(model, bucket_cap_mb)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
                                             parameters_as_bucket_view=bucket_cap_mb is not None, **adamw)
         return Training(model, wrapped, optimizer)
@@ -162,8 +156,7 @@ def in_pairs(d):
     return 2 if d > 2 and d % 2 == 0 else 1
 
 
-def in_groups(d):
-    return RANKS if math.isinf(d) else math.gcd(d, RANKS)
+in_groups = functools.partial(math.gcd, RANKS)
 
 
 def hybrid(ranks_of_group, bucket_cap_mb=None):
@@ -184,42 +177,32 @@ STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
 
 
 class Configuration(NamedTuple):
-    """`kind`: floor (learns nothing of other ranks), reference (what all are compared with), stage (of this tutorial),
-    peer, or noise (the reference once more: how far apart two timings of the same thing are).
-
-    Of a parameter, in bytes, with AdamW: `sends` times (d-1)/d is what a rank should send in a step, `whole` + `shared`
-    / d what it should hold after one, its gradient included, beside the buffers of buckets: as its chapter derives.
-    `sharing(d)`: how many of the ranks share. `starts_apart`: the constructor broadcasts the weights from rank 0, which
-    is tried by starting with other ones elsewhere. `dtype`: of the parameters; `reference` builds what a row of this
-    dtype must agree with. `sized(bucket_cap_mb)` -> build, where a row has buckets. `inside()`: the context in which it
-    is measured: where a reduce-scatter sends what the formula says, see exchange.py. `of_rest`: `whole` and `shared`
-    of what the second of two optimizers steps.
-    """
+    """A row. Of a parameter, in bytes, with AdamW: `sends` times (d-1)/d is what a rank should send in a step, `whole`
+    + `shared` / d what it should hold after one, its gradient included, beside the buffers of buckets."""
     name: str
-    kind: str
-    build: Callable
+    kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
+    build: Callable  # (model, AdamW's settings) -> Training
     sends: float
     whole: float
     shared: float = 0
-    sharing: Callable = lambda d: d
-    starts_apart: bool = True
-    dtype: str = "float32"
-    reference: Callable = ddp
-    sized: Callable | None = None
-    inside: Callable = in_place_of_gloos
-    of_rest: tuple = ()
+    sharing: Callable = lambda d: d  # how many of d ranks share
+    starts_apart: bool = True  # the constructor broadcasts rank 0's weights: tried by starting with others elsewhere
+    dtype: str = "float32"  # of the parameters
+    reference: Callable = ddp  # builds what it must agree with
+    sized: Callable | None = None  # sized(bucket_cap_mb) -> build, where it has buckets
+    inside: Callable = in_place_of_gloos  # the context in which it is measured: see exchange.py
+    of_rest: tuple = ()  # `whole` and `shared` of what the second of two optimizers steps
 
     def wire_bytes(self, numel, d):
         return self.sends * numel * (d - 1) / d
 
     def bytes_per_param(self, numel, d, optimizer):
-        held, buffers = self.whole + self.shared / self.sharing(d), getattr(optimizer, "bucket_buffer_bytes", 0)
+        held, both = self.whole + self.shared / self.sharing(d), getattr(optimizer, "optimizers", [optimizer])
         if self.of_rest:
             whole, shared = self.of_rest
-            n_rest = sum(param.numel() for group in optimizer.optimizers[0].param_groups for param in group["params"])
+            n_rest = sum(param.numel() for group in both[0].param_groups for param in group["params"])
             held += (whole + shared / d - held) * n_rest / numel
-            buffers = sum(getattr(one, "bucket_buffer_bytes", 0) for one in optimizer.optimizers)
-        return held + buffers / numel
+        return held + sum(getattr(one, "bucket_buffer_bytes", 0) for one in both) / numel
 
 
 # --------------------------------------- Stage 4 without a part of it: one half of its overlap, or what of it is tuning
@@ -355,9 +338,9 @@ def find(base, bucket_mb=None):
 def in_its_context(measure):
     """For a function (rank, settings, base, bucket_mb) that measures a row: it runs inside of its context."""
     @functools.wraps(measure)
-    def measured(rank, settings, base, bucket_mb=None):
-        with find(base, bucket_mb).inside():
-            return measure(rank, settings, base, bucket_mb)
+    def measured(rank, settings, *choice):
+        with find(*choice).inside():
+            return measure(rank, settings, *choice)
     return measured
 
 
@@ -399,9 +382,8 @@ def best(rows):
 
 def beside(choices, tuned):
     """`choices`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
-    listed = []
-    for choice in choices:
-        listed += [choice, *(one for one in tuned if one.base == choice.base and choice.bucket_mb is None)]
+    listed = [one for choice in choices for one in (
+        choice, *(one for one in tuned if one.base == choice.base and choice.bucket_mb is None))]
     return listed + [one for one in tuned if one not in listed]
 
 

@@ -533,20 +533,6 @@ def saving_sheet(result):
         under(c, "stage 4, AdamW, fp32", f"{c.rounds} rounds, all rows in turn, medians"))
 
 
-def shared_sheet(rows):
-    """Tensor-parallel rows, SharedRows of one `tp`: what data and tensor parallelism send, apart."""
-    return sheet_of(
-        f"Layers shared by {rows[0].tp} ranks each: time measured, bytes counted, in MB a rank and step", rows,
-        [("", "", "name"), ("ms/step", "", lambda row: median(row.rounds_ms), ".0f"),
-         ("x ddp", "", lambda row: ratio(row.rounds_ms, row.ddp_ms), ".2f"),
-         ("sent:\nDP", "", megabytes("dp_bytes")), ("\nTP", "", megabytes("tp_bytes")), *held_columns(),
-         ("activa-\ntions", "", megabytes("activation_bytes")), ("peak", "", megabytes("peak_bytes")),
-         ("largest\n|Δ|", "", lambda row: number_cell(row.max_abs_diff))],
-        "The batch is that of the other rows: ranks that share layers see their sequences together. Sent among "
-        "data-parallel (DP) and among tensor-parallel ranks (TP). Held after a step, by the rank that holds most.",
-        failures(rows))
-
-
 # ---------------------------------------------------------------------------------------------- The tables of make plan
 
 
@@ -710,7 +696,7 @@ def sheets(result):
     before = [(time_sheet, result), (line_sheet, line), (buckets_sheet, result.sweep),
               (accumulation_sheet, accumulated and accumulated.rows),
               (share_sheet, has_shares(accumulated) and accumulated)]
-    behind = [(shared_sheet, result.shared), (state_sheet, result.model_state), (gathered_sheet, result.gathered),
+    behind = [(state_sheet, result.model_state), (gathered_sheet, result.gathered),
               (caps_sheet, result.caps), *((host_sheet, rows) for rows in result.host)]
     first, last = ([sheet(part) for sheet, part in parts if part] for parts in (before, behind))
     return [*first, *memory_sheets(result), *last]

@@ -140,7 +140,7 @@ def one_step(recorder, number):
 fail = functools.partial(command_line.fail, "timeline")
 
 
-def parse():
+def main():
     parser = command_line.Parser("timeline", __doc__)
     add = parser.add_argument
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
@@ -155,21 +155,13 @@ def parse():
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]
-    names = [name for name in every if args.rows in name or name == catalogue.REFERENCE]
-    if args.rows == "all":
-        return args, catalogue.LADDER
-    if not any(args.rows in name for name in names):
+    asked = catalogue.LADDER if args.rows == "all" else [name for name in every if args.rows in name]
+    if not asked:
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
-    return args, names
-
-
-def main():
-    args, names = parse()
     settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
-    n_drawn = 1 if args.rows == "all" else args.ranks
     with Workers(args.ranks) as workers:
-        rows = [(f"{name}, rank {rank}", step) for name in names
-                for rank, step in enumerate(workers.run(record, settings, name)[:n_drawn])]
+        rows = [(f"{name}, rank {rank}", step) for name in every if name in (*asked, catalogue.REFERENCE)
+                for rank, step in enumerate(workers.run(record, settings, name)[: 1 if args.rows == "all" else None])]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     try:
         write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)

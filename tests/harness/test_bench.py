@@ -4,10 +4,9 @@ import contextlib
 import functools
 import os
 import resource
-import shutil
 import subprocess
 import sys
-import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 import bench
-import stage2_allgather
 from harness import alone, command_line, every_row, examine, host_time, results, tables
-from harness.alone import rank_0_of
 from harness.examine import Settings
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
@@ -27,23 +24,24 @@ from harness.pictures import PARAMETERS
 from harness.results import Result, Row
 from harness.rows import Choice
 from harness.tables import conditions_line
-from tests.common import optimizer_of
-from tests.ranks import ROOT, run_alone
+from tests.common import STAGES, on_ranks, one_rank_of, optimizer_of
 
 pytestmark = pytest.mark.waits
 
 NOTHING = Result(None, [])
+SETTINGS = Settings("nano", 2, 16, 1, 1)
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """Of bench.py in this process, whose ranks then start at once. Host time: of few tensors."""
+    """Of bench.py in this process, whose ranks then start at once. Host time of few tensors, state on few ranks."""
     path = tmp_path_factory.mktemp("results") / "bench.json"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", ["bench.py", *NANO, "--json", str(path)])
         short = functools.partial(host_time.measure_ranks, n_tensors=40, n_steps=1)
         patch.setattr(host_time, "measure_ranks", short)
+        patch.setattr(alone, "STATE_RANKS", (1, 4, 1024))
         bench.main()
     assert not end.value.code
     return results.from_json(Result, path.read_text())
@@ -53,15 +51,11 @@ def test_every_row_has_every_figure(result):
     for row in result.rows:
         assert row.rounds_ms and row.vs_reference and row.error is None, row.name
         assert len(row.drain_ms) == len(row.rounds_ms)
-        assert None not in (row.wire_bytes, row.wire_bytes_theory, row.bytes_per_param, row.bytes_per_param_theory)
-        assert {"model", "optimizer", "backward", "step", "peak"} <= set(row.memory_bytes) and row.activation_bytes
+        assert {"model", "optimizer", "backward", "step", "peak"} <= set(row.memory_bytes)
         assert list(row.peak_bytes) == ["build", "forward", "backward", "step"]
         assert list(row.held_bytes) == ["parameters", "gradients", "state", "buffers"]
-        assert row.kind in ("floor", "reference", "stage", "peer", "noise")
         assert [step.seconds for step in row.timeline] == [None] * 2  # of the recorded step the exposed time is kept
-    kinds = [row.kind for row in result.rows]
-    assert kinds.count("reference") == kinds.count("noise") == 1
-    assert kinds.count("floor") == 2 and kinds.count("stage") == 9
+    assert Counter(row.kind for row in result.rows) == {"floor": 2, "reference": 1, "stage": 9, "peer": 5, "noise": 1}
     assert result.model_state and result.gathered and result.host and result.caps
     assert (result.conditions.ranks, result.conditions.model, result.conditions.dtype) == (2, "nano", "float32")
 
@@ -71,7 +65,7 @@ def quick(monkeypatch):
     """-> function: bench.main() with such arguments, `measured` in place of measuring, `shown` of showing -> its exit
     code."""
     def quick(*arguments, measured=lambda *_: NOTHING, shown=lambda _: None, device="cpu"):
-        ranks = SimpleNamespace(run=lambda function, *_: [device] * 2)
+        ranks = SimpleNamespace(run=lambda function, *_: [function(SimpleNamespace(device=torch.device(device)))])
         monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(ranks))
         monkeypatch.setattr(every_row, "measure_rows", measured)
         monkeypatch.setattr(tables, "show", shown)
@@ -82,18 +76,15 @@ def quick(monkeypatch):
     return quick
 
 
-@pytest.mark.parametrize("device, given, model", [("cuda", None, "medium"), ("cpu", None, "tiny"),
-                                                  ("cuda", "small", "small"), ("cpu", "nano", "nano")])
-def test_the_model_is_one_that_shows_something_on_the_device(device, given, model, quick):
-    """As the ranks find it: a machine with a GPU may run them on its processor still."""
-    asked = []
-    assert not quick("--sequence-length", 64, *(["--model", given] if given else []), device=device,
-                     measured=lambda _, settings, *__: asked.append(settings.model) or NOTHING)
-    assert asked == [model]
-
-
-def test_a_sequence_that_is_too_long_for_the_default_model_is_one_line(quick, capsys):
-    """512 are none too many for medium, and tiny takes 256."""
+def test_the_model_is_one_that_shows_something_on_the_device(quick, capsys):
+    """As the ranks find it: a machine with a GPU may run them on its processor still. Medium takes sequences of 512."""
+    def asked(device, *given):
+        models = []
+        quick("--sequence-length", 64, *given, device=device,
+              measured=lambda _, settings, *__: models.append(settings.model) or NOTHING)
+        return models
+    assert (asked("cuda"), asked("cpu")) == (["medium"], ["tiny"])
+    assert asked("cuda", "--model", "small") == ["small"] and asked("cpu", "--model", "nano") == ["nano"]
     assert quick("--sequence-length", 512) == 2
     assert "--sequence-length 512: tiny takes at most 256" in capsys.readouterr().err
 
@@ -184,23 +175,6 @@ def test_collectives(result):
     assert counted["compute only"] == {} and set(counted["compute + bytes"]) == {"send", "recv"}
 
 
-def test_a_wrong_stage_gets_no_time(tmp_path):
-    """Of the whole bench.py."""
-    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", "results", "tests")
-    shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
-    stage = tmp_path / "copy" / "stage2_allgather" / "optimizer.py"
-    right = stage.read_text()
-    stage.write_text(right.replace("/= self.world_size", "/= self.world_size + 1"))
-    assert stage.read_text() != right
-    run = run_alone(tmp_path / "copy" / "bench.py", *NANO, "--quick", "--rows", "stage 2 all-gather",
-                    "--json", "wrong.json", cwd=tmp_path / "copy")
-    assert run.code == 1, run.stderr
-    result = results.from_json(Result, (tmp_path / "copy" / "wrong.json").read_text())
-    wrong = result.find("stage 2 all-gather")
-    assert not wrong.rounds_ms and wrong.error
-    assert result.find("ddp").median_ms > 0
-
-
 # ------------------------------------------------------------------------------ what the figures are, without any ranks
 
 
@@ -219,11 +193,11 @@ def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
     assert row.over(Row("ddp", rounds_ms=[100, 200, 100])) == 2 and row.median_ms == 400
 
 
-@pytest.mark.parametrize("kind, error, is_wrong", [
-    ("stage", None, False), ("stage", "it failed", True), ("peer", "it failed", False), ("peer", "wrong: by 1", True)])
-def test_what_ends_with_1(kind, error, is_wrong):
+@pytest.mark.parametrize("kind, error, code", [
+    ("stage", None, 0), ("stage", "it failed", 1), ("peer", "it failed", 0), ("peer", "wrong: by 1", 1)])
+def test_what_ends_with_1(quick, kind, error, code):
     rows = [Row("compute only", kind="floor"), Row("fsdp2", kind=kind, error=error, is_wrong=error == "wrong: by 1")]
-    assert every_row.is_wrong(Result(None, rows)) == is_wrong
+    assert quick(*NANO, measured=lambda *_: Result(None, rows)) == code
 
 
 class Recorded:
@@ -258,50 +232,22 @@ def test_what_is_wrong_is_not_timed(found, reason):
     assert ranks.timed == [] and all(row.error.startswith(reason) for row in result.rows)
 
 
-def slow_rank(rank, in_step, in_finish):
-    """Steps in which rank 1 pauses, all but the first, as where the next forward waits; and a pause at the end."""
-    def pause(seconds):
-        threading.Event().wait(seconds * rank.rank)
-    return examine.steady(rank, lambda number: pause(in_step * (number > 0)), range(5), lambda: pause(in_finish))
+@on_ranks(2)
+def test_a_time_is_that_of_the_slowest_rank_and_the_drain_is_no_step_s(rank):
+    """By a clock that the steps of rank 1 move on, all but the first, as where the next forward waits; and the end."""
+    now = [0.0]
+
+    def takes(seconds):
+        now[0] += seconds * rank.rank
+    with mock.patch.object(examine.time, "perf_counter", lambda: now[0]):
+        found = examine.steady(rank, lambda number: takes(0.05 * (number > 0)), range(5), lambda: takes(0.2))
+    assert found == pytest.approx([50, 200])
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_a_time_is_that_of_the_slowest_rank_and_the_drain_is_no_step_s(run, world_size):
-    """A pause is never shorter than it is meant to be."""
-    one, other = run(slow_rank, 0.05, 0.2)
-    assert one == other and one[0] >= 50 and one[1] >= 200
-    step_ms, drain_ms = run(slow_rank, 0, 0.2)[0]
-    assert drain_ms >= 200 > 5 * step_ms
-
-
-@pytest.mark.parametrize("world_size", [3])
-@pytest.mark.parametrize("name", ["stage 4 overlap bf16", "stage 3 bf16/fp32", "stage 4 overlap fp16"])
-def test_a_right_row_in_16_bits_is_right_on_three_ranks(run, name):
-    """A third is rounded: the reference must divide as the stage does."""
-    for found, movement in run(examine.examine, Settings("nano", 2, 16, 1, 1), name):
-        assert found.max_abs_diff <= {"stage 3 bf16/fp32": examine.tolerance(3)}.get(name, 0) and movement > 0
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("row, travels", [("stage 3 {}/fp32", 6), ("stage 3 {}/{}", 4)])
-def test_megatron_lm_s_dtype_rows_are_right_and_cost_what_they_say(run, dtype, row, travels):
-    """To the bit on two ranks; bytes sent of Ψ parameters, half of them."""
-    for found, movement in run(examine.examine, Settings("nano", 2, 16, 1, 1), row.format(dtype, dtype)):
-        assert found.max_abs_diff == 0 and movement > 0
-        assert found.wire_bytes == pytest.approx(travels / 2 * 35_712, rel=0.01, abs=8 * 32)
-        assert found.bytes_per_param == pytest.approx(found.bytes_per_param_theory, rel=0.005)
-
-
-def without_broadcast(rank, settings, name):
+@on_ranks(2, name=["stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"])
+def test_whoever_does_not_broadcast_the_weights_is_wrong(rank, name):
     with mock.patch.object(dist, "broadcast"):
-        return examine.examine(rank, settings, name)[0].max_abs_diff
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", ["stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"])
-def test_whoever_does_not_broadcast_the_weights_is_wrong(run, name):
-    assert min(run(without_broadcast, Settings("nano", 2, 16, 1, 1), name)) > 0.01
+        assert examine.examine(rank, SETTINGS, name)[0].max_abs_diff > 0.01
 
 
 def gathered_elements(rank, stage):
@@ -318,10 +264,9 @@ def gathered_elements(rank, stage):
 @pytest.mark.parametrize("world_size", [4])
 def test_what_is_gathered_is_what_was_shared_out(run, world_size, result):
     """On 4 ranks stage 2 gathers 3 % of padding."""
-    for row, (_, package, _) in zip(result.gathered, alone.GATHERED, strict=True):
-        gathered = run(gathered_elements, package.__name__)
-        assert gathered == pytest.approx([row.over_numel[world_size]] * world_size, rel=1e-8), row.name
-        assert row.over_numel[world_size] > 1.03 or package is not stage2_allgather
+    for row, stage in zip(result.gathered, STAGES[1:], strict=True):
+        assert run(gathered_elements, stage) == pytest.approx([row.over_numel[world_size]] * world_size, rel=1e-8)
+        assert row.over_numel[world_size] > 1.03 or row.name != "stage 2"
         assert row.over_numel[1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
 
 
@@ -343,22 +288,15 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path, quick, capsys
     assert capsys.readouterr().out == f"written to {path}\n"
 
 
-@contextlib.contextmanager
-def full_disk():
-    """While it is entered a file grows to 100 bytes, and no further."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_path, quick, capsys):
+    """Here a file grows to 100 bytes, and no further."""
+    path, shown, before = tmp_path / "bench.json", [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("before")
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        yield
+        code = quick(*NANO, "--json", path, measured=lambda *_: Result(None, [Row("x" * 1000)]), shown=shown.append)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_on_a_full_disk_the_result_before_stays_and_the_new_one_is_shown(tmp_path, quick, capsys):
-    path, shown = tmp_path / "bench.json", []
-    path.write_text("before")
-    with full_disk():
-        code = quick(*NANO, "--json", path, measured=lambda *_: Result(None, [Row("x" * 1000)]), shown=shown.append)
     error = capsys.readouterr().err.strip()  # the progress bar has left an empty line
     assert code == 2 and len(shown) == 1 and error.count("\n") == 0
     assert error.startswith(f"bench.py: error: --json {path}: not written: ")
@@ -381,6 +319,6 @@ def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
 
 def test_a_played_rank_leaves_the_excepthook_as_it_was():
     before = sys.excepthook
-    with rank_0_of(4):
+    with one_rank_of(4):
         assert dist.get_world_size() == 4
     assert sys.excepthook is before

@@ -22,14 +22,11 @@ from tests.common import STAGES, one_rank_of
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def few_tensors(monkeypatch):
+def test_rows_and_bytes_and_what_does_not_fit(monkeypatch):
     """What of this the processor does is measured with few tensors: how much that is has tests of its own."""
     monkeypatch.setattr(host_time, "measure_ranks", functools.partial(host_time.measure_ranks, n_tensors=40))
-
-
-def test_rows_and_bytes(few_tensors):
-    result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1, 8), n_steps=1, copied_bytes=1024, host_steps=1)
+    measure = functools.partial(gpu_step.measure_steps, CPU, ["nano"], n_steps=1, copied_bytes=1024, host_steps=1)
+    result = measure(ranks=(1, 8))
     assert [(row.stage, row.d) for row in result.rows] == [
         ("fused AdamW", 1), *((stage, d) for stage in STAGES[2:] for d in (1, 8))]
     numel = sum(param.numel() for param in GPT(MODELS["nano"]).parameters())
@@ -39,12 +36,10 @@ def test_rows_and_bytes(few_tensors):
     text = sheet_text(gpu_sheet(result))
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 
-
-def test_an_out_of_memory_is_a_result(monkeypatch, few_tensors):
-    def fails(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-    monkeypatch.setattr(gpu_step, "time_steps", fails)
-    result = gpu_step.measure_steps(CPU, models=["nano"], ranks=(1,), copied_bytes=1024, host_steps=1)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    monkeypatch.setattr(gpu_step, "time_steps", mock.Mock(side_effect=error))
+    monkeypatch.setattr(host_time, "measure_ranks", lambda *_, **__: [])
+    result = measure(ranks=(1,))
     assert all("out of memory" in row.error for row in result.rows)
     assert "out of memory" in sheet_text(gpu_sheet(result))
 
@@ -122,7 +117,7 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
         return results.RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")])
     monkeypatch.setattr(gpu_overlap, "profiled", profiled)
     rows = gpu_overlap.measure(CPU, "nano", n_rounds=1)
-    assert [row.name for row in rows] == list(gpu_overlap.ways(None))
+    assert [row.name for row in rows] == list(gpu_overlap.ways(mock.Mock()))
     alone, ddp, *others = sent.values()
     assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
     assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding

@@ -1,5 +1,6 @@
 """The reduce-scatter and the all-gather of the rows: gloo's results, and for the sum half of gloo's bytes."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from harness import exchange, rows
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Ledger
 from harness.memory import Memory
+from tests.common import on_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -19,7 +21,7 @@ N = 700_003  # of fp32 a rank: three pieces, the last a short one
 def both(rank, name, in_place, dtype=torch.float32, op=None):
     """-> what it makes, and the bytes that it sends, by gloo and by the exchange. `op`: of a reduce-scatter."""
     found = []
-    for transport in (exchange.contextlib.nullcontext, exchange.in_place_of_gloos):
+    for transport in (contextlib.nullcontext, exchange.in_place_of_gloos):
         torch.manual_seed(rank.rank)
         whole = torch.randn(rank.world_size * N).to(dtype)
         part = whole.view(rank.world_size, N)[rank.rank]
@@ -31,78 +33,59 @@ def both(rank, name, in_place, dtype=torch.float32, op=None):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", exchange.NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op, in_place", [(dist.ReduceOp.SUM, True), (dist.ReduceOp.AVG, False)], ids=str)
-def test_to_the_bit_on_two_ranks_and_half_of_gloos_bytes(run, name, dtype, op, in_place):
-    for (gloos, its_bytes), (ours, our_bytes) in run(both, name, in_place, dtype, op):
-        assert torch.equal(gloos, ours)
-        assert its_bytes == 2 * our_bytes == 2 * N * dtype.itemsize
+@on_ranks(2, name=exchange.NAMES, dtype=[torch.float32, torch.bfloat16],
+          how=[(dist.ReduceOp.SUM, True), (dist.ReduceOp.AVG, False)])
+def test_to_the_bit_on_two_ranks_and_half_of_gloos_bytes(rank, name, dtype, how):
+    op, in_place = how
+    (gloos, its_bytes), (ours, our_bytes) = both(rank, name, in_place, dtype, op)
+    assert torch.equal(gloos, ours) and its_bytes == 2 * our_bytes == 2 * N * dtype.itemsize
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_on_other_numbers_of_ranks_it_differs_by_the_order_of_sums(run, world_size):
-    for (gloos, _), (ours, our_bytes) in run(both, "reduce_scatter_tensor", True, op=dist.ReduceOp.SUM):
-        torch.testing.assert_close(gloos, ours)
-        assert our_bytes == (world_size - 1) * N * 4
+@on_ranks(1, 3)
+def test_on_other_numbers_of_ranks_it_differs_by_the_order_of_sums(rank):
+    (gloos, _), (ours, our_bytes) = both(rank, "reduce_scatter_tensor", True, op=dist.ReduceOp.SUM)
+    torch.testing.assert_close(gloos, ours)
+    assert our_bytes == (rank.world_size - 1) * N * 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", exchange.GATHERS)
-@pytest.mark.parametrize("in_place", [True, False])
-def test_an_all_gather_is_gloos_with_as_many_bytes(run, world_size, name, in_place):
-    for (gloos, its_bytes), (ours, our_bytes) in run(both, name, in_place):
-        assert torch.equal(gloos, ours) and its_bytes == our_bytes == (world_size - 1) * N * 4
+@on_ranks(1, 2, 3, name=exchange.GATHERS, in_place=[True, False])
+def test_an_all_gather_is_gloos_with_as_many_bytes(rank, name, in_place):
+    (gloos, its_bytes), (ours, our_bytes) = both(rank, name, in_place)
+    assert torch.equal(gloos, ours) and its_bytes == our_bytes == (rank.world_size - 1) * N * 4
 
 
-def held(rank):
-    """-> bytes that the exchange takes for itself at its peak."""
-    full = torch.ones(rank.world_size * N * 8, device=rank.device)
+@on_ranks(2, 3)
+def test_it_holds_pieces_and_no_second_input(rank):
+    """Two pieces for each rank, and one while it adds; the input has 43 to 64 of them."""
+    full = torch.ones(rank.world_size * N * 8)
     with Memory("cpu") as memory, exchange.in_place_of_gloos():
         dist.reduce_scatter_tensor(full.view(rank.world_size, -1)[rank.rank], full)
-        return memory.peak - full.nbytes
+    assert memory.peak - full.nbytes <= (2 * rank.world_size + 2) * exchange.PIECE_BYTES
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_holds_pieces_and_no_second_input(run, world_size):
-    """Two pieces for each rank, and one while it adds; the input has 43 to 64 of them."""
-    for peak in run(held):
-        assert peak <= (2 * world_size + 2) * exchange.PIECE_BYTES
-
-
-def calls(rank, base):
-    """-> how often a step of that row calls the exchange: to sum, to gather."""
+@on_ranks(2, case=[("stage 2 all-gather", 0, 1), ("stage 3 grad buffer", 1, 1), ("fsdp2", 3, 3),
+                   ("fsdp2 reshard", 3, 6), ("stage 2, gloo's own", 0, 0), ("stage 3, gloo's own", 0, 0),
+                   ("fsdp2, gloo's own", 0, 0)])
+def test_stages_2_and_3_and_fsdp2_go_through_it(rank, case):
+    """How often a step sums, and gathers. nano has two blocks: FSDP2's units are those, and the rest."""
+    base, *expected = case
     way, settings = rows.find(base), Settings("nano", 2, 16, 1, 1)
     sum_spy = mock.patch.object(exchange, "reduce_scatter", wraps=exchange.reduce_scatter)
     gather_spy = mock.patch.object(exchange, "all_gather", wraps=exchange.all_gather)
     with sum_spy as sums, gather_spy as gathers, way.inside():
         training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
-        sums.reset_mock()
-        gathers.reset_mock()
+        before = sums.call_count, gathers.call_count
         training.step(make_batches(settings, rank)[0])
         training.finish()
-    return sums.call_count, gathers.call_count
+    assert [sums.call_count - before[0], gathers.call_count - before[1]] == expected
 
 
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("base, n_sums, n_gathers", [
-    ("stage 2 all-gather", 0, 1), ("stage 3 grad buffer", 1, 1), ("fsdp2", 3, 3), ("fsdp2 reshard", 3, 6),
-    ("stage 2, gloo's own", 0, 0), ("stage 3, gloo's own", 0, 0), ("fsdp2, gloo's own", 0, 0)])
-def test_stages_2_and_3_and_fsdp2_go_through_it(run, base, n_sums, n_gathers):
-    """nano has two blocks: FSDP2's units are those, and the rest."""
-    assert run(calls, base) == [(n_sums, n_gathers)] * 2
-
-
-def refused(rank):
+@on_ranks(2)
+def test_what_nothing_here_has_asked_for_is_refused_and_torch_is_as_it_was(rank):
     full = torch.ones(rank.world_size * 4)
     with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="waits, and sums or averages"):
         dist.reduce_scatter_tensor(torch.empty(4), full, op=dist.ReduceOp.MAX)
     with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="all-gather waits"):
         dist.all_gather_into_tensor(full, torch.empty(4), async_op=True)
-    return dist.reduce_scatter_tensor.__name__, dist.all_gather_into_tensor.__name__
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_what_nothing_here_has_asked_for_is_refused_and_torch_is_as_it_was(run, world_size):
-    assert run(refused) == [("reduce_scatter_tensor", "all_gather_into_tensor")] * 2
+    assert dist.reduce_scatter_tensor.__name__ == "reduce_scatter_tensor"
+    assert dist.all_gather_into_tensor.__name__ == "all_gather_into_tensor"

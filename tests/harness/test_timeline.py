@@ -17,7 +17,7 @@ from harness.ledger import Collective
 from harness.memory import Memory
 from harness.pictures import trace
 from harness.results import Message, RecordedStep, Result, Row, length, overlap, union
-from tests.ranks import run_module
+from tests.common import on_ranks
 
 
 def message(kind, launched_at, completed_at):
@@ -52,19 +52,14 @@ def test_one_step_by_hand():
     assert step.memory == [100] * 40 + [300] * 31 + [50] * 129  # 50 ms each; what comes first in one is in it too
 
 
-def lengths_on(rank, lengths):
-    """-> which of steps of these lengths is shown. `lengths`: of each rank, the first step aside."""
-    phases, now = [("forward", 0, 1), ("backward", 1, 2), ("step", 2, 3)], 3
-    for seconds in lengths[rank.rank]:
+@on_ranks(2)
+def test_the_step_of_median_length_is_shown_on_every_rank(rank):
+    """Of the slowest rank's lengths 9, 5, 2, 7, 6, the first step aside, that is 6."""
+    phases = []
+    for seconds in [3, *((9, 1, 2, 7, 6), (1, 5, 1, 1, 1))[rank.rank]]:
+        now = phases[-1][2] if phases else 0
         phases += [("forward", now, now), ("backward", now, now), ("step", now, now + seconds)]
-        now += seconds
-    return timeline.median_step(SimpleNamespace(phases=phases))
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_the_step_of_median_length_is_shown_on_every_rank(run):
-    """Of the slowest rank's lengths 9, 5, 2, 7, 6 that is 6."""
-    assert run(lengths_on, [(9, 1, 2, 7, 6), (1, 5, 1, 1, 1)]) == [5, 5]
+    assert timeline.median_step(SimpleNamespace(phases=phases)) == 5
 
 
 def test_drawings_have_what_was_recorded():
@@ -95,30 +90,20 @@ def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
     assert found.busy == [[0.001, 0.0014], [0.002, 0.002]]
 
 
-def peaks(rank, name):
-    """-> the most in the recorded step, the most in a step without a recorder, and the bytes of the parameters."""
-    settings = Settings("nano", batch_size=2, sequence_length=16)
-    recorded = timeline.record(rank, settings, name)
-    batches = make_batches(settings, rank)
-    gc.collect()
-    with rows.find(name).inside(), Memory(rank.device) as memory:
-        training = rows.find(name).build(make_model(settings, rank, "float32"), adamw(settings))
-        for batch in batches[:2]:
-            training.step(batch)
-        training.finish()
-        memory.settled()
-        memory.reset_peak()
-        training.step(batches[1])
-    return max(recorded.memory), memory.peak, sum(param.nbytes for param in training.model.parameters())
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("name", ["compute only", "ddp", "stage 3 grad buffer"])
-def test_the_memory_curve_ends_where_the_counter_ends(run, name):
+@on_ranks(2, name=["compute only", "ddp", "stage 3 grad buffer"])
+def test_the_memory_curve_ends_where_the_counter_ends(rank, name):
     """Up to the loss of the step before, which only the recorded loop still knows. Model and state are in it."""
-    for recorded, counted, params in run(peaks, name):
-        assert recorded == pytest.approx(counted, abs=64)
-        assert recorded > {"stage 3 grad buffer": 3}.get(name, 4) * params
+    settings, way = Settings("nano", batch_size=2, sequence_length=16), rows.find(name)
+    recorded, batches = max(timeline.record(rank, settings, name).memory), make_batches(settings, rank)
+    gc.collect()
+    with way.inside(), Memory(rank.device) as memory:
+        training = way.build(make_model(settings, rank, "float32"), adamw(settings))
+        for batch in (*batches[:2], batches[1]):
+            memory.reset_peak()
+            training.step(batch)
+    assert recorded == pytest.approx(memory.peak, abs=64)
+    assert recorded > {"stage 3 grad buffer": 3}.get(name, 4) * sum(
+        param.nbytes for param in training.model.parameters())
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -146,23 +131,16 @@ def test_a_picture_has_what_was_recorded_at_its_place():
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("row", ["stage 4", "fsdp2", "all"])
-def test_the_command_writes_a_picture_and_a_trace(row, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("row, drawn", [("fsdp2", ["ddp", "fsdp2", "fsdp2 reshard", "fsdp2, gloo's own"]),
+                                        ("all", rows.LADDER)])
+def test_the_command_writes_a_picture_and_a_trace(row, drawn, tmp_path, monkeypatch, capsys):
     out = tmp_path / "timeline.svg"
-    args = ["--rows", row, "--model", "nano", "--sequence-length", "16", "--out", str(out)]
-    if row == "stage 4":
-        ended = run_module("harness.timeline", *args)
-        assert ended.code == 0, ended.stderr
-        printed = ended.stdout
-    else:
-        monkeypatch.setattr(sys, "argv", ["timeline.py", *args])
-        timeline.main()
-        printed = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["timeline.py", "--rows", row, "--model", "nano", "--sequence-length", "16",
+                                      "--out", str(out)])
+    timeline.main()
+    printed = capsys.readouterr().out
     bands = [line.split(":")[0] for line in printed.splitlines() if " the network is busy " in line]
-    if row == "all":
-        assert bands == [f"{name}, rank 0" for name in rows.LADDER] and len(bands) == 5
-    else:
-        assert bands[:2] == ["ddp, rank 0", "ddp, rank 1"] and len(bands) >= 4
+    assert bands == [f"{name}, rank {rank}" for name in drawn for rank in range(1 if row == "all" else 2)]
     assert "F" in printed and "B" in printed and "█" in printed
     ElementTree.fromstring(out.read_text())
     events = json.loads(out.with_suffix(".json").read_text())["traceEvents"]

@@ -3,7 +3,7 @@
 import queue
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,27 +37,19 @@ def test_tensors_views_and_ends():
 
 def test_other_threads_may_let_go_of_tensors():
     """As gloo's do, at any moment: here three of them, which take turns as often as Python lets them."""
-    def let_go():
-        while tensors.get() is not None:
-            pass
-
-    tensors, threads = queue.SimpleQueue(), [threading.Thread(target=let_go) for _ in range(3)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with Memory("cpu") as memory:
-            for thread in threads:
-                thread.start()
-            try:
+    tensors, interval = queue.SimpleQueue(), sys.getswitchinterval()
+    with Memory("cpu") as memory:
+        try:
+            sys.setswitchinterval(1e-6)
+            with ThreadPoolExecutor(3) as threads:
+                for _ in range(3):
+                    threads.submit(lambda: all(tensor is not None for tensor in iter(tensors.get, None)))
                 for _ in range(3000):
                     tensors.put(torch.empty(1000))
-            finally:
-                for _ in threads:
+                for _ in range(3):
                     tensors.put(None)
-                for thread in threads:
-                    thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+        finally:
+            sys.setswitchinterval(interval)
     assert memory.live == 0 and memory.peak >= 4000
 
 
@@ -78,7 +70,7 @@ def test_storages_in_the_memory_of_another_count_once():
             del whole
             assert memory.live == 4000  # the parts keep it alive
             parts.clear()
-            assert memory.live == 0 and not memory.spans.starts
+            assert memory.live == 0 and not memory.starts
 
 
 def test_kinds_by_hand():
@@ -95,14 +87,12 @@ def test_kinds_by_hand():
 
 
 class Around(torch.optim.Optimizer):
-    """Steps fp32 copies, by an optimizer inside; `main_grad` has what `grad` can't be."""
+    """Steps an fp32 copy, by an optimizer inside; `main_grad` has what `grad` can't be."""
 
-    def __init__(self, params):
-        super().__init__(params, {})
-        (self.param,) = self.param_groups[0]["params"]
-        self.copy = self.param.detach().float()
+    def __init__(self, param):
+        super().__init__([param], {})
+        self.param, self.copy, self.spare = param, param.detach().float(), torch.zeros(5)
         self.optimizer = torch.optim.SGD([self.copy], lr=0.1, momentum=0.9)
-        self.spare = torch.zeros(5)
 
     def step(self):
         self.param.main_grad = self.copy.grad = self.param.grad.float()
@@ -113,7 +103,7 @@ def test_kinds_of_a_step():
     """A 16-bit parameter of 100: its gradient twice, momentum and a copy as state, and 20 bytes that are neither."""
     with Memory("cpu") as memory:
         param = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
-        optimizer = Around([param])
+        optimizer = Around(param)
         memory.mark("parameters", [param])
         (2 * param).sum().backward()
         optimizer.step()
