@@ -46,7 +46,7 @@ class Guarded(torch.optim.Optimizer):
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
         """-> the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
-        watch_torchs_clipping()
+        watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
         return self._checked(params, **settings)

@@ -36,6 +36,8 @@ def checked_groups(optimizer, params, settings):
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, everything, error, device = [], {}, None, next(iter(backends_of(process_group)))
     try:
+        if isinstance(params, (set, frozenset)):  # torch refuses sets in groups alone
+            raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
         groups = Parsed(params, optimizer.make_optimizer([{"params": []}]).defaults).param_groups
         named = named_params(groups)
         if not named:  # as in torch, one group may be empty, but not all

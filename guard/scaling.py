@@ -10,6 +10,7 @@ DTensors by tests/stages/test_dtensor.py.
 
 import functools
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .hooks import untraced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
 CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]  # torch decorates these: the functions inside
+ALIVE: set[int] = set()  # ids of the optimizers that are alive
 
 
 def total_norm(optimizer, norm_type):
@@ -103,12 +105,21 @@ def refusing(clip):
     return clip_or_refuse
 
 
-@functools.cache
-def watch_torchs_clipping():
-    """From the first optimizer on, torch's clipping functions first check what they are given.
+def watch_torchs_clipping(optimizer):
+    """While any optimizer is alive, torch's clipping functions first check what they are given.
 
     This changes the functions and not their names in torch.nn.utils, because programs import them by name, often before
     they build an optimizer.
     """
-    for cell in CELLS:
-        cell.cell_contents = refusing(cell.cell_contents)
+    if not ALIVE:
+        for cell in CELLS:
+            cell.cell_contents = refusing(cell.cell_contents)
+    ALIVE.add(id(optimizer))
+    weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
+
+
+def unwatch(number):
+    ALIVE.remove(number)
+    if not ALIVE:
+        for cell in CELLS:
+            cell.cell_contents = cell.cell_contents.__wrapped__

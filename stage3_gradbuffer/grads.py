@@ -64,6 +64,7 @@ class GuardedBuffer(GradBuffer):
     def bring_grad(self, param, index):
         """Copy `param.grad` into the buffer, unless it is there already."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
+            self.shard_version = None  # autograd has added to the view already
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
                                "before backward()")
         self.received.add(index)
@@ -105,6 +106,8 @@ class GuardedBuffer(GradBuffer):
         Writing into the buffer is allowed where main gradients are views of it, and refused where they are copies.
         """
         is_late = self.holds not in (Holds.ZEROS, Holds.GRADS)
+        if is_late and self.shard_version is None:
+            raise RuntimeError("a backward pass after finish_grad_sync() was refused: call the optimizer's zero_grad()")
         if is_late and self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")

@@ -50,7 +50,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     Raises:
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` is not element-wise, so it would update shards differently.
+        ValueError: `optimizer_cls` is not element-wise, so it would update shards differently; or `bucket_cap_mb` or
+            `reduce_dtype` is not one of the values above.
     """
 
     _probe = staticmethod(check_elementwise)
@@ -62,6 +63,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                  reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
                  **optimizer_kwargs: Any) -> None:
         of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
+        self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
@@ -73,6 +75,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _refuse(self, named):
         """-> [(name, local tensor), …]"""
+        if self.reduce_dtype not in (None, torch.float32):
+            raise ValueError(f"reduce_dtype is {self.reduce_dtype}: it must be torch.float32 or None")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}: it must be more than 0")
         if self.has_grads:
             raise RuntimeError("add_param_group() between backward() and step(): call step() or zero_grad() first")
         return local_parts(named, self.process_group)

@@ -112,6 +112,8 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
     if stage == THREE:
         refusal = error_of(lambda: later.backward(retain_graph=True))
         assert "call step() or the optimizer's zero_grad() before backward()" in refusal
+        assert "a backward pass after finish_grad_sync() was refused" in error_of(optimizer.step)
+        assert weight.unique().tolist() == [0]
         optimizer.zero_grad()
     later.backward()
     optimizer.step()

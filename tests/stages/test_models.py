@@ -313,6 +313,13 @@ def test_no_sync_inside_no_sync(rank):
     assert param.grad is None
 
 
+@on_ranks(2, name_and_value=[("reduce_dtype", torch.float16), ("bucket_cap_mb", 0)])
+def test_arguments_that_mean_nothing_are_refused(rank, name_and_value):
+    name, value = name_and_value
+    refusal = error_of(lambda: sgd_of(FOUR, [parameter_of(0, rank)], **{name: value}), ValueError)
+    assert f"{name} is {value}" in refusal
+
+
 @pytest.mark.parametrize("frozen, kwargs, in_backward", [
     (None, {}, {"reduce_scatter": 4}), (3, {}, {"reduce_scatter": 4}),
     (None, {"reduce_dtype": torch.float32}, {"send": 3 * 4, "recv": 3 * 4})])
