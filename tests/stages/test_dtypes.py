@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from harness.alone import STATE_ROWS, state_bytes
-from harness.examine import Settings
+from harness.alone import STATES, record
 from harness.memory import Memory
+from harness.models import NAMED
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import STAGES, batch, error_of, on_its_device, on_ranks, optimizer_of, padding, situation, trainable
 from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of
@@ -228,14 +228,15 @@ def test_on_gloo_a_step_allocates_the_copy_in_which_it_reduces_and_nothing_else(
     assert made == copies * sum(buffer.flat.nbytes for buffer in optimizer.buffers)
 
 
-@pytest.mark.parametrize("_, package, dtype, grad_dtype, formula, theory", STATE_ROWS)
-def test_bytes_a_parameter_are_those_of_the_formula(_, package, dtype, grad_dtype, formula, theory):
-    """Stage 4 holds two bucket buffers besides."""
+@pytest.mark.parametrize("name, choice, formula", STATES)
+def test_bytes_a_parameter_are_those_of_the_formula(name, choice, formula):
+    """Stage 4 holds two bucket buffers besides: b."""
     for d in (2, 64):
-        with situation((formula, d)):
-            counted, buffers = state_bytes(Settings("tiny"), d, package, dtype, grad_dtype)
-            assert counted == pytest.approx(theory(d, buffers), rel=0.01)
-            assert bool(buffers) == (package.__name__ == FOUR)
+        with situation((name, d)):
+            found = record(choice, NAMED["tiny"], d)
+            b = found.held["buffers"] / found.numel
+            assert sum(found.held.values()) / found.numel == pytest.approx(eval(formula, {"d": d, "b": b}), rel=0.01)
+            assert bool(b) == name.startswith("stage 4")
 
 
 # ------------------------------------------------------------------------------------------- the buffer and its users
