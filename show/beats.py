@@ -100,8 +100,8 @@ BEATS = {
              "return hidden", -1),
     ),
     "3": (
-        Beat("State 1 of 5, ZEROS: one flat buffer holds zeros. Rank r owns line r of it, wherever that cuts through "
-             "parameters.", START, look="GradBuffer.flat"),
+        Beat("State 1 of 5, ZEROS: one flat buffer holds zeros. Rank r owns line r, even where a parameter crosses "
+             "lines. Black ticks stand between parameters.", START, look="GradBuffer.flat"),
         Beat("State 2, GRADS: every gradient is a view of the buffer, so after the backward pass each rank's buffer "
              "holds its own 64 gradients.", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
         Beat("Each rank divides its gradients by the number of ranks, in place.", "self.flat /= self.world_size",
@@ -109,13 +109,14 @@ BEATS = {
         Beat("State 3, GRAD_SHARD: the reduce-scatter, half of an all-reduce. Rank r receives line r of the other "
              "ranks and adds it up. Its other lines are garbage. Each rank sends 3 lines: 192 B.",
              "dist.reduce_scatter_tensor(", look="GradBuffer.flat"),
-        Beat("Each rank updates the 16 elements that it owns, straight from its line of averages.",
+        Beat("Each rank updates the 16 elements that it owns, from its averages, which are used up then. AdamW creates "
+             "two moments of each: 128 B.",
              "self.optimizer.step()", look="exp_avg"),
-        Beat("State 4, PARAM_SHARD: each rank overwrites its averages with its updated parameters. The rest is still "
+        Beat("State 4, PARAM_SHARD: each rank writes its updated parameters where its averages were. The rest is still "
              "garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
         Beat("State 5, PARAMS: the all-gather, the other half. Each rank sends its line to the 3 others: 192 B more. "
              "Together that is DDP's all-reduce, 384 B.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
-        Beat("The new parameters are copied to the model.", LANDS, -1, look="parameters"),
+        Beat("The new parameters are copied to the model. What is left in the buffer is garbage.", LANDS, -1, look="parameters"),
         Beat("State 1 again: the buffer is zeroed, because the next backward pass adds to it.", "self.flat.zero_()",
              look="GradBuffer.flat"),
         Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
@@ -129,11 +130,13 @@ BEATS = {
         Beat("PARAMS, after the all-gather: all updated parameters", "dist.all_gather_into_tensor("),
     ),
     "4": (
-        Beat("The parameters lie in one buffer, in seven buckets side by side. Each bucket is cut into four shards: "
-             "line r belongs to rank r.", START, look="ParameterBuffer.flat"),
-        Beat("The backward pass has done the last layer: its gradients are complete, and fill the first bucket.",
+        Beat("The parameters lie in one buffer, in seven buckets side by side, two or three columns each. Line r of "
+             "each belongs to rank r. Blank cells are padding.", START, look="ParameterBuffer.flat"),
+        Beat("The backward pass has done the last layer: its gradients are complete. So the first bucket is full, and "
+             "can be sent.",
              "self.bucket_of[param].ready.add(param)", look="gradients"),
-        Beat("They are copied into a bucket buffer, and released.",
+        Beat("They are copied into a bucket buffer, and released. The buffer fits the largest bucket, so lines don't "
+             "match ranks here: follow the colours.",
              "param.grad = None", also=("torch._foreach_copy_(slots",), look="BucketBuffer.sent"),
         Beat("The first bucket's reduce-scatter starts, and will average. Nobody waits for it: the backward pass goes "
              "on.", LEAVES, look="BucketBuffer.sent"),
@@ -144,16 +147,17 @@ BEATS = {
              "self.receive_oldest()", also=("if not self.idle:",), look="BucketBuffer.sent"),
         Beat("The first bucket has arrived: each rank keeps its quarter of the averages, and the third bucket leaves "
              "from the same buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
-        Beat("All seven buckets were sent like this, two at a time; step has waited for the last two. Each rank holds "
-             "its quarter of the averages, and no more.", "self.step_own()", look="PartitionedGradient.shard"),
+        Beat("The six other buckets followed, two at a time, and step has waited for the last. Of all averages, each "
+             "rank holds those of its own shards alone.", "self.step_own()", look="PartitionedGradient.shard"),
         Beat("Each rank updates its shard of every bucket, in place, in the parameter buffer.",
              "self.optimizer.step()", look="ParameterBuffer.flat"),
         Beat("Seven all-gathers start, in the order in which the next forward pass reads, and step returns.",
              "if not self.prefetching:", also=("bucket.start_param_sync()",), look="ParameterBuffer.flat"),
-        Beat("The first layer waits for its own bucket, and for no other. Dashed parameters are still old.",
+        Beat("The first layer waits for its own bucket, and for no other. It has arrived; dashed parameters are old "
+             "until theirs arrives.",
              "work.wait()", -7, look="ParameterBuffer.flat"),
-        Beat("Layer by layer the other buckets arrive. Both halves of the all-reduce were sent while the model "
-             "computed.", "return hidden", -1, look="ParameterBuffer.flat"),
+        Beat("Layer by layer the other buckets arrive. Both halves of the all-reduce were in flight while the model "
+             "computed, and no rank held all averages.", "return hidden", -1, look="ParameterBuffer.flat"),
     ),
     "1-copy": (
         Beat("Here the runs part: rank 0's new parameters have arrived on every rank, but nobody copies them to the "

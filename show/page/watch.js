@@ -448,13 +448,14 @@ function draw() {
 function drawMeters(p) {
   const meter = (words, value, of, text) => {
     const bar = tag("progress", { max: of, value, "aria-label": words }, " ");
-    const end = of ? ` of ${of} <i>${escape(text)}</i>${bar}` : "";
+    const end = of ? ` of ${of} B <i>= ${escape(text)}</i>${bar}` : "";
     return `<span class="meter"><b>${words} ${value} B</b>${end}</span>`;
   };
   const arrows = p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= now.k), formula = p.formula || {};
   const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
+  const held = p.held[now.k], words = Math.min(...held) < Math.max(...held) ? "holds (mean)" : "holds";
   $("meters").innerHTML = meter("sent", mean(p.traffic(arrows)[0]), formula.sent_bytes, formula.sent)
-    + meter("holds", mean(p.held[now.k]), formula.held_bytes, `${formula.held} after a step; at most ${most} B`);
+    + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`);
 }
 
 /** A function with the lines that are `marked`, the ranks that are at a line, and the edit as a diff. */

@@ -69,7 +69,7 @@ def test_from_rung_0_to_stage_4_is_one_line(folder):  # noqa: F811
     pairs = zip(stage_4.splitlines(), rung_0.splitlines(), strict=True)
     assert sum(one != other for one, other in pairs) == 1
     ended = [one for code in (stage_4, rung_0)
-             for one in test_samples.run(folder, code.replace("disconnect()\n", f"{TOLD}disconnect()\n"))]
+             for one in test_samples.run_in(folder, code.replace("disconnect()\n", f"{TOLD}disconnect()\n"))]
     assert all(one.code == 0 for one in ended), ended
     weights = [json.loads(one.stdout) for one in ended]
     assert len(weights[0]) == 676 and all(one == weights[0] for one in weights)
