@@ -146,8 +146,8 @@ def figures():
         "off_none_hidden": math.ceil(max(errors("none hidden", True, "overlapped"))),
         "flops_theirs": check.hardware[0][0], "flops_users": check.hardware[1][0],
         "between_users": check.hardware[1][1]}
-    over_tuned = {f"over_tuned_{rate}": f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}"
-                  for result in network if (rate := result.conditions.rate) in ("300mbit", "600mbit", "1gbit")}
+    over_tuned = {f"over_tuned_{result.conditions.rate}".replace(".", "_"):
+                  f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}" for result in network}
     return {"buckets_7b": stage4.size, **over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
