@@ -675,13 +675,13 @@ def ladder_block():
         ("code lines of the core", "", lambda rung: core_lines(results.ROOT / rung.folder) if rung.folder else None),
         ("time ÷ DDP's", "", lambda rung: row_of(rung).over(ddp) if row_of(rung).rounds_ms and ddp.rounds_ms else None,
          ".2f")])
-    words = "DDP with its default buckets" if tuned is None else (
-        f"DDP with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the best size tried")
-    note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: between steps, with AdamW (stages 1 to 3: "
+    words = "with its default buckets" if tuned is None else (
+        f"with the best bucket size tried, {'its default' if tuned.bucket_mb is None else tuned.size}")
+    note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: after a step, with AdamW (stages 1 to 3: "
             "8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with activations. Multiply "
-            f"the values sent by (d-1)/d. Time: per step, with guard, over that of {words}. Stages 2 and 3 avoid "
-            f"gloo's own collectives. Two emulated hosts, a link of {rate_words(c.rate)}, median of {c.rounds} rounds "
-            f"({c.machine}, {c.date}).")
+            f"the values sent by (d-1)/d; stage 2 also sends padding. Time: a step with the guard, divided by DDP's "
+            f"{words}. Stages 2 to 4 avoid gloo's own collectives. Two emulated hosts, a link of {rate_words(c.rate)}, "
+            f"median of {c.rounds} rounds ({c.machine}, {c.date}).")
     titles = [name for name, _ in sheet.columns]
     lines = [" | ".join(titles), "|".join(["---"] * len(titles)), *map(" | ".join, sheet.rows)]
     return ["\n".join(lines), textwrap.fill(note, 118)]

@@ -116,7 +116,8 @@ BEATS = {
              "garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
         Beat("State 5, PARAMS: the all-gather, the other half. Each rank sends its line to the 3 others: 192 B more. "
              "Together that is DDP's all-reduce, 384 B.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
-        Beat("The new parameters are copied to the model. What is left in the buffer is garbage.", LANDS, -1, look="parameters"),
+        Beat("The new parameters are copied to the model. What is left in the buffer is garbage.", LANDS, -1,
+             look="parameters"),
         Beat("State 1 again: the buffer is zeroed, because the next backward pass adds to it.", "self.flat.zero_()",
              look="GradBuffer.flat"),
         Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
