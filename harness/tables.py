@@ -680,8 +680,8 @@ def ladder_block():
     note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with AdamW "
             "(stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with "
             "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
-            f"`DistributedOptimizer`, divided by DDP's {words}. Two emulated hosts, a link of {rate_words(c.rate)}, median of {c.rounds} rounds "
-            f"({c.machine}, {c.date}).")
+            f"`DistributedOptimizer`, divided by DDP's {words}. Two emulated hosts, a link of "
+            f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
     titles = [name for name, _ in sheet.columns]
     lines = [" | ".join(titles), "|".join(["---"] * len(titles)), *map(" | ".join, sheet.rows)]
     return ["\n".join(lines), textwrap.fill(note, 118)]
