@@ -41,7 +41,7 @@ def texts(*sheets):
 
 def timed(sheet, c):
     """The sheet, whose last note says how often it was timed."""
-    return sheet._replace(notes=[*sheet.notes, f"Medians of {c.rounds} round(s) of {c.steps} steps."])
+    return sheet._replace(notes=[*sheet.notes, f"{c.rounds} round(s) of {c.steps} steps."])
 
 
 def bench(result):

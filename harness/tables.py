@@ -200,8 +200,8 @@ def time_sheet(result):
          ("MB sent\na rank", "counted", sent), ("", "formula", formula, ".1f")],
         "x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
         [EXPOSED] * any(row.timeline for row in rows),
-        [f"~ within the noise of this run: ddp, timed again in each round, took {min(c.noise):.2f} to "
-         f"{max(c.noise):.2f} times as long, {noise:.0%} off at most."] if c.noise else [], marks, failures(rows))
+        [f"~ within the noise: ddp, timed again, took {min(c.noise):.2f} to {max(c.noise):.2f} times as long."]
+        if c.noise else [], marks, failures(rows))
 
 
 def memory_sheets(result):
@@ -267,13 +267,13 @@ def stage4_over(result, row):
 def line_sheet(result):
     """What no row can be faster than, and stage 4 beside each row."""
     return sheet_of(
-        f"What the line of {rate_words(result.conditions.rate)} allows", result.rows,
+        f"A link of {rate_words(result.conditions.rate)}", result.rows,
         [("", "", label_of), ("ms a step\nmedian (min–max)", "measured", lambda row: spread(row.rounds_ms)),
          ("drain\nms", "measured", lambda row: median(row.drain_ms), ".0f"),
          ("exposed\nms", "measured", exposed_ms, ".0f"),
          ("line\nms", "formula", lambda row: line_ms(result, row), ".0f"),
          ("x floor", "measured", lambda row: over_floor(result, row), ".2f"),
-         ("stage 4\nx this", "measured", lambda row: stage4_over(result, row), ".2f")],
+         ("stage 4\nover this", "measured", lambda row: stage4_over(result, row), ".2f")],
         "A step: from one point of the loop to the same point of the next, so with its waits for parameters. Drain: "
         "what the last one has left under way, which a run pays once; – where it is in each step's time still.",
         EXPOSED, "Line: bytes by the formula, over the rate. Floor: the larger of compute only, of the same dtype, and "
@@ -318,7 +318,7 @@ def curve_sheet(results):
     def cell(result):
         return lambda row: None if (value := row[1](result)) is None else format(value, *row[2:])
     return sheet_of(
-        "The curve: a step over computing alone", rows,
+        "Time per step over computing alone", rows,
         [("", "", lambda row: row[0]),
          *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured", cell(result)) for result in results)],
         "Medians of the ratios round by round. Floor: the larger of computing alone and the line's time, by the "
@@ -346,7 +346,7 @@ def accumulation_sheet(accumulation):
          ("x no_sync", "measured", price)],
         "Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
         "are reduced into the shard.",
-        f"~ within the noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round.")
+        f"~ within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart.")
 
 
 def has_shares(accumulation):
@@ -357,7 +357,7 @@ def has_shares(accumulation):
 def share_sheet(accumulation):
     """Of an Accumulation that has the time of computing alone."""
     return sheet_of(
-        "What communication takes of a step, one exchange a step", accumulation.rows,
+        "Communication's share of a step with one exchange", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("compute only,\nms a micro-batch", "measured", lambda one: median(one.compute_ms), ".0f"),
          *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
@@ -427,7 +427,7 @@ def host_sheet(rows):
     first = rows[0]
     phases = {"forw.": "forward", "backw.": "backward", "step": "step", "zero": "zero_grad", "whole": "whole"}
     return sheet_of(
-        f"Host time of a step in ms, measured: {first.tensors} tensors of 16 x 16, rank 0 of {first.d}", rows,
+        f"Best host time of a step, ms, measured: {first.tensors} tensors of 16 x 16, rank 0 of {first.d}", rows,
         [("", "", "name"), *((name, "", f"best_ms.{key}", ".2f") for name, key in phases.items()),
          ("x plain", "", f"best_ms.whole/{first.best_ms['whole']}", ".2f"),
          ("median", "", "median_ms.whole", ".2f"),
@@ -439,7 +439,7 @@ def host_sheet(rows):
 
 def gathered_sheet(rows):
     return sheet_of(
-        "Elements that a step gathers, over those of the model, by number of ranks", rows,
+        "Elements gathered per step, over the model's", rows,
         [("", "", "name"),
          *((f"d = {d}", "counted", lambda row, d=d: row.over_numel.get(d), ".2f") for d in rows[0].over_numel)],
         "What is above 1.00 is padding.")
@@ -451,11 +451,11 @@ def gathered_sheet(rows):
 def fault_sheets(result):
     """Of a FaultResult: what was done to runs, and the run that moved on."""
     return [
-        sheet_of("What was done to a run, and what was seen", result.rows,
+        sheet_of("Faults", result.rows,
                  [("", "", "fault"), ("times", "counted", "times", ".0f"),
                   ("went on from", "", "seen"), ("at the\nend", "compared", "end")],
                  under(result.conditions, f"stage {result.stage} on two ranks or three")),
-        sheet_of("A run that moves on, beside DDP undisturbed", result.journey,
+        sheet_of("A run that changes stages, beside undisturbed DDP", result.journey,
                  [("after\nstep", "", "step", ".0f"), ("trained until there by", "", "where"),
                   ("validation\nloss", "measured", "loss", ".4f"),
                   ("of DDP", "measured", "undisturbed", ".4f"),
@@ -542,7 +542,7 @@ def plan_sheets(result):
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     kinds = dict(zip(("params", "grads", "main", "moments", "buffers"), rows[0].held))
     memory = sheet_of(
-        f"What a rank of {c.world} holds, in GB: {c.model}, {c.parameters:,} parameters a rank", rows,
+        f"GB on a rank of {c.world}: {c.model}, {c.parameters:,} parameters a rank", rows,
         [("", "", lambda row: label_of(row).replace("\n  ", "\n")),
          *((name, "counted", f"held.{kind}/1e9", ".2f") for name, kind in kinds.items()),
          ("padding", "counted", "padding/1e9", ".2f"),
@@ -574,11 +574,11 @@ def plan_sheets(result):
          *((f"d = {d}", "modelled", lambda row, d=d: row.ms.get(d), ",.0f") for d in rows[0].ms if d > 1)],
         f"Buckets are those that are best on {c.world}.")
     sizes = sheet_of(
-        f"Sizes of buckets: a micro-batch of {c.model} on {c.world} ranks", result.sizes,
+        f"Sizes of buckets: {c.model} on {c.world} ranks", result.sizes,
         [("", "", "base"), ("bucket", "", lambda size: size.size + " *" * (not size.is_bucket)),
          ("ms\n", "modelled", "ms", ",.0f"), ("GB at\nthe peak", "counted", "peak/1e9", ".1f")],
         "Taken: the smallest that is at most 2 % slower than the fastest.",
-        "* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole.")
+        "* not taken: two such buffers exceed half of all gradients.")
     return [memory, state_sheet(rows), time, ranks, sizes, *(plan_check_sheets(result.check) if result.check else [])]
 
 
@@ -587,7 +587,7 @@ def plan_check_sheets(check):
     for run in check.two_hosts:
         found.setdefault(run.base, []).append(run.error)
     return [sheet_of(
-        "Two hosts: modelled beside measured steps, all links and sizes of buckets", found.items(),
+        "Two hosts: error of the model, all links and sizes of buckets", found.items(),
         [("", "", lambda one: one[0]), ("steps", "", lambda one: len(one[1])),
          ("from\nerror", "modelled", lambda one: min(one[1]), "+.1%"),
          ("median\nerror", "modelled", lambda one: median(one[1]), "+.1%"),

@@ -60,7 +60,7 @@ def test_a_figure_that_somebody_changed_is_put_right_and_an_unknown_block_is_an_
 
 
 # What the plan assumes, and sizes that we chose: no measurement changes them.
-TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}, "README.md": {"1 %"}}
+TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}}
 
 
 @each_page
@@ -146,7 +146,7 @@ def test_what_lies_within_the_noise_is_marked(result, capsys):
     tables.show(result)
     out = capsys.readouterr().out
     assert "1.05~" in cells(out, "stage 1 naive broadcast") and "1.00" in cells(out, "ddp  ")
-    assert "took 0.95 to 1.04 times as long, 5% off at most" in " ".join(out.split())
+    assert "took 0.95 to 1.04 times as long" in " ".join(out.split())
     assert out.count("ddp again") == 1  # beside the times, and not beside the memory
     assert "34" in cells(out, "ddp  ")  # exposed communication: of the rank with more of it
     result.find("stage 1 naive broadcast").vs_reference = 1.06
