@@ -678,7 +678,7 @@ def ladder_block():
     words = "with its default buckets" if tuned is None else (
         f"with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried")
     note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with AdamW "
-            "(stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with "
+            "(stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). The peak includes "
             "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
             f"`DistributedOptimizer`, divided by DDP's {words}. Two emulated hosts, a link of "
             f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
