@@ -675,12 +675,12 @@ def ladder_block():
         ("code lines of the core", "", lambda rung: core_lines(results.ROOT / rung.folder) if rung.folder else None),
         ("time ÷ DDP's", "", lambda rung: row_of(rung).over(ddp) if row_of(rung).rounds_ms and ddp.rounds_ms else None,
          ".2f")])
-    words = "with its default buckets" if tuned is None else (
-        f"with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried")
+    words = "DDP's with its default buckets" if tuned is None else (
+        f"tuned DDP's ({'default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried)")
     note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with AdamW "
             "(stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). The peak includes "
             "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
-            f"`DistributedOptimizer`, divided by DDP's {words}. Two emulated hosts, a link of "
+            f"`DistributedOptimizer`, divided by {words}. Two emulated hosts, a link of "
             f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
     titles = [name for name, _ in sheet.columns]
     lines = [" | ".join(titles), "|".join(["---"] * len(titles)), *map(" | ".join, sheet.rows)]

@@ -258,8 +258,8 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(plain, monkeypatch):
     """Of one that takes 0.8 of what the default takes, stage 4's lead is that much smaller. The default may be best."""
     of_default = plain.find("stage 4 overlap").over(plain.find("ddp"))
     for one, ratio, words in ((plain, of_default, "DDP's with its default buckets"),
-                              (swept(plain), of_default / 0.8, "DDP's with 2 MB buckets, the fastest tried"),
-                              (swept(plain, 8), of_default, "DDP's with its default buckets, the fastest tried")):
+                              (swept(plain), of_default / 0.8, "tuned DDP's (2 MB buckets, the fastest tried)"),
+                              (swept(plain, 8), of_default, "tuned DDP's (default buckets, the fastest tried)")):
         monkeypatch.setattr(results, "by_rate", lambda: [one])
         curve = dict(curve_sheet([one]).rows)
         assert ladder()["4 overlap"][-1] == f"{ratio:.2f}" and words in " ".join(pages.MARKDOWN["ladder"]()[1].split())
