@@ -21,11 +21,12 @@ from harness import command_line
 if __name__ == "__main__":
     command_line.begin()
 
-from grade import contract, grader, left_over, variants
+from grade import contract, left_over, variants
 from grade.grader import Grader, Wrong
 from grade.levels import LEVELS
-from grade.skeleton import STAGES
+from harness import STAGES
 
+SHOW = contract.ROOT / "show"  # the recorder of a step, where there is one
 fail = functools.partial(command_line.fail, "grade")
 
 
@@ -41,17 +42,11 @@ def package_of(stage):
     return ".".join(parts)
 
 
-def refuse(message):
-    """End here: one line, exit code 1."""
-    print(f"grade: error: {message}", file=sys.stderr)
-    sys.exit(1)
-
-
 def checks_of(level, one, only):
     """-> (title, [(name, check)]) of a number, or of a variant's name: those for this class with `only` in the name."""
-    title, checks = variants.level(level) if level in variants.CASES else LEVELS[level]
-    return title, [(name, check) for name, check, *conditions in checks
-                   if only in name and all(is_met(one.facts) for is_met in conditions)]
+    title, checks = LEVELS[level] if level in LEVELS else variants.level(level)
+    return title, [(name, check) for name, check, *facts in checks
+                   if only in name and all(getattr(one.facts, fact) for fact in facts)]
 
 
 def passes(level, one, only=""):
@@ -59,8 +54,9 @@ def passes(level, one, only=""):
     where it is one of level 1 alone."""
     title, checks = checks_of(level, one, only)
     if checks:
-        print(f"\nLevel {level}: {title}" if level in LEVELS else f"\n{title}")
+        print(f"\n{title}")
     for name, check in checks:
+        one.played = None
         try:
             notes = check(one) or []
         except Wrong as wrong:
@@ -68,15 +64,16 @@ def passes(level, one, only=""):
                 wants = dict(wrong.lines)["expected"]
                 print(f"  not yet   level 2 wants {wants}\n            docs/exercise.md has its skeleton", flush=True)
                 return None
-            print(f"  FAILED    {name}")
-            for what, line in wrong.lines:
-                print(f"  {what:9} {line}", flush=True)
-            if wrong.shown_by and grader.SHOW.is_dir():
-                print(f'  see       make show STAGE={one.package} ARGS="{wrong.shown_by}"', flush=True)
+            run, *d = one.played or [None]
+            options = run and wrong.step and run.shown_by(*d, wrong.step)
+            see = ("see", f'make show STAGE={one.package} ARGS="{options}"')
+            print("\n".join([f"  FAILED    {name}", *(f"  {what:9} {line}" for what, line in
+                                                      [*wrong.lines, *[see] * bool(options and SHOW.is_dir())])]),
+                  flush=True)
             return False
         print("\n            ".join([f"  ok        {name}", *notes]), flush=True)
     if checks and not only:
-        print(f"ok{f' level {level}:' if level in LEVELS else ''} {title[0].lower()}{title[1:]}", flush=True)
+        print(f"ok {title.lower()}", flush=True)
     return True
 
 
@@ -86,11 +83,12 @@ def grade(one, args, for_pytest):
         facts = one.facts
     except Wrong as wrong:
         came = " ".join(line for what, line in wrong.lines if what in ("came", ""))
-        refuse(f"{one.package} can't be imported and looked at: {came}")
+        sys.exit(f"grade: error: {one.package} can't be imported and looked at: {came}")
     variant = one.package.rpartition(".")[2]
     levels = [variant] if variant in variants.CASES else [level for level in (1, 2) if level <= args.levels]
     if not any(checks_of(level, one, args.only)[1] for level in levels):
-        refuse(f"--only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name")
+        sys.exit(f"grade: error: --only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its "
+                 "name")
     print(f"Grading {f'{facts.name} of ' if facts.name else ''}{one.package}", flush=True)
     for level in levels:
         verdict = passes(level, one, args.only)
@@ -98,7 +96,7 @@ def grade(one, args, for_pytest):
             return verdict is None  # it passes level 1, and has not begun level 2
     if args.levels == 3 and not args.only and variant not in variants.CASES:
         one.close()
-        return contract.holds(one.package, for_pytest, is_core=one.is_core)
+        return contract.holds(one.package, for_pytest, facts.is_core)
     return True
 
 

@@ -23,6 +23,7 @@ ORDER = "gradients come in another order on rank 1: what leaves must leave in on
 USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
 TOO_EARLY = "nothing is sent after the inner optimizer has stepped: what it steps must travel after that, not before"
 STALE = "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"
+ADDED = "gradients of the step before are added: the docstring of step() says that they are gone"
 OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
 NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
     "nothing": "no torch optimizer has stepped a parameter: step() steps the inner optimizer, which owns parameters",
@@ -30,13 +31,13 @@ NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
     "zeros": "the inner optimizer's gradients are all 0: main gradients must be filled with what was reduced",
     "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model",
 }
-AS_PADDING = "0, as padding is"
+PADDING = "0, as padding is"
 
 
 @dataclass(frozen=True)
 class ByHand(Run):
-    """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some is
-    another's."""
+    """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some
+    gradients is that of others."""
 
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
@@ -46,6 +47,7 @@ class ByHand(Run):
     lr: float = LR
     reverse: bool = False  # on rank 1 gradients come in the other order
     gone: bool = False  # gradients, after a step: without zero_grad() they may add up, as in torch, or not
+    of_rank: bool = False  # elements are r everywhere on rank r
 
     def start(self):
         return torch.arange(float(sum(self.numels)))
@@ -54,14 +56,15 @@ class ByHand(Run):
         return torch.cat([torch.full((n,), float(2**rank * s)) for n, s in zip(self.numels, self.scales)])
 
     def model(self, seed):
-        return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in self.start().split(self.numels))
+        values = torch.full_like(self.start(), seed) if self.of_rank else self.start()
+        return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
-    def make(self, candidate, model):
-        return candidate.make(list(model), torch.optim.SGD, lr=self.lr, **dict(self.options))
+    def settings(self):
+        return torch.optim.SGD, {"lr": self.lr, **dict(self.options)}
 
     def shown_by(self, world_size, step):
         sizes = ",".join(map(str, self.numels))
-        return "" if self.reverse or self.options or not self.zero else (
+        return "" if self.reverse or self.options or self.of_rank or not self.zero else (
             f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}")
 
     def loss(self, model, number, rank):
@@ -69,110 +72,92 @@ class ByHand(Run):
         return sum((param * scale).sum() for param, scale in terms) * 2**rank  # the last term's gradient is the first
 
 
-@dataclass(frozen=True)
-class Constructed(ByHand):
-    """Rank r begins with r everywhere; gradients are 0."""
-
-    def model(self, seed):
-        return nn.ParameterList(nn.Parameter(torch.full((4,), float(seed))) for _ in range(4))
-
-    def loss(self, model, number, rank):
-        return sum(param.sum() * 0 for param in model)
-
-
-def explain(case, seen, finishes=False):
+def explain(case, seen, finishes):
     """Raises Wrong unless every element is where `case`, a ByHand, takes it, and nothing is still under way.
 
     seen: a Seen of each rank. finishes: whether the class has finish_param_sync().
     """
-    expected, came = "every collective has arrived when a step ends", []
-    is_late = [bool(one.unawaited) for one in seen]
-    try:
-        explain_values(case, seen)
-    except Wrong as wrong:
-        if not any(is_late):
-            raise
-        (_, expected), (_, values), *_ = wrong.lines
-        came = [values]
-    if any(is_late):
-        rank = is_late.index(True)
-        entries = seen[rank].unawaited
-        counts = ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
-        came.append(shorten(at(f"rank {rank} has not waited for {counts} when its step ends", entries[0].place)))
-        raise Wrong(expected, came, "step() waits for the parameters by finish_param_sync(), unless prefetch_params() "
-                    "was called" if finishes else "a collective with async_op=True returns a work: wait() for it "
-                    "before what it brings is read")
+    found = what_is_wrong(case, seen)
+    expected = in_words(case, len(seen)) if found else "every collective has arrived when a step ends"
+    for rank, one in enumerate(seen):
+        if one.unawaited:
+            counts = ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in one.unawaited).items())
+            late = at(f"rank {rank} has not waited for {counts} when its step ends", one.unawaited[0].place)
+            raise Wrong(expected, [*found[:1], shorten(late)],
+                        "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
+                        if finishes else "a collective with async_op=True returns a work: wait() for it before what it "
+                        "brings is read")
+    if found:
+        raise Wrong(expected, *found)
 
 
-def explain_values(case, seen):
+def factors(case):
+    """-> by how many mean gradients an element may have moved: those of step 1 are used up, or add up."""
+    return [case.steps] if case.zero or case.gone else [2, 3]
+
+
+def in_words(case, d):
+    """-> what is expected."""
+    sums, units = " + ".join(str(2**rank) for rank in range(d)), case.lr * (2**d - 1) / d
+    if len(set(case.scales)) > 1:
+        figure = f"{', '.join(f'{units * scale:.3g}' for scale in case.scales)} of the parameters"
+    elif case.zero:
+        figure = f"{case.lr:g} · ({sums}) / {d} = {units:.3g}"
+    else:
+        figure = " or ".join(f"{units * times:.3g}" for times in factors(case)) + " after two steps"
+    return f"every element moves by lr × mean gradient, {figure}, on every rank"
+
+
+def what_is_wrong(case, seen):
+    """-> (what came, the likely cause); () where nothing is. Of tensors (d, numel), a row of each rank."""
     start, d, lr = case.start(), len(seen), case.lr
-    own = torch.stack([case.grad(rank) for rank in range(d)])
-    mean, came = own.sum(dim=0) / d, [one.snapshots[-1] for one in seen]
-    allowed = [case.steps] if case.zero or case.gone else [2, 3]  # gradients of step 1 are used up, or add up
+    own, came = torch.stack([case.grad(rank) for rank in range(d)]), torch.stack([one.snapshots[-1] for one in seen])
+    mean, allowed = own.mean(dim=0), factors(case)
+    due = start - lr * mean
 
     def near(a, b):
         return (a - b).abs() <= lr / 1000
 
-    if any(all(near(values, start - times * lr * mean).all() for values in came) for times in allowed):
-        return
-    due = start - lr * mean
-    moved = [(start - values) / lr for values in came]  # in units of the gradient
-    stays = [near(values, start) for values in came]
-    expected = in_words(case, d, mean, allowed)
-    if all(stay.all() for stay in stays):
-        raise Wrong(expected, *nothing_moved(start, seen, near))
-    ratios = torch.cat([(move / mean)[~stay] for move, stay in zip(moved, stays)])  # of what has moved
+    if any(near(came, start - times * lr * mean).all() for times in allowed):
+        return ()
+    moved, stays = (start - came) / lr, near(came, start)  # in units of the gradient
+    if stays.all():
+        return nothing_moved(start, seen, near)
+    ratios = (moved / mean)[~stays]
     factor = ratios[0].item()
     if torch.allclose(ratios, ratios[:1], rtol=1e-3) and not any(abs(factor - times) < 1e-3 for times in allowed):
         figure = "" if len(set(case.scales)) > 1 else f"{lr * factor * mean[0]:.3g} wherever it has moved: "
-        fed = [one.inner[0].grads for one in seen if one.inner]
-        cause = cause_of(factor, d, lr, is_fed=len(fed) == d and all(
-            grads is not None and abs(grads.mean() / mean.mean() - 1) < 1e-3 for grads in fed))
-        if case.gone and abs(factor - 3) < 1e-3:
-            cause = "gradients of the step before are added: the docstring of step() says that they are gone"
-        raise Wrong(expected, figure + times_as_far(factor), cause)
-    is_right = (ratios - 1).abs().max() < 1e-3
-    if not is_right and all(near(move * lr, own * lr)[:, ~stay].any(dim=0).all() for move, stay in zip(moved, stays)):
-        raise Wrong(expected, figures(moved, stays, lr), OWN)
+        return figure + times_as_far(factor), cause_of(factor, case, seen, mean)
+    figures = [sorted({f"{lr * value:.3g}" for value in its[~stay].tolist()}) for its, stay in zip(moved, stays)]
+    by_rank = "moved by " + "; ".join(f"rank {rank}: {', '.join(values)}" for rank, values in enumerate(figures))
+    is_own = near(moved[:, None] * lr, own * lr).any(dim=1)  # of some rank
+    if (ratios - 1).abs().max() >= 1e-3 and (is_own | stays).all():
+        return shorten(by_rank), OWN
     if not case.zero and near(came[0], due - lr * (due + mean)).all():
-        raise Wrong(expected, "step 2 moved every element by lr × (gradient + parameter)", USED_UP)
-    if case.reverse and (mixed := mixed_up(moved[0], own, case, d)):
-        raise Wrong(expected, mixed, ORDER)
+        return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
+    if case.reverse and (mixed := mixed_up(moved[0], own, case)):
+        return mixed, ORDER
     if decoded := decode(came, start, due, {"mean gradient": mean, "summed gradient": mean * d}, near):
-        raise Wrong(expected, *decoded)
-    nowhere = sum(stay.int() for stay in stays) == d
-    if nowhere.any():
-        raise Wrong(expected, f"elements {spans(nowhere)} have moved on no rank",
-                    "nobody owns these parameters, or their gradients have not arrived")
-    if any(stay.any() for stay in stays):
+        return decoded
+    if (nowhere := stays.all(dim=0)).any():
+        return (f"elements {spans(nowhere)} have moved on no rank",
+                "nobody owns these parameters, or their gradients have not arrived")
+    if stays.any():
         some = [f"elements {spans(stay)} on rank {rank}" for rank, stay in enumerate(stays) if stay.any()]
-        by_rank = [near(due[:, None], one.inner[0].own).any(dim=1) if one.inner else ~stays[0] for one in seen]
-        is_own = all((stay <= its).all() for stay, its in zip(stays, by_rank))  # the rank itself has stepped these
-        cause = TOO_EARLY if not any(one.after_inner for one in seen) else STALE if is_own else NOT_RECEIVED
-        raise Wrong(expected, shorten(f"not moved: {', '.join(some)}; elsewhere they have"), cause)
-    raise Wrong(expected, figures(moved, stays, lr), ORDER if case.reverse else UNKNOWN)
-
-
-def in_words(case, d, mean, allowed):
-    """-> what is expected."""
-    if len(set(case.scales)) > 1:
-        figure = f"{', '.join(f'{case.lr * value:.3g}' for value in dict.fromkeys(mean.tolist()))} of the parameters"
-    elif not case.zero:
-        figure = " or ".join(f"{case.lr * times * mean[0]:.3g}" for times in allowed) + " after two steps"
-    else:
-        sums = " + ".join(str(2**rank) for rank in range(d))
-        figure = f"{case.lr:g} · ({sums}) / {d} = {case.lr * mean[0]:.3g}"
-    return f"every element moves by lr × mean gradient, {figure}, on every rank"
+        by_itself = [near(due[:, None], one.inner.own).any(dim=1) if one.inner else stays[0] < 0 for one in seen]
+        return shorten(f"not moved: {', '.join(some)}; elsewhere they have"), (
+            TOO_EARLY if not any(one.after_inner for one in seen) else
+            STALE if (stays <= torch.stack(by_itself)).all() else NOT_RECEIVED)  # the rank itself has stepped these
+    return shorten(by_rank), ORDER if case.reverse else UNKNOWN
 
 
 def nothing_moved(start, seen, near):
-    """-> (what came, the cause)."""
-    stepped = [(rank, ~near(one.inner[0].model, start)) for rank, one in enumerate(seen) if one.inner]
-    if between := [f"rank {rank} elements {spans(mask)}" for rank, mask in stepped if mask.any()]:
+    masks = [~near(one.inner.model, start) if one.inner else start < 0 for one in seen]
+    if between := [f"rank {rank} elements {spans(mask)}" for rank, mask in enumerate(masks) if mask.any()]:
         return shorten(f"nothing has moved in the end; in between {', '.join(between)} had"), OVERWRITTEN
-    fed = ["nothing" if not one.inner or not len(one.inner[0].own) else "no gradients" if one.inner[0].grads is None
-           else "gradients" if one.inner[0].grads.any() else "zeros" for one in seen]
-    return "nothing has moved, on any rank", NOTHING[max(fed, key=list(NOTHING).index)]
+    fed = ["nothing" if not one.inner or not len(one.inner.own) else "no gradients" if one.inner.grads is None
+           else "gradients" if one.inner.grads.any() else "zeros" for one in seen]
+    return "nothing has moved, on any rank", NOTHING[max(fed, key=[*NOTHING].index)]
 
 
 def times_as_far(factor):
@@ -183,71 +168,58 @@ def times_as_far(factor):
     return f"{factor:.3g} times the mean gradient"
 
 
-def cause_of(factor, d, lr, is_fed):
-    """-> why every element that has moved has moved `factor` times too far. is_fed: whether the inner optimizer got
-    the mean gradient, on every rank."""
-    if abs(factor - 1) < 1e-2:
-        return ALMOST
-    if is_fed and abs(factor * lr - 1e-3) > 1e-5:
-        return "the inner optimizer has the right gradients, and another lr than the constructor's"
-    for value, cause in [(d, SUMMED), (1 / d, TWICE_AVERAGED), (1e-3 / lr, DEFAULTS), (-1, "step against the gradient"),
-                         *((d / n, f"the sum of the gradients is divided by {n}: the number of ranks is {d} here")
-                           for n in range(1, 17))]:
-        if abs(factor - value) < 1e-2 * abs(value):
-            return cause
-    return UNKNOWN
+def cause_of(factor, case, seen, mean):
+    """-> why every element that has moved has moved `factor` times too far."""
+    d, defaults = len(seen), 1e-3 / case.lr
+    fed = [one.inner and one.inner.grads for one in seen]
+    is_fed = all(grads is not None and abs(grads.mean() / mean.mean() - 1) < 1e-3 for grads in fed)
+    causes = [(3, ADDED)] * case.gone + [(1, ALMOST), (defaults, DEFAULTS)]
+    causes += [(factor, "the inner optimizer has the right gradients, and another lr than the constructor's")] * is_fed
+    causes += [(d, SUMMED), (1 / d, TWICE_AVERAGED), (-1, "step against the gradient")]
+    causes += [(d / n, f"the sum of the gradients is divided by {n}: the number of ranks is {d} here")
+               for n in range(1, 17)]
+    return next((cause for value, cause in causes if abs(factor - value) < 1e-2 * abs(value)), UNKNOWN)
 
 
-def mixed_up(moved, grads, case, d):
+def mixed_up(moved, grads, case):
     """Averages of two ranks' gradients of different parameters -> a sentence, or "" if there is none."""
     parts = zip(*(values.split(case.numels) for values in (case.start(), moved, *grads[:2])))
     for (index, came, *own), (other, _, *others) in itertools.permutations(parts, 2):
         for rank in range(2):
-            if ((came - (own[rank][0] + others[1 - rank][0]) / d).abs() < 1e-3).any():
+            if ((came - (own[rank][0] + others[1 - rank][0]) / len(grads)).abs() < 1e-3).any():
                 return (f"of elements {index[0]:g}-{index[-1]:g} rank {rank}'s gradient was averaged with "
                         f"rank {1 - rank}'s of elements {other[0]:g}-{other[-1]:g}")
     return ""
 
 
 def decode(came, start, due, gradients, near):
-    """-> (what wrong elements hold, the cause), of the first rank with some; None where one of them is unknown."""
-    for rank, values in enumerate(came):
-        wrong = ~near(values, due) & ~near(values, start)
-        if not wrong.any():
-            continue
-        where = "" if all(near(other, values).all() for other in came) else f" on rank {rank}"
-        if values.isnan().any():
-            return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
-        for name, gradient in gradients.items():
-            if near(values, gradient)[wrong].all() and wrong.sum() > 1:
-                return (f"in elements {spans(wrong)}: the {name}{where}",
-                        "a gradient was taken for a parameter: copy what was stepped")
-        found = {index: held(index, values[index], start, due, near) for index in wrong.nonzero().flatten().tolist()}
-        if None in found.values():
-            return None
-        words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
-                 for (kind, shift), first, last in runs(found)]
-        return shorten("; ".join(words)) + where, (
-            "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
-            if any(kind == AS_PADDING for kind, _ in found.values()) else
-            "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order")
-    return None
-
-
-def held(index, value, start, due, near):
-    """-> what an element holds, with {} for elements, and how far the first of these is; None if it can't be told."""
-    if abs(value) < 1e-9:
-        return AS_PADDING, 0
-    for kind, values in (("what {} should hold", due), ("what {} held before", start)):
-        if (found := near(values, value)).any():
-            return kind, found.nonzero()[0].item() - index
-    return None
-
-
-def figures(moved, stays, lr):
-    """-> "rank 0: 0.1, 0.2; rank 1: 0.1", of what elements have moved by."""
-    rounded = [sorted({f"{lr * value:.3g}" for value in move[~stay].tolist()}) for move, stay in zip(moved, stays)]
-    return shorten("moved by " + "; ".join(f"rank {rank}: {', '.join(values)}" for rank, values in enumerate(rounded)))
+    """-> (what wrong elements hold, the cause), of the first rank with some; () where one of them is unknown."""
+    wrong = ~near(came, due) & ~near(came, start)
+    if not wrong.any():
+        return ()
+    rank = wrong.any(dim=1).int().argmax().item()
+    values, mask = came[rank], wrong[rank]
+    where = "" if near(came, values).all() else f" on rank {rank}"
+    if values.isnan().any():
+        return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
+    for name, gradient in gradients.items():
+        if near(values, gradient)[mask].all() and mask.sum() > 1:
+            return (f"in elements {spans(mask)}: the {name}{where}",
+                    "a gradient was taken for a parameter: copy what was stepped")
+    found = {}  # element -> (what it holds, with {} for elements, how far away the first of these is)
+    for index in mask.nonzero().flatten().tolist():
+        alike = [(kind, near(those, values[index]).nonzero().flatten().tolist())
+                 for kind, those in (("what {} should hold", due), ("what {} held before", start))]
+        ways = [(kind, places[0] - index) for kind, places in alike if places]
+        if not ways and abs(values[index]) >= 1e-9:
+            return ()
+        found[index] = (PADDING, 0) if abs(values[index]) < 1e-9 else ways[0]
+    words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
+             for (kind, shift), first, last in runs(found)]
+    return shorten("; ".join(words)) + where, (
+        "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
+        if (PADDING, 0) in found.values() else
+        "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order")
 
 
 def runs(found):

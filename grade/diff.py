@@ -19,7 +19,7 @@ def parts_of(path):
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     tree = ast.parse("\n".join(lines))
     nodes = [(f"class {node.name}", node) for node in tree.body if isinstance(node, ast.ClassDef)]
-    nodes += [(name.removeprefix("ShardedOptimizer."), node) for name, node in functions(tree)]
+    nodes += [(name.removeprefix("ShardedOptimizer."), node) for name, node in functions(tree).items()]
     names = ["imports and constants"] * len(lines)  # of the innermost part that a line belongs to
     for name, node in nodes:
         start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

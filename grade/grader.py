@@ -1,9 +1,9 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
-import contextlib
+import functools
+import itertools
 
 from grade import on_ranks
-from grade.skeleton import ROOT
 from harness.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
@@ -17,13 +17,11 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "SystemExit": "the program that trains decides when a rank ends, and not its optimizer",
     "cycle_momentum": "give torch.optim.Optimizer's constructor the defaults of the inner optimizer: betas and so on",
 }
-SHOW = ROOT / "show"  # the recorder of a step, where there is one
 
 
 class Wrong(Exception):
-    """What was expected, what came (a line, or a list of two), and the likely cause, or None."""
-
-    shown_by = ""  # options of `make show`, where it shows the step that is wrong
+    """What was expected, what came (a line, or a list of them), the likely cause, and the number of the step that is
+    wrong: 0 where it is none, but an exception or a hang."""
 
     def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
@@ -33,18 +31,11 @@ class Wrong(Exception):
         self.lines = [(what, line) for what, line in lines if line]
 
 
-class NotRun(Wrong):
-    """The same of an exception, a hang, a missing method: there are no values."""
-
-
-@contextlib.contextmanager
-def shown(run, world_size):
-    """What is wrong in `run` names the options by which the recorder makes the same step."""
-    try:
-        yield
-    except Wrong as wrong:
-        wrong.shown_by = "" if isinstance(wrong, NotRun) else run.shown_by(world_size, wrong.step)
-        raise
+def first_wrong(rows):
+    """Raises the first of `rows` that is wrong: (whether it is, expected, came, cause)."""
+    for is_wrong, *lines in rows:
+        if is_wrong:
+            raise Wrong(*lines)
 
 
 class Grader:
@@ -54,22 +45,21 @@ class Grader:
         self.package = package
         self.workers = {} if workers is None else workers  # by world size
         self.answers = {}  # a run that two checks ask for is done once
+        self.played = None  # (the Run, the number of ranks) of the check that goes on
 
     def close(self):
         for workers in self.workers.values():
             workers.close()
 
-    @property
+    @functools.cached_property
     def facts(self):
         """Facts of the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
         return self.run(2, on_ranks.look)[0]
 
-    @property
-    def is_core(self):
-        return self.facts.name == "ShardedOptimizer"
-
     def run(self, world_size, function, *args, hint=None):
         """-> [function(candidate, *args) of rank 0, 1, …]. hint: the likely cause where an exception has no other."""
+        if function is on_ranks.play:
+            self.played = *args, world_size
         key = world_size, function, args
         if key not in self.answers:
             self.answers[key] = self._run(world_size, function, args, hint)
@@ -78,46 +68,45 @@ class Grader:
     def _run(self, world_size, function, args, hint):
         if world_size not in self.workers:
             self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
-        told = []  # (rank, what it tells)
+        told = [[] for _ in range(world_size)]  # by rank: (what it does, its words, the place); see on_ranks
+        raised = []  # (rank, what it says, the place), in the order in which they did
 
         def hear(rank, message):
-            told.append((rank, message))
-            last = dict(told)  # of each rank
-            doing = {kind for kind, *_ in last.values()}
-            if len(last) == world_size and "stuck" in doing and doing <= {"stuck", "ended"}:
+            told[rank].append(message)
+            if message[0] == "raised":
+                raised.append((rank, *message[1:]))
+            doing = {messages[-1][0] if messages else "" for messages in told}
+            if "stuck" in doing and doing <= {"stuck", "ended"}:
                 raise WorkerError("all ranks stand still")
 
         try:
             return self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
                                                 on_event=hear)
         except WorkerError as error:
-            raise failure(str(error), told, world_size, hint) from None
+            raise Wrong(*failure(str(error), told, raised, hint), step=0) from None
 
 
-def failure(error, told, world_size, hint=None):
-    """-> a NotRun that names the rank, from what the ranks have told."""
-    by_rank = [[message for rank, message in told if rank == one] for one in range(world_size)]
-    parting = first_difference(by_rank)
-    raised = [(rank, message) for rank, message in told if message[0] == "raised"]
-    own = [(rank, message) for rank, message in raised if "gloo" not in message[1]]  # others have lost it
+def failure(error, told, raised, hint):
+    """-> what a Wrong is made of, from what the ranks have told."""
+    parting = first_difference(told)
+    own = [one for one in raised if "gloo" not in one[1]]  # others have lost it
     has_died = " ended with exit code " in error or " was killed by signal " in error
     if own or raised and not has_died:
-        rank, (_, text, place) = (own or raised)[0]
+        rank, text, place = (own or raised)[0]
         cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), hint)
-        return NotRun("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
-                      cause if own else parting or hint or UNKNOWN)
+        return ("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
+                cause if own else parting or hint or UNKNOWN)
     if has_died:
-        rank = int(error.split()[1])
-        last = last_of(by_rank[rank])
-        return NotRun("every rank lives until the end of this check",
-                      [shorten(error), f"after {last}" if last else "before its first collective"],
-                      "os._exit() or a crash ended it; the other ranks have only lost it")
+        last = last_of(told[int(error.split()[1])])
+        return ("every rank lives until the end of this check",
+                [shorten(error), f"after {last}" if last else "before its first collective"],
+                "os._exit() or a crash ended it; the other ranks have only lost it")
     doings = {}  # what a rank does -> the ranks
-    for rank, messages in enumerate(by_rank):
+    for rank, messages in enumerate(told):
         doings.setdefault(doing(messages), []).append(str(rank))
     first, *others = [f"rank {', '.join(ranks)} {what}" for what, ranks in doings.items()]
-    return NotRun("every rank ends this check", [shorten(first), shorten("; ".join(others))],
-                  parting or "all ranks have called the same collectives: look at what else is waited for")
+    return ("every rank ends this check", [shorten(first), shorten("; ".join(others))],
+            parting or "all ranks have called the same collectives: look at what else is waited for")
 
 
 def shorten(line):
@@ -135,25 +124,23 @@ def last_of(messages):
 
 def doing(messages):
     """What a rank did last -> "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)"."""
-    last = last_of(messages)
-    stuck = [message[1] for message in messages if message[0] == "stuck"]
+    last, stuck = last_of(messages), [place for kind, *place in messages if kind == "stuck"]
     if messages and messages[-1][0] == "ended":
         return f"has ended; its last was {last or 'no collective'}"
-    if last and (not stuck or last.endswith(f"({stuck[-1]})")):
+    if last and (not stuck or last.endswith(f"({stuck[-1][0]})")):
         return f"hangs in {last}"
-    place = stuck[-1] if stuck and stuck[-1] else "code of others"
+    place = stuck[-1][0] if stuck and stuck[-1][0] else "code of others"
     return f"hangs in {place}, {f'after {last}' if last else 'before any collective'}"
 
 
 def first_difference(told):
     """-> where the ranks' collectives part, in a sentence; "" if they don't. Sends and receives don't count."""
-    lists = [[message[1:] for message in messages if message[0] == "collective"
+    lists = [[message[1] for message in messages if message[0] == "collective"
               and not message[1].startswith(("send", "recv"))] for messages in told]
-    for number in range(max(map(len, lists))):
-        calls = [collectives[number] if number < len(collectives) else ("nothing", "") for collectives in lists]
-        for rank, call in enumerate(calls):
-            if call[0] != calls[0][0]:
-                kind, _, root = call[0].partition(" from ")
-                other = f"from {root}" if root and kind == calls[0][0].partition(" from ")[0] else call[0]
-                return f"the ranks part at collective {number + 1}: {calls[0][0]} on rank 0, {other} on rank {rank}"
+    for number, (first, *others) in enumerate(itertools.zip_longest(*lists, fillvalue="nothing"), start=1):
+        for rank, call in enumerate(others, start=1):
+            if call != first:
+                kind, _, root = call.partition(" from ")
+                other = f"from {root}" if root and kind == first.partition(" from ")[0] else call
+                return f"the ranks part at collective {number}: {first} on rank 0, {other} on rank {rank}"
     return ""

@@ -13,21 +13,19 @@ GRACE_S = 60  # helpers of Python's end after who has started them: on a busy ma
 
 @contextlib.contextmanager
 def ended():
-    """-> a list. At the end the processes are ended that were started in here and are no children of this one: their
-    ids are in the list then."""
-    mark, left = f"{MARK}={secrets.token_hex(8)}", []
-    os.environ[MARK] = mark.partition("=")[2]
+    """-> a set. At the end the processes are ended that were started in here and are no children of this one: their
+    ids are in the set then."""
+    os.environ[MARK], left = secrets.token_hex(8), set()
     try:
         yield left
     finally:
-        for is_killed in (False, True):
-            deadline = time.monotonic() + GRACE_S
-            while (found := marked(mark)) and time.monotonic() < deadline:  # what they start meanwhile, too
-                for process in found if is_killed else ():
-                    with contextlib.suppress(OSError):
-                        os.kill(process, signal.SIGKILL)
-                time.sleep(0.05)
-            left.extend(found)  # the second time there are none
+        deadline = time.monotonic() + GRACE_S
+        while found := marked(f"{MARK}={os.environ[MARK]}"):  # what they start meanwhile, too
+            for process in found if time.monotonic() > deadline else ():
+                left.add(process)
+                with contextlib.suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def marked(mark):

@@ -6,14 +6,16 @@
 """
 
 import importlib
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from grade.grader import NotRun
+from grade.grader import first_wrong
 from grade.on_ranks import OPTIMIZERS, Run, play
 from harness.tables import code_lines
 
@@ -46,9 +48,10 @@ class Case(Run):
     shapes: tuple = ((40, 40), (64, 64), (10,), (513,))
     dtype: torch.dtype = torch.float32
     n_ranks: int = 2
+    most_lines: int = 30
+    home: str = "variants"
     ours: str = ""  # the module to be tried; without one the reader's
-
-    counts = True
+    counts: bool = True
 
     def drawn(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -67,11 +70,9 @@ class Case(Run):
             halves = {"stage2_allgather": params[:2], "stage4_overlap": params[2:]}
             return module.Chained(*(importlib.import_module(stage).DistributedOptimizer(half, optimizer_cls, **kwargs)
                                     for stage, half in halves.items()))
-        if self.bucket_cap_mb:
-            kwargs = {**kwargs, "bucket_cap_mb": self.bucket_cap_mb}
-        if self.n_ranks == 4:
-            kwargs = {**kwargs, "mesh": torch.distributed.init_device_mesh("cpu", (2, 2))}
-        return module.ShardedOptimizer(params, optimizer_cls, **kwargs)
+        mesh = {"mesh": dist.init_device_mesh("cpu", (2, 2))} if self.n_ranks == 4 else {}
+        cap = {"bucket_cap_mb": self.bucket_cap_mb} if self.bucket_cap_mb else {}
+        return module.ShardedOptimizer(params, optimizer_cls, **kwargs, **cap, **mesh)
 
     def left_out(self, optimizer):
         """Bucket buffers."""
@@ -83,7 +84,7 @@ CASES = {
     "per_parameter": Case(hint="a buffer for each parameter: call the core's shard with one at a time",
                           bucket_cap_mb=0),
     "muon": Case(hint="a rank owns whole matrices, shaped as in the model: starts, ranges, main_params",
-                 optimizer="Muon", shapes=((64, 64), (24, 16), (16, 24), (40, 16))),
+                 optimizer="Muon", shapes=((64, 64), (24, 16), (16, 24), (40, 16)), most_lines=72),
     "hybrid": Case(hint="average the shard across the groups as well, when a bucket has arrived", n_ranks=4),
     "wire16": Case(hint="a buffer's wire_dtype is what travels; reduce_dtype says that parts are added in fp32"),
     "remainder16": Case(hint="the lower 16 bits stay, as a signed number; what is put together is let go of again",
@@ -93,7 +94,7 @@ CASES = {
     "finite": Case(hint="each gradient is looked at before it leaves, and all ranks agree in sync_grads"),
     "blocks": Case(hint="parameters begin, and shards end, at multiples of 256 elements", optimizer="BlockSGD"),
     "chained": Case(hint="one norm over the averaged gradients of all, then each is scaled by the same factor",
-                    max_norms=(0.05, 0.05, 0.05)),
+                    max_norms=(0.05, 0.05, 0.05), most_lines=sys.maxsize, home="guard"),
 }
 
 
@@ -101,7 +102,7 @@ def meets_nan(candidate):
     """The last rank has it, in the second parameter. -> what step() says, on this rank"""
     weights = [(name, nn.Parameter(torch.ones(40))) for name in ("first", "second", "third")]
     optimizer = sys.modules[candidate.package].ShardedOptimizer(weights, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
-    factor = torch.nan if candidate.rank.rank == candidate.rank.world_size - 1 else 1.0
+    factor = torch.nan if candidate.rank == dist.get_world_size() - 1 else 1.0
     sum((param * (factor if name == "second" else 1.0)).sum() for name, param in weights).backward()
     try:
         optimizer.step()
@@ -125,55 +126,49 @@ def level(name):
     case = CASES[name]
     numel = sum(torch.Size(shape).numel() for shape in case.shapes)
 
-    def require(is_right, expected, came, hint=case.hint):
-        if not is_right:
-            raise NotRun(expected, came, hint)
-
-    def seen(grader):
+    def both(grader):
         """-> (Seen of the reader's, Seen of ours) of each rank."""
-        ours = f"guard.{name}" if name == "chained" else f"variants.{name}"
-        return list(zip(*(grader.run(case.n_ranks, play, replace(case, ours=module), hint=case.hint)
-                          for module in ("", ours))))
+        return list(zip(*(grader.run(case.n_ranks, play, replace(case, ours=ours), hint=case.hint)
+                          for ours in ("", f"{case.home}.{name}"))))
 
     def trains(grader):
-        for rank, (mine, ours) in enumerate(seen(grader)):
-            if ours.norms:
-                require(torch.allclose(*map(torch.tensor, (mine.norms, ours.norms)), rtol=1e-4),
-                        f"clip_grad_norm_ returns the norm of all gradients: {ours.norms[0]:.5f}",
-                        f"{mine.norms[0]:.5f} on rank {rank}")
+        for rank, (mine, ours) in enumerate(both(grader)):
             difference = (mine.snapshots[-1] - ours.snapshots[-1]).abs().max().item()
-            require(difference < 1e-5, f"after three steps parameters are what {name} makes of them",
-                    f"they differ by {difference:.1e} on rank {rank}")
+            first_wrong([
+                *((not math.isclose(norm, due, rel_tol=1e-4), "clip_grad_norm_ returns the norm of all gradients: "
+                   f"{due:.5f}", f"{norm:.5f} on rank {rank}", case.hint) for norm, due in zip(mine.norms, ours.norms)),
+                (not difference < 1e-5, f"after three steps parameters are what {name} makes of them",
+                 f"they differ by {difference:.1e} on rank {rank}", case.hint)])
 
     def sends(grader):
         (mine, messages), (ours, due) = [(sum(entry.wire_bytes for entry in one.entries) / numel, len(one.entries))
-                                         for one in seen(grader)[0]]
-        require(abs(mine - ours) <= 0.01 * ours and messages == due,
-                f"{ours:.2f} bytes a parameter sent by a rank in a step, in {due} messages",
-                f"{mine:.2f} in {messages}")
+                                         for one in both(grader)[0]]
+        first_wrong([(abs(mine - ours) > 0.01 * ours or messages != due,
+                      f"{ours:.2f} bytes a parameter sent by a rank in a step, in {due} messages",
+                      f"{mine:.2f} in {messages}", case.hint)])
         return [f"sent       {mine:.2f} bytes a parameter, in {messages} messages"]
 
     def holds(grader):
-        mine, ours = [one.held / numel for one in seen(grader)[0]]
-        require(abs(mine - ours) <= 0.01 * ours,
-                f"{ours:.2f} bytes a parameter held after a step, without bucket buffers", f"{mine:.2f}")
+        mine, ours = [one.held / numel for one in both(grader)[0]]
+        first_wrong([(abs(mine - ours) > 0.01 * ours, f"{ours:.2f} bytes a parameter held after a step, without bucket "
+                      "buffers", f"{mine:.2f}", case.hint)])
         return [f"held       {mine:.2f} bytes a parameter"]
 
     def adds(grader):
         came = grader.run(2, adds_in)[0]
-        require(came == "torch.float32", "parts are added in fp32, on NCCL as well: reduce_dtype is torch.float32",
-                f"it is {came}")
+        first_wrong([(came != "torch.float32", "parts are added in fp32, on NCCL as well: reduce_dtype is "
+                      "torch.float32", f"it is {came}", case.hint)])
 
     def tells(grader):
         answers = grader.run(2, meets_nan)
-        require(all("second" in answer and "rank 1" in answer for answer in answers),
-                "a nan is a RuntimeError of step() on every rank, and names its parameter and rank",
-                [f"rank {rank}: {answer}" for rank, answer in enumerate(answers)])
+        first_wrong([(not all("second" in answer and "rank 1" in answer for answer in answers),
+                      "a nan is a RuntimeError of step() on every rank, and names its parameter and rank",
+                      [f"rank {rank}: {answer}" for rank, answer in enumerate(answers)], case.hint)])
 
     def is_short(grader):
-        n_lines, most = len(code_lines(Path(grader.run(2, code_of)[0]))), 72 if name == "muon" else 30
-        require(name == "chained" or n_lines <= most, f"at most {most} code lines", str(n_lines),
-                "see what the core's methods do already")
+        n_lines = len(code_lines(Path(grader.run(2, code_of)[0])))
+        first_wrong([(n_lines > case.most_lines, f"at most {case.most_lines} code lines", str(n_lines),
+                      "see what the core's methods do already")])
         return [f"lines      {n_lines}"]
 
     return f"It is {name}", [("it trains as ours does", trains), ("what it sends", sends), ("what it holds", holds),

@@ -29,7 +29,7 @@ from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 
 PAGE = Path(__file__).with_name("README.md")
-STAGE_3, STAGE_4 = "stage 3 grad buffer", "stage 4 overlap"
+STAGE_3, STAGE_4, BF16 = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16"
 ROWS = {  # a row of the bench -> the row that it is compared with, what it is called elsewhere, when to take it
     STAGE_3: (None, "", "the base of the next row"),
     "variants per_parameter": (STAGE_3, "modded-nanogpt, nanochat", "few, large parameters"),
@@ -42,9 +42,11 @@ ROWS = {  # a row of the bench -> the row that it is compared with, what it is c
     "variants finite": (STAGE_4, "check_for_nan_in_grad", "which rank has the nan?"),
     "variants blocks": (STAGE_4, "torchao with FSDP2", "8-bit states"),
     "variants offload": (STAGE_4, "offload_optimizer, CPUOffloadPolicy", "the GPU's memory decides"),
-    "stage 4 overlap bf16": (None, "", "the base of the next row"),
-    "variants remainder16": ("stage 4 overlap bf16", "store_param_remainders", "bf16, and no fp32 copies"),
+    BF16: (None, "", "the base of the next row"),
+    "variants remainder16": (BF16, "store_param_remainders", "bf16, and no fp32 copies"),
 }
+MUONS = {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2", "muon stacked by shape": "a stack a shape",
+         "variants muon": "muon"}
 GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 4096)}  # layers, width
 
 
@@ -61,22 +63,20 @@ def counted(name, d=8):
                 training.step(torch.zeros(2, 1, 8, dtype=torch.int64))
                 training.finish()
         pair = getattr(training.optimizer, "optimizers", [training.optimizer])
-        buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in pair)
         numel = sum(param.numel() for param in net.parameters())
-        due = way.bytes_per_param(numel, d, training.optimizer) - buffers / numel
-        return (ledger.wire_bytes / numel, len(ledger.entries), (memory.settled() - buffers) / numel,
-                way.wire_bytes(numel, d) / numel, due)
+        buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in pair) / numel
+        return (ledger.wire_bytes / numel, len(ledger.entries), memory.settled() / numel - buffers,
+                way.wire_bytes(numel, d) / numel, way.bytes_per_param(numel, d, training.optimizer) - buffers)
 
 
-def result_of(file):
-    """-> what results/ has of that name; None where it has nothing."""
-    return saved.load(file) if (saved.ROOT / "results" / file).exists() else None
+def saved_in(*files):
+    """-> what results/ has of these names."""
+    return [saved.load(file) for file in files if (saved.ROOT / "results" / file).exists()]
 
 
 def measured(kind="variants"):
     """-> {where: what was measured there, a Result}"""
-    found = [result for where in ("bench", "network") if (file := result_of(f"{where}_{kind}.json"))
-             for result in file.at_all_rates()]
+    found = [one for file in saved_in(f"bench_{kind}.json", f"network_{kind}.json") for one in file.at_all_rates()]
     return {rate_words(one.conditions.rate) if one.conditions.rate else "one machine": one for one in found}
 
 
@@ -88,34 +88,32 @@ def time_cell(name, base, result):
 
 def markdown(titles, rows):
     """`titles`: of columns; what ends with a colon is text."""
-    alignments = ("---" if title.endswith(":") else "--:" for title in titles)
-    return [f"| {' | '.join(title.rstrip(':') for title in titles)} |", f"|{'|'.join(alignments)}|",
-            *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
+    line = "|".join("---" if title.endswith(":") else "--:" for title in titles)
+    head, *others = (f"| {' | '.join(map(str, cells))} |" for cells in [[title.rstrip(":") for title in titles], *rows])
+    return [head, f"|{line}|", *others]
 
 
 def table():
-    times, rows = measured(), []
+    places, rows = measured(), []
     of_own = {f"variants {kind}": measured(kind) for kind in ("muon", "hybrid")}  # beside other rows, on other ranks
     for name, (base, elsewhere, when) in ROWS.items():
-        sent, messages, held, *_ = counted(name)
-        idea = name.removeprefix("variants ")
-        folder = saved.ROOT / ("stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap")
+        (sent, messages, held, *_), idea = counted(name), name.removeprefix("variants ")
+        folder = PAGE.parents[1] / ("stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap")
         lines = core_lines(folder) if name == idea else len(code_lines(PAGE.with_name(f"{idea}.py")))
-        rows.append([idea, lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}",
-                     *(time_cell(name, base, of_own.get(name, times).get(where)) for where in times), when])
+        times = [time_cell(name, base, of_own.get(name, places).get(place)) for place in places]
+        rows.append([idea, lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}", *times, when])
     return markdown(["idea:", "lines", "called elsewhere:", "sent", "messages", "held",
-                     *(f"time, {where}" for where in times), "take it when:"], rows)
+                     *(f"time, {place}" for place in places), "take it when:"], rows)
 
 
 def balance(layers, width, d):
     """Newton–Schulz of the rank with most over the mean: of muon, and where each shape is a stack, 1/d on each rank."""
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     work = {shape: shape[0] * shape[1] * min(shape) for shape in shapes}
+    of_rank, mean = [0] * d, layers * sum(work.values()) / d
     matrices = [torch.empty(shape, device="meta") for _ in range(layers) for shape in shapes]
-    of_rank = [0] * d
     for matrix, owner in owners([{"params": matrices}], d).items():
         of_rank[owner] += work[tuple(matrix.shape)]
-    mean = sum(of_rank) / d
     return max(of_rank) / mean, max(1, max(work.values()) / mean), -(-layers // d) * sum(work.values()) / mean
 
 
@@ -128,23 +126,21 @@ def balance_table():
 def muon_table():
     """DDP's reducer doesn't run in the fake group: what it sends is its formula, and nobody counts what it holds."""
     times, rows = measured("muon"), []
-    for name, words in {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2",
-                        "muon stacked by shape": "a stack a shape", "variants muon": "muon"}.items():
-        sent, _, held = zip(*(counted(name, d)[:3] if "ddp" not in name else (8 * (d - 1) / d, 0, None)
-                              for d in (8, 64)))
-        rows.append([words, *(NONE if value is None else f"{value:.2f}" for value in sent + held),
-                     *(time_cell(name, None, result) for result in times.values())])
+    for name, words in MUONS.items():
+        both = [counted(name, d) if "ddp" not in name else (8 * (d - 1) / d, 0, None) for d in (8, 64)]
+        figures = [NONE if one[at] is None else f"{one[at]:.2f}" for at in (0, 2) for one in both]
+        rows.append([words, *figures, *(time_cell(name, None, result) for result in times.values())])
     return markdown(["matrices by Muon:", "sent, d = 8", "64", "held, d = 8", "64",
-                     *(f"time, d = 2, {where}" for where in times)], rows)
+                     *(f"time, d = 2, {place}" for place in times)], rows)
 
 
 def loss_table():
     """Empty where nothing was measured."""
-    if not (result := result_of("losses.json")):
-        return []
-    sheet = loss_sheet(result)
-    titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
-    return [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", note))]
+    lines = []
+    for sheet in map(loss_sheet, saved_in("losses.json")):
+        titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
+        lines += [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", note))]
+    return lines
 
 
 TABLES = {"table": table, "balance": balance_table, "muon": muon_table, "losses": loss_table}
@@ -161,9 +157,10 @@ def with_tables(text):
 def main():
     parser = command_line.Parser("variants", __doc__)
     parser.add_argument("--page", action="store_true", help="put the tables into variants/README.md")
-    if not parser.parse_args().page:
-        return print("\n".join(line for one in TABLES.values() if (lines := one()) for line in [*lines, ""]))
-    command_line.write("--page", PAGE, with_tables(PAGE.read_text(encoding="utf-8")), parser.error)
+    if parser.parse_args().page:
+        command_line.write("--page", PAGE, with_tables(PAGE.read_text(encoding="utf-8")), parser.error)
+    else:
+        print("\n".join(line for made in TABLES.values() for line in [*made(), ""]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness import STAGES
 from stage1_naive_broadcast.optimizer import ShardedOptimizer as Stage1
 from stage1_naive_broadcast.optimizer import hyperparameters
 
@@ -106,29 +107,6 @@ class Chunks(Right):
             param.copy_(torch.cat(parts)[: param.numel()].view(param.shape))
 
 
-class Padded(Right):
-    """One all-gather of padded shards, as in stage 2."""
-    @torch.no_grad()
-    def step(self):
-        for param in self.params:
-            self.average(param.grad)
-        self.optimizer.step()
-        self.gather()
-
-    def gather(self):
-        shards = [[param for param in self.params if self.owner[param] == rank] for rank in range(self.d)]
-        longest = max(sum(param.numel() for param in shard) for shard in shards)
-        own = torch.cat([torch.zeros(0), *(param.data.reshape(-1) for param in shards[self.rank])])
-        gathered = torch.zeros(self.d * longest)
-        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
-        for rank, shard in enumerate(shards):
-            start = rank * longest
-            for param in shard:
-                param.copy_(gathered[start : start + param.numel()].view(param.shape))
-                start += param.numel()
-
-
 class Copies(Right):
     """The inner optimizer steps copies of what a rank owns."""
     def owned(self):
@@ -204,7 +182,7 @@ class Whole(Stage1):
             group.update(its)
 
 
-RIGHT = {Right: 1, Flat: 3, Chunks: 3, Padded: 2, Copies: 1, RoundRobin: 1}  # of level 1's interface -> its rung
+RIGHT = {Right: 1, Flat: 3, Chunks: 3, Copies: 1, RoundRobin: 1}  # of level 1's interface -> its rung
 
 SGD, ADAMW = "SGD: ranks equal each other and one process, 2 ranks", "AdamW"
 BY_HAND, BY_3 = "16 elements by hand, 2 ranks", "16 elements by hand, 3 ranks"
@@ -226,8 +204,7 @@ EXPECTED = {  # check -> its first line, where a mistake says nothing else
     BYTES: "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank",
     CLIP: "clip_grad_norm_ returns the norm of the averaged gradients of the whole model",
     FIRST: "the first layer computes while the parameters of others are under way"}
-STAGE_1, STAGE_3, STAGE_4 = (f"{stage}/optimizer.py" for stage in (
-    "stage1_naive_broadcast", "stage3_gradbuffer", "stage4_overlap"))
+STAGE_1, STAGE_2, STAGE_3, STAGE_4 = (f"{stage}/optimizer.py" for stage in STAGES)
 
 
 class Wrong(NamedTuple):
@@ -271,231 +248,211 @@ UPDATED = "own.update(hyperparameters(group))"
 LOADED = "        for group, its in zip(self.param_groups, saved[1]):\n            group.update(its)\n"
 WRONG = {
     "Summed": Wrong(Right, {"grad /= self.d": "pass"}, BY_HAND, "0.3 wherever it has moved: 2 times as far",
-                    "the gradients are summed and not averaged: divide by the number of ranks"),
+        "the gradients are summed and not averaged: divide by the number of ranks"),
     "AveragedTwice": Wrong(Right, {"grad /= self.d": "grad /= self.d**2"}, BY_HAND,
-                           "0.075 wherever it has moved: 1/2 as far",
-                           "the gradients are divided by the number of ranks twice"),
+        "0.075 wherever it has moved: 1/2 as far", "the gradients are divided by the number of ranks twice"),
     "AveragesACopy": Wrong(Right, {"average(param.grad)": "average(torch.cat([param.grad]))"}, BY_HAND,
-                           "moved by rank 0: 0.1, 0.2; rank 1: 0.1, 0.2", "each rank steps with its own gradients"),
+        "moved by rank 0: 0.1, 0.2; rank 1: 0.1, 0.2", "each rank steps with its own gradients"),
     "ReceivesACopy": Wrong(Right, {"broadcast(param,": "broadcast(torch.cat([param.reshape(-1)]),"}, BY_HAND,
-                           "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
-                           "what was received did not reach the parameters: torch.cat copies"),
+        "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
+        "what was received did not reach the parameters: torch.cat copies"),
     "Noop": Wrong(Right, {"return [param for": "return [param.clone().detach().requires_grad_() for"}, BY_HAND,
-                  "nothing has moved, on any rank",
-                  "the inner optimizer's parameters have no gradients: they are copies"),
+        "nothing has moved, on any rank", "the inner optimizer's parameters have no gradients: they are copies"),
     "NotTheOwner": Wrong(Right, {"group_src=owner": "group_src=(owner + 1) % self.d"}, BY_HAND,
-                         "nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, "
-                         "12-15 had", "what was stepped was overwritten by a rank that"),
+        "nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
+        "what was stepped was overwritten by a rank that"),
     "Nobodys": Wrong(Right, {MINE: f"{MINE[:-1]} and param is not self.params[-1]]"}, BY_HAND,
-                     "elements 12-15 have moved on no rank", "nobody owns these parameters"),
+        "elements 12-15 have moved on no rank", "nobody owns these parameters"),
     "ForgetsLr": Wrong(Right, {OWNED: '[{"params": self.owned()}])'}, BY_HAND,
-                       "0.0015 wherever it has moved: 0.01 times the mean gradient",
-                       "lr and weight_decay of the constructor do not reach the inner optimizer"),
+        "0.0015 wherever it has moved: 0.01 times the mean gradient",
+        "lr and weight_decay of the constructor do not reach the inner optimizer"),
     "FiveTimes": Wrong(Right, {"grad /= self.d": "grad *= 5 / self.d"}, BY_HAND,
-                       "0.75 wherever it has moved: 5 times as far", "the figures don't give one away"),
+        "0.75 wherever it has moved: 5 times as far", "the figures don't give one away"),
     "Adds": Wrong(Right, {"grad /= self.d": "grad /= -self.d"}, BY_HAND, "-0.15 wherever it has moved: -1 times",
-                  "step against the gradient"),
+        "step against the gradient"),
     # Some training loops multiply lr by the number of ranks, for larger batches.
     "ScalesLr": Wrong(Right, {OWNED: OWNED.replace("**optimizer_kwargs", '**{**optimizer_kwargs, "lr": self.d * 0.1}')},
-                      BY_HAND, "0.3 wherever it has moved: 2 times as far",
-                      "the inner optimizer has the right gradients, and another lr than the constructor's"),
+        BY_HAND, "0.3 wherever it has moved: 2 times as far",
+        "the inner optimizer has the right gradients, and another lr than the constructor's"),
     "DropsTheRest": Wrong(Flat, {"-(-numel // (64 * self.d)) * 64 * self.d": "numel // self.d * self.d"}, BY_3,
-                          "elements 15 have moved on no rank", "nobody owns these"),
-    "GradientForParameter": Wrong(
-        Right, {"self.send(param, self.owner[param])":
-                "self.send(param.grad, self.owner[param])\n            param.copy_(param.grad)"}, BY_HAND,
+        "elements 15 have moved on no rank", "nobody owns these"),
+    "GradientForParameter": Wrong(Right, {"self.send(param, self.owner[param])":
+        "self.send(param.grad, self.owner[param])\n            param.copy_(param.grad)"}, BY_HAND,
         "in elements 0-15: the mean gradient", "a gradient was taken for a parameter"),
     "Half": Wrong(Right, {"/= self.d": "/= 2"}, BY_3, "0.35 wherever it has moved: 1.5 times the mean gradient",
-                  "the sum of the gradients is divided by 2: the number of ranks is 3 here"),
-    "Padding": Wrong(Padded, {"rank * longest": "sum(param.numel() for shard in shards[:rank] for param in shard)"},
-                     BY_3, "in element 11: 0, as padding is; in elements 12-15: what elements 11-14 should hold",
-                     "padding was taken for parameters"),
-    "AnotherOrder": Wrong(
-        Padded, {"in shards[self.rank]": "in sorted(shards[self.rank], key=torch.Tensor.numel, reverse=True)"}, BY_3,
-        "in elements 11-13: what elements 13-15 should hold; in elements 14-15: what elements 11-12",
+        "the sum of the gradients is divided by 2: the number of ranks is 3 here"),
+    "Padding": Wrong(STAGE_2, {"numels, gathered)": "numels, gathered.view(-1)[: sum(numels)].split(numels))"}, BY_3,
+        "in element 11: what element 15 should hold; in element 12: what element 11 should hold; in element 13: 0",
+        "padding was taken for parameters"),
+    "AnotherOrder": Wrong(STAGE_2, {"mine = self.shards[self.rank]":
+        "mine = sorted(self.shards[self.rank], key=torch.Tensor.numel)"}, BY_3,
+        "in elements 11-12: what elements 14-15 should hold; in elements 13-15: what elements 11-13 should hold",
         "who packs and who cuts disagree"),
     # Rank 0 alone waits for all, before it writes a log, say.
     "Hangs": Wrong(Right, {SENDS: f"if self.rank == 0: dist.barrier(group=self.group)\n        {SENDS}"}, BY_HAND,
-                   f"rank 0 hangs in barrier ({FILE}",
-                   "the ranks part at collective 9: barrier on rank 0, broadcast of 16 bytes from rank 0 on rank",
-                   f"rank 1 hangs in broadcast of 16 bytes from rank 0 ({FILE}", ENDS),
-    "WaitsAlone": Wrong(
-        Right, {"self.send(param, self.owner[param])":
-                "self.send(param, self.owner[param])\n        self.rank or time.sleep(1000)"}, BY_HAND,
+        f"rank 0 hangs in barrier ({FILE}",
+        "the ranks part at collective 9: barrier on rank 0, broadcast of 16 bytes from rank 0 on rank",
+        f"rank 1 hangs in broadcast of 16 bytes from rank 0 ({FILE}", ENDS),
+    "WaitsAlone": Wrong(Right, {"self.send(param, self.owner[param])":
+        "self.send(param, self.owner[param])\n        self.rank or time.sleep(1000)"}, BY_HAND,
         f"rank 0 hangs in {FILE}", "all ranks have called the same collectives",
         f"rank 1 has ended; its last was broadcast of 16 bytes from rank 1 ({FILE}", ENDS),
     # Each rank waits for what others own, and nobody sends its own.
     "OtherRoots": Wrong(Right, {SENDS: f"if owner != self.rank: {SENDS}"}, BY_HAND,
-                        "rank 0 hangs in broadcast of 16 bytes from rank 1 (",
-                        "the ranks part at collective 9: broadcast of 16 bytes from rank 1 on rank 0, from rank",
-                        "rank 1 hangs in broadcast of 16 bytes from rank 0 (", ENDS),
+        "rank 0 hangs in broadcast of 16 bytes from rank 1 (",
+        "the ranks part at collective 9: broadcast of 16 bytes from rank 1 on rank 0, from rank",
+        "rank 1 hangs in broadcast of 16 bytes from rank 0 (", ENDS),
     "Raises": Wrong(Right, {SENDS: f'if self.rank == 1: raise ValueError("the wrong size")\n        {SENDS}'}, BY_HAND,
-                    "rank 1: ValueError: the wrong size", "", f"in {FILE}", NO_EXCEPTION),
+        "rank 1: ValueError: the wrong size", "", f"in {FILE}", NO_EXCEPTION),
     "WithGrad": Wrong(Right, {"    @torch.no_grad()\n    def step(self):":
-                              "    def step(self):\n        self.params[0] -= 1"}, BY_HAND,
-                      "rank r: RuntimeError: a leaf Variable that requires grad is being",
-                      "step() and the constructor must run under torch.no_grad()", f"in {FILE}", NO_EXCEPTION),
+        "    def step(self):\n        self.params[0] -= 1"}, BY_HAND,
+        "rank r: RuntimeError: a leaf Variable that requires grad is being",
+        "step() and the constructor must run under torch.no_grad()", f"in {FILE}", NO_EXCEPTION),
     "Exits": Wrong(Right, {"def step(self):": "def step(self):\n        sys.exit(0)"}, BY_HAND, "rank r: SystemExit: 0",
-                   "the program that trains decides when a rank ends", f"in {FILE}", NO_EXCEPTION),
+        "the program that trains decides when a rank ends", f"in {FILE}", NO_EXCEPTION),
     "Leaves": Wrong(Right, {"dist.all_reduce": "self.rank == 1 and os._exit(0)\n        dist.all_reduce"}, BY_HAND,
-                    "rank 1 ended with exit code 0", "os._exit() or a crash ended it",
-                    f"after broadcast of 16 bytes from rank 0 ({FILE}", LIVES),
+        "rank 1 ended with exit code 0", "os._exit() or a crash ended it",
+        f"after broadcast of 16 bytes from rank 0 ({FILE}", LIVES),
     "NoStep": Wrong(Right, {"def step(": "def update("}, "the interface", "DistributedOptimizer has no step()",
-                    "docs/exercise.md lists the methods that each level asks for", "",
-                    "methods step() and zero_grad()"),
-    "OtherArguments": Wrong(
-        Right, {"self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs":
-                "self, optimizer"}, "the interface",
-        "DistributedOptimizer(optimizer): too many positional arguments", "docs/", "",
+        "docs/exercise.md lists the methods that each level asks for", "", "methods step() and zero_grad()"),
+    "OtherArguments": Wrong(Right,
+        {"self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs": "self, optimizer"},
+        "the interface", "DistributedOptimizer(optimizer): too many positional arguments", "docs/", "",
         "DistributedOptimizer(params, optimizer_cls, *, process_group=None, **"),
     "NoBroadcast": Wrong(Right, {"dist.broadcast(param.data, group=self.group, group_src=0)": "pass"}, START,
-                         "elements 0-15 of rank 1 are 1", "parameters are broadcast from rank 0"),
-    "CopiesTooEarly": Wrong(
-        Copies, {"    def owned(self):\n": "    def __init__(self, params, *args, **kwargs):\n"
-                 "        self.first = {param: param.detach().clone() for param in params}\n"
-                 "        super().__init__(self.first, *args, **kwargs)\n\n    def owned(self):\n",
-                 "param.detach().clone())": "self.first[param])"}, START,
+        "elements 0-15 of rank 1 are 1", "parameters are broadcast from rank 0"),
+    "CopiesTooEarly": Wrong(Copies, {"    def owned(self):\n": "    def __init__(self, params, *args, **kwargs):\n"
+        "        self.first = {param: param.detach().clone() for param in params}\n"
+        "        super().__init__(self.first, *args, **kwargs)\n\n    def owned(self):\n",
+        "param.detach().clone())": "self.first[param])"}, START,
         "so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
         "what the inner optimizer steps was copied before the broadcast"),
     "In16Bits": Wrong(Right, {"self.average(param.grad)": "self.average(short := param.grad.bfloat16())\n"
-                              "            param.grad.copy_(short)"}, BY_3, "0.23",
-                      "almost right, to two or three digits"),
+        "            param.grad.copy_(short)"}, BY_3, "0.23", "almost right, to two or three digits"),
     "KeepsGrads": Wrong(Right, {"param.grad = None": "pass"}, SGD,
-                        "after step 2, 0.weight, 0.bias, 2.weight and 3 more",
-                        "gradients of the step before are added again: zero_grad() must forget them"),
+        "after step 2, 0.weight, 0.bias, 2.weight and 3 more",
+        "gradients of the step before are added again: zero_grad() must forget them"),
     "NewState": Wrong(Right, {"self.optimizer.step()": "self.optimizer.state.clear()\n        self.optimizer.step()"},
-                      ADAMW, "after step 2, ", "the optimizer's state is new in each step"),
-    "AsTheyCome": Wrong(
-        STAGE_4, {"self.send_full_buckets()\n\n": "if self.bucket_of[param].is_full():\n"
-                  "            self.send_grads(self.bucket_of[param])\n\n"}, "gradients in another order on rank 1",
+        ADAMW, "after step 2, ", "the optimizer's state is new in each step"),
+    "AsTheyCome": Wrong(STAGE_4, {"self.send_full_buckets()\n\n": "if self.bucket_of[param].is_full():\n"
+        "            self.send_grads(self.bucket_of[param])\n\n"}, "gradients in another order on rank 1",
         "of elements 0-3 rank 0's gradient was averaged with rank 1's of elements 12-15",
         "gradients come in another order on rank 1: what leaves must leave in one order", "",
         f"{MOVES}0.15, 0.3, 0.6, 1.2 of the parameters"),
     "NothingOwned": Wrong(Right, {OWNED: OWNED.replace('[{"params": self.owned()}]', "self.owned()")},
-                          "one parameter, 3 ranks", "rank r: ValueError: optimizer got an empty parameter list",
-                          "a rank owns nothing here", "in tests/grade/graded.py", NO_EXCEPTION),
+        "one parameter, 3 ranks", "rank r: ValueError: optimizer got an empty parameter list",
+        "a rank owns nothing here", "in tests/grade/graded.py", NO_EXCEPTION),
     "NoWait": Wrong(STAGE_4, {"for param in module._parameters.values():": "for param in ():"}, LATE, "after step 3, ",
-                    "a module reads parameters that have not arrived: each must wait for its own", "", ""),
+        "a module reads parameters that have not arrived: each must wait for its own", "", ""),
     "Unsharded": Wrong(Right, {f" {MINE}": "]"}, STATE, "66560 of its 66560 elements more than once: 100%",
-                       "every rank steps every parameter"),
+        "every rank steps every parameter"),
     # What has one dimension is small, and stepped on every rank.
     "OwnsTwice": Wrong(Right, {MINE: f"{MINE[:-1]} or param.shape == (64,)]"}, STATE,
-                       "1024 of its 66560 elements more than once: 51%",
-                       "some parameters are stepped on several ranks"),
+        "1024 of its 66560 elements more than once: 51%", "some parameters are stepped on several ranks"),
     # A whole shard of padding.
-    "PadsMuch": Wrong(
-        Right, {"self.optimizer = optimizer_cls": "padding = torch.nn.Parameter(torch.zeros(sum(numels) // 4))\n"
-                "        padding.grad = torch.zeros_like(padding)\n        self.optimizer = optimizer_cls",
-                "self.owned()}": "[*self.owned(), padding]}"}, STATE, "1.5 times, with padding", "pad a shard by less"),
-    "AllReducesParams": Wrong(
-        Right, {SENDS: "self.rank == owner or param.zero_()\n        dist.all_reduce(param, group=self.group)"}, BYTES,
+    "PadsMuch": Wrong(Right,
+        {"self.optimizer = optimizer_cls": "padding = torch.nn.Parameter(torch.zeros(sum(numels) // 4))\n"
+        "        padding.grad = torch.zeros_like(padding)\n        self.optimizer = optimizer_cls",
+        "self.owned()}": "[*self.owned(), padding]}"}, STATE, "1.5 times, with padding", "pad a shard by less"),
+    "AllReducesParams": Wrong(Right,
+        {SENDS: "self.rank == owner or param.zero_()\n        dist.all_reduce(param, group=self.group)"}, BYTES,
         "with 4 ranks, 4.00 · 4Ψ · (d-1)/d bytes, in 32 all_reduce",
         "an all-reduce takes twice the bytes of a broadcast"),
     "OneGroup": Wrong(STAGE_1, {"{**hyperparameters(group), ": "{**self.defaults, ", UPDATED: "pass"}, GROUPS,
-                      "after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
-                      "every parameter is stepped with the"),
+        "after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
+        "every parameter is stepped with the"),
     "FirstLr": Wrong(STAGE_1, {UPDATED: 'own["lr"] = self.param_groups[0]["lr"]'}, GROUPS,
-                     "after step 1, 0.weight, 0.bias … moved with group 0's lr and",
-                     "the first group's lr is taken for all"),
+        "after step 1, 0.weight, 0.bias … moved with group 0's lr and", "the first group's lr is taken for all"),
     "LostDecay": Wrong(STAGE_1, {UPDATED: 'own.update(lr=group["lr"], weight_decay=self.defaults["weight_decay"])'},
-                       GROUPS,
-                       "after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
-                       "the weight decay of a group is lost"),
+        GROUPS, "after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
+        "the weight decay of a group is lost"),
     # A group is left out where a rank owns nothing of it: the groups after it get another's lr.
     "PairsWrongly": Wrong(STAGE_1, {"self.optimizer.add": "owned and self.optimizer.add",
-                                    UPDATED: 'own["lr"] = group["lr"]'}, GROUPS,
-                          "after step 1, 0.weight moved with group 0's lr and its own",
-                          "groups are paired wrongly: a rank that owns nothing of a group still needs that"),
+        UPDATED: 'own["lr"] = group["lr"]'}, GROUPS, "after step 1, 0.weight moved with group 0's lr and its own",
+        "groups are paired wrongly: a rank that owns nothing of a group still needs that"),
     "LateLr": Wrong(STAGE_1, {UPDATED: "pass"}, "a scheduler of torch", "after step 2, ",
-                    "the lr of a scheduler doesn't arrive"),
+        "the lr of a scheduler doesn't arrive"),
     "OnlyLr": Wrong(STAGE_1, {UPDATED: 'own["lr"] = group["lr"]'}, "a scheduler that writes betas, too",
-                    "after step 2, ", "the scheduler's lr arrives, its betas don't"),
+        "after step 2, ", "the scheduler's lr arrives, its betas don't"),
     "SendsAgain": Wrong("stage4_overlap/buffer.py", {"            param.grad = None\n": "            pass\n"},
-                        "three micro-batches equal one large batch", "after step 1, ",
-                        "micro-batches that were averaged are sent again"),
+        "three micro-batches equal one large batch", "after step 1, ",
+        "micro-batches that were averaged are sent again"),
     "DropsMicroBatches": Wrong(Whole, {"yield": "yield\n        self.zero_grad()"}, NO_SYNC, "after step 1, ",
-                               "only the last micro-batch counts"),
+        "only the last micro-batch counts"),
     "NeverSyncsAgain": Wrong(Whole, {"yield": "self.is_synced = True\n        yield"}, NO_SYNC, "after step 1, ",
-                             "each rank steps with its own gradients"),
+        "each rank steps with its own gradients"),
     "SyncsInNoSync": Wrong(Whole, {"yield": "yield\n        Stage1.sync_grads(self)"}, NO_SYNC,
-                           "6 collectives in 3 steps", "gradients must stay on their rank", "",
-                           "no communication inside no_sync()"),
+        "6 collectives in 3 steps", "gradients must stay on their rank", "", "no communication inside no_sync()"),
     "NotZeroed": Wrong(STAGE_3, {"        self.sync_params()\n        self.zero_grad()": "        self.sync_params()"},
-                       "a loop without zero_grad()", "step 2 moved every element by lr × (gradient + parameter)",
-                       "the second step added its gradients to parameters", "", f"{MOVES}0.3 or 0.45 aft"),
+        "a loop without zero_grad()", "step 2 moved every element by lr × (gradient + parameter)",
+        "the second step added its gradients to parameters", "", f"{MOVES}0.3 or 0.45 aft"),
     "Unfilled": Wrong("stage3_gradbuffer/buffer.py", {"self.main_grad_shard.copy_(self.grad_shard)": "pass"}, SIXTEEN,
-                      "nothing has moved, on any rank",
-                      "the inner optimizer's gradients are all 0: main gradients must be filled"),
+        "nothing has moved, on any rank", "the inner optimizer's gradients are all 0: main gradients must be filled"),
     "NotCopied": Wrong("stage4_overlap/buffer.py", {"self.parameter.copy_main_to_model()": "pass"}, SIXTEEN,
-                       "nothing has moved, on any rank",
-                       "the inner optimizer stepped copies (main parameters), which were not copied to the mode"),
+        "nothing has moved, on any rank",
+        "the inner optimizer stepped copies (main parameters), which were not copied to the mode"),
     "ClipsItsShard": Wrong(Whole, {"clip_grad_norm_(params, ": "clip_grad_norm_(self.shards[self.rank], "}, CLIP,
-                           "0.38", "each rank takes the norm of its own shard"),
+        "0.38", "each rank takes the norm of its own shard"),
     "ClipsItsOwn": Wrong(Whole, {"        self.sync_grads()\n": ""}, CLIP, "0.57",
-                         "the norm is of this rank's own gradients: average them"),
+        "the norm is of this rank's own gradients: average them"),
     "NormAfter": Wrong(Whole, {CLIPPED: f"{CLIPPED}.clamp(max=max_norm)"}, CLIP, "0.05000 on rank 0, 0.05000",
-                       "the norm after clipping"),
+        "the norm after clipping"),
     # The squares of all gradients are added over the ranks, which have the same.
     "NormSqrtD": Wrong(Whole, {CLIPPED: f"{CLIPPED} * self.world_size**0.5"}, CLIP, "0.83654 on rank 0, 0.83654",
-                       "√d times the norm"),
+        "√d times the norm"),
     "ClipsNothing": Wrong(Whole, {CLIPPED: CLIPPED.replace("max_norm", 'float("inf")')}, CLIP, "after step 1, ",
-                          "the norm is right, and the gradients were not scaled", "", ONE_PROCESS),
+        "the norm is right, and the gradients were not scaled", "", ONE_PROCESS),
     "LosesItsState": Wrong(Whole, {"        self.optimizer.load_state_dict(saved[0])\n": "", LOADED: "        pass\n"},
-                           RESUME, "after step 3, ", "state and lr are lost: load_state_dict() leaves both as new"),
-    "GathersBefore": Wrong(Padded, {"        self.optimizer.step()\n        self.gather()":
-                                    "        self.gather()\n        self.optimizer.step()"}, BY_HAND,
-                           "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
-                           "nothing is sent after the inner optimizer has stepped: what it steps must travel after"),
-    "StaleOwn": Wrong(
-        Copies, {"param.copy_(received)": "param in self.copies or param.copy_(received)"}, BY_HAND,
+        RESUME, "after step 3, ", "state and lr are lost: load_state_dict() leaves both as new"),
+    "GathersBefore": Wrong(STAGE_2, {"        self.step_own()\n        self.sync_params()\n":
+        "        self.sync_params()\n        self.step_own()\n"}, BY_HAND,
+        "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1",
+        "nothing is sent after the inner optimizer has stepped: what it steps must travel after"),
+    "StaleOwn": Wrong(Copies, {"param.copy_(received)": "param in self.copies or param.copy_(received)"}, BY_HAND,
         "not moved: elements 0-3, 8-11 on rank 0, elements 4-7, 12-15 on rank 1",
         "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"),
     "WaitsForNothing": Wrong(Right, {"group_src=owner": "group_src=owner, async_op=True"}, BY_HAND, "",
-                             "a collective with async_op=True returns a work: wait() for it", "", "every "),
+        "a collective with async_op=True returns a work: wait() for it", "", "every "),
     "NeverFinishes": Wrong(STAGE_4, {"        if not self.prefetching:\n            self.finish_param_sync()\n": ""},
-                           BY_HAND, "", "step() waits for the parameters by finish_param_sync(), unless", "", "every "),
+        BY_HAND, "", "step() waits for the parameters by finish_param_sync(), unless", "", "every "),
     # The bug that you will write, of stage 3's chapter: torch's zero_grad() sets param.grad to None.
     "LeavesZeroGradToTorch": Wrong(STAGE_3, {"def zero_grad(": "def unused("}, SGD, "after step 2, ",
-                                   "parameters were taken for gradients: new gradients miss the buffer"),
+        "parameters were taken for gradients: new gradients miss the buffer"),
     "NeverZeroes": Wrong(STAGE_3, {"buffer.zero()": "pass"}, SGD, "after step 2, ",
-                         "gradients were added to parameters: the buffer must be zeroed"),
+        "gradients were added to parameters: the buffer must be zeroed"),
     "NeverEmpties": Wrong(STAGE_4, {"bucket.gradient.is_empty = True\n            bucket.start": "bucket.start"},
-                          "gradients are gone after a step", "0.45 wherever it has moved: 3 times",
-                          "gradients of the step before are added: the docstring of step() says that they are gone", "",
-                          f"{MOVES}0.3 after two"),
+        "gradients are gone after a step", "0.45 wherever it has moved: 3 times",
+        "gradients of the step before are added: the docstring of step() says that they are gone", "",
+        f"{MOVES}0.3 after two"),
     "WaitsForAll": Wrong(STAGE_4, {"in module._parameters.values()": "in module.parameters()"}, FIRST,
-                         "it has waited for 8 of 8 messages", "a module waits for its own parameters alone"),
+        "it has waited for 8 of 8 messages", "a module waits for its own parameters alone"),
     # What is read first arrives last.
     "ComesBackwards": Wrong(STAGE_4, {"in reversed(self.buckets)": "in self.buckets"}, FIRST,
-                            "it has waited for 2 of 8 messages", "what the forward pass reads first must"),
+        "it has waited for 2 of 8 messages", "what the forward pass reads first must"),
     # As many bytes as a sum where there are two ranks.
-    "GathersGrads": Wrong(
-        Right, {AVERAGED: "grads = [torch.empty_like(grad) for _ in range(self.d)]\n"
-                "        dist.all_gather(grads, grad, group=self.group)\n"
-                "        grad.copy_(sum(grads) / self.d)"}, BYTES,
+    "GathersGrads": Wrong(Right, {AVERAGED: "grads = [torch.empty_like(grad) for _ in range(self.d)]\n"
+        "        dist.all_gather(grads, grad, group=self.group)\n" "        grad.copy_(sum(grads) / self.d)"}, BYTES,
         "with 4 ranks, 5.00 · 4Ψ · (d-1)/d bytes", "a rank gives the all-gather more than it"),
-    "WholeCopies": Wrong(
-        Right, {"self.optimizer.step()": "self.optimizer.step()\n"
-                "        self.copies = [torch.stack([param, param.grad]) for param in self.params]"}, BYTES,
+    "WholeCopies": Wrong(Right, {"self.optimizer.step()": "self.optimizer.step()\n"
+        "        self.copies = [torch.stack([param, param.grad]) for param in self.params]"}, BYTES,
         "with 4 ranks, 18.00", "beside parameters and gradients a rank holds its own 1/d", "",
         "fewer bytes a parameter held after a step than DDP with AdamW holds: 16"),
-    "ClipsAlways": Wrong(
-        Whole, {CLIPPED: 'norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))\n'
-                "        torch._foreach_mul_([param.grad for param in params], max_norm / norm)\n        return norm"},
-        CLIP, "after step 2, ", "gradients are scaled also where their norm is", "", ONE_PROCESS),
+    "ClipsAlways": Wrong(Whole, {CLIPPED: 'norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))\n'
+        "        torch._foreach_mul_([param.grad for param in params], max_norm / norm)\n        return norm"}, CLIP,
+        "after step 2, ", "gradients are scaled also where their norm is", "", ONE_PROCESS),
     "ForgetsTheScheduler": Wrong(Whole, {LOADED: ""}, RESUME, "after step 3, ",
-                                 "the lr of a scheduler is lost: state_dict() has the groups'"),
+        "the lr of a scheduler is lost: state_dict() has the groups'"),
     "ResumesLate": Wrong(Whole, {"saved[1]": "map(hyperparameters, self.optimizer.param_groups)"}, RESUME,
-                         "after step 3, ", "the lr that is loaded is that of the last step: a scheduler has"),
+        "after step 3, ", "the lr that is loaded is that of the last step: a scheduler has"),
     "RangesOfTheWhole": Wrong("stage3_gradbuffer/buffer.py", {"start - shard_start)": "start)"}, RANGES,
-                              "(1, 4, 5, 8), (2, 0, 2, 12)", COUNTS, "", "of 3, 5, 2 elements at 0, 4, 12, in shard 8 "
-                              "to 16: (index, start, stop, offset) = (1, 4, 5, 0), (2, 0, 2, 4)"),
+        "(1, 4, 5, 8), (2, 0, 2, 12)", COUNTS, "", "of 3, 5, 2 elements at 0, 4, 12, in shard 8 "
+        "to 16: (index, start, stop, offset) = (1, 4, 5, 0), (2, 0, 2, 4)"),
     "EmptyRanges": Wrong("stage3_gradbuffer/buffer.py", {"start < stop": "start <= stop"}, RANGES,
-                         "(0, 8, 8, 0), (1, 0, 8, 0), (2, 0, 0, 8)", COUNTS, "", "of 8, 8, 8 elements at 0, 8, 16, in "
-                         "shard 8 to 16: (index, start, stop, offset) = (1, 0, 8, 0)"),
+        "(0, 8, 8, 0), (1, 0, 8, 0), (2, 0, 0, 8)", COUNTS, "", "of 8, 8, 8 elements at 0, 8, 16, in "
+        "shard 8 to 16: (index, start, stop, offset) = (1, 0, 8, 0)"),
     "five": Wrong("", {}, "the interface", "its type is int", "", "", "DistributedOptimizer is a class"),
     "judges_itself_later": Wrong("", {}, BY_HAND, "rank r: AssertionError: judges_itself_later replaces "
-                                 "grade.on_ranks.in_one_process, by which it is graded", "", "", NO_EXCEPTION),
+        "grade.on_ranks.in_one_process, by which it is graded", "", "", NO_EXCEPTION),
 }
 SOURCES = {  # packages that are no class
     "five": "DistributedOptimizer = 5\n",
