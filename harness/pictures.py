@@ -4,6 +4,7 @@ import collections
 import importlib.util
 import io
 import re
+from types import SimpleNamespace
 
 from harness import results as saved
 from harness import rows as catalogue
@@ -192,7 +193,7 @@ def two_hosts_picture(results):
 
 def planned_steps(result):
     """-> rows and title for svg and text: those that don't take four times as long as the fastest."""
-    c, steps = result.conditions, {row.name: row.step for row in result.rows}
+    c, steps = SimpleNamespace(**result.conditions), {row.name: row.step for row in result.rows}
     longest = 4 * min(step.seconds for step in steps.values())
     return [(name, step) for name, step in steps.items() if step.seconds <= longest], (
         f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")
