@@ -364,8 +364,8 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     mine.find("stage 4 overlap").vs_reference = 0.42
     mine.conditions.date = "3000-01-01"
     network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
-    others = "faults.json", "plan.json", "saving.json"
-    for name, result in (("bench.json", mine), ("network_variants.json", network), *((one, read(one)) for one in others)):
+    own = [(name, read(name)) for name in ("faults.json", "plan.json", "saving.json")]
+    for name, result in (("bench.json", mine), ("network_variants.json", network), *own):
         (shown / "measured" / name).write_text(results.to_json(result), encoding="utf-8")
     before = {path: path.read_bytes() for path in shown.glob("*/*.json")}
     pages.main()
