@@ -62,9 +62,8 @@ def at_a_rate(sheet, result, timed=None):
 
 
 def accumulation():
-    return shown(*(at_a_rate(sheet, result) for result in saved.by_rate()
-                   if tables.has_shares(measured := result.accumulation)
-                   for sheet in (tables.accumulation_sheet(measured.rows), tables.share_sheet(measured))))
+    return shown(*(at_a_rate(sheet, result) for result in saved.by_rate() if result.accumulation
+                   for sheet in tables.accumulation_sheets(result.accumulation)))
 
 
 def buckets():

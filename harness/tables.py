@@ -306,37 +306,29 @@ def curve_sheet(results):
 # -------------------------------------------------------- Several micro-batches a step, and communication's share of it
 
 
-def accumulation_sheet(accumulation):
-    """`accumulation`: AccumulatedRows."""
-    first = accumulation[0]  # with one micro-batch both ways are the same
+def accumulation_sheets(accumulation):
+    """-> Sheets: what an exchange each costs stage 4, and what communication takes of a step."""
+    first = accumulation.rows[0]  # with one micro-batch both ways are the same
     noise = max(abs(each / once - 1) for once, each in zip(first.no_sync_ms, first.each_ms))
 
     def price(one):
         found = ratio(one.each_ms, one.no_sync_ms)
         return f"{found:.2f}{'~' * (abs(found - 1) <= noise)}"
-    return sheet_of(
-        "Accumulation in stage 4, ms a micro-batch", accumulation,
+    exchanges = sheet_of(
+        "Accumulation in stage 4, ms a micro-batch", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("in no_sync:\none exchange", "measured", lambda one: spread(one.no_sync_ms)),
          ("without:\nan exchange each", "measured", lambda one: spread(one.each_ms)), ("x no_sync", "measured", price)],
         "Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard.",
         f"~ within the noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round.")
-
-
-def has_shares(accumulation):
-    """Whether more than stage 4 was timed."""
-    return accumulation is not None and all(row.compute_ms for row in accumulation.rows)
-
-
-def share_sheet(accumulation):
-    """Of an Accumulation that has the time of computing alone."""
-    return sheet_of(
+    shares = sheet_of(
         "What communication takes of a step, one exchange a step", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("compute only,\nms a micro-batch", "measured", lambda one: median(one.compute_ms), ".0f"),
          *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
            for name, ms in (("DDP", "ddp_ms"), ("stage 3", "stage3_ms"), ("stage 4", "no_sync_ms")))],
         f"1 - compute only / this row. DDP: the row {Choice('ddp', accumulation.ddp_mb).name}.")
+    return [exchanges, shares]
 
 
 # --------------------------------------------------------------------------- Time by bucket size, and stage 4's default
@@ -647,14 +639,13 @@ def ladder_block():
 
 def sheets(result):
     """-> list of Sheets: time and traffic; floors, where there is a line; memory, correctness; model state."""
-    line, accumulated = result.conditions.bits_per_second and result, result.accumulation
-    before = [(time_sheet, result), (line_sheet, line), (buckets_sheet, result.sweep),
-              (accumulation_sheet, accumulated and accumulated.rows),
-              (share_sheet, has_shares(accumulated) and accumulated)]
-    behind = [(state_sheet, result.model_state), (gathered_sheet, result.gathered), (caps_sheet, result.caps),
-              *((host_sheet, rows) for rows in result.host)]
-    first, last = ([sheet(part) for sheet, part in parts if part] for parts in (before, behind))
-    return [*first, *memory_sheets(result), *last]
+    def of(make, part):
+        return [make(part)] if part else []
+    return [
+        time_sheet(result), *of(line_sheet, result.conditions.bits_per_second and result),
+        *of(buckets_sheet, result.sweep), *(accumulation_sheets(result.accumulation) if result.accumulation else []),
+        *memory_sheets(result), *of(state_sheet, result.model_state), *of(gathered_sheet, result.gathered),
+        *of(caps_sheet, result.caps), *map(host_sheet, result.host)]
 
 
 def show(result):

@@ -38,6 +38,9 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
     (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows all"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
+    *((["bench", f"WHAT={what}", f"ARGS={arguments}"], f"--json measured/{file}.json {arguments}")
+      for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
+                                    ("network", "--rows variants", "network_variants"))),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
         ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
 ], ids=str)

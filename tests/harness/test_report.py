@@ -14,7 +14,7 @@ from harness import figures, pages, pictures, plan, results, tables
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 from harness.rows import ONE_PARAMETER, Choice
-from harness.tables import NONE, accumulation_sheet, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
+from harness.tables import NONE, accumulation_sheets, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
 from tests.ranks import run_module
 
 HERE, read = results.ROOT, results.load
@@ -173,15 +173,15 @@ def test_a_row_that_failed_has_no_line_and_says_why():
 
 
 def test_accumulation_marks_noise_and_says_what_communication_takes():
-    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 100 ms."""
+    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 20 ms."""
     each = [96, 100, 101], [106, 105, 105], [103, 103, 103]
-    sheet = accumulation_sheet([AccumulatedRow(k, [100] * 3, times) for k, times in zip((1, 2, 4), each)])
-    assert [row[-1] for row in sheet.rows] == ["1.00~", "1.05", "1.03~"] and "up to 4% apart" in sheet.notes[-1]
-    sheet = tables.share_sheet(Accumulation(None, [
-        AccumulatedRow(k, stage4, stage4, [100], ddp, stage3)
-        for k, ddp, stage3, stage4 in ((1, [400], [500], [125]), (2, [160], [250], [110]))], ddp_mb=2))
-    assert sheet.rows == [["1", "100", "75%", "80%", "20%"], ["2", "100", "38%", "60%", "9%"]]
-    assert "the row ddp, 2 MB buckets" in sheet.notes[0]
+    exchanges, shares = accumulation_sheets(Accumulation(None, [
+        AccumulatedRow(k, [100] * 3, times, [20], ddp, stage3)
+        for k, times, ddp, stage3 in zip((1, 2, 4), each, ([80], [32], [25]), ([100], [50], [40]))], ddp_mb=2))
+    assert [row[-1] for row in exchanges.rows] == ["1.00~", "1.05", "1.03~"] and "up to 4% apart" in exchanges.notes[-1]
+    assert shares.rows == [["1", "20", "75%", "80%", "80%"], ["2", "20", "38%", "60%", "80%"],
+                           ["4", "20", "20%", "50%", "80%"]]
+    assert "the row ddp, 2 MB buckets" in shares.notes[0]
 
 
 def test_the_curve_has_the_figures_of_its_rows_and_dashes_for_those_that_it_lacks():
@@ -380,17 +380,11 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     assert all(fits(sheet, tables.WIDTH) for sheet in found)
 
 
-def test_a_bench_has_its_place_by_device_dtype_and_rows():
-    """As Make names the files, and as `make report` compares them."""
-    for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
-                                  ("network", "--rows variants", "network_variants")):
-        command = ["make", "--dry-run", "bench", f"WHAT={what}", f"ARGS={arguments}", f"PYTHON={sys.executable}"]
-        said = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
-        assert f"--json measured/{file}.json {arguments}" in said
-    whole = read("bench.json")
+def test_a_bench_is_compared_with_the_one_of_its_device_and_dtype():
+    mine = read("bench.json")
     for device, dtype, target in (("cpu", "float32", "bench.json"), ("cuda", "float32", "bench_cuda.json"),
                                   ("cpu", "bfloat16", "bench_bfloat16.json")):
-        mine = dataclasses.replace(whole, conditions=dataclasses.replace(whole.conditions, device=device, dtype=dtype))
+        mine.conditions.device, mine.conditions.dtype = device, dtype
         assert pages.target_of("bench.json", mine) == target
 
 

@@ -156,11 +156,6 @@ def test_a_run_goes_back_to_a_step_and_sets_later_ones_aside(copied, undisturbed
     assert same(copied, undisturbed, tmp_path)
 
 
-def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(copied):
-    error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied, "--resume-from", "15"))
-    assert error.endswith(f"argument --resume-from: {copied} has no complete checkpoint of step 15, but of 30, 20, 10")
-
-
 def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monkeypatch):
     """And not from where the command goes back to."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -196,27 +191,34 @@ def test_when_all_are_damaged_the_run_does_not_begin_anew(copied):
     assert steps_in(copied) == names(10, 20, 30)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
-    model = torch.nn.Linear(2, 2)
-    save(copied / "step-00000040", model, torch.optim.AdamW(model.parameters()))
-    for args in (OPTIONS, ["--model", "tiny"]):
-        error = error_of(run_alone(ROOT / TRAIN, *args, "--checkpoint", copied))
-        assert "step-00000040 can't be loaded: it is of another model" in error
-    assert steps_in(copied) == names(10, 20, 30, 40)
+def is_as_it_was(folder):
+    pass
 
 
-# ----------------------------------------------------------------------------------------------------------- its extra
-
-
-def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(copied):
+def was_renamed(folder):
     """Else the run would train the same steps again, and end with "it exists already"."""
-    shutil.rmtree(copied / "step-00000020")
-    shutil.rmtree(copied / "step-00000030")
-    (copied / "step-00000010").rename(copied / "step-00000020")
-    error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied))
-    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")
-    assert steps_in(copied) == names(20)
+    for step in (20, 30):
+        shutil.rmtree(checkpoints.path_of(folder, step))
+    checkpoints.path_of(folder, 10).rename(checkpoints.path_of(folder, 20))
+
+
+def has_one_of_another_model(folder):
+    model = torch.nn.Linear(2, 2)
+    save(checkpoints.path_of(folder, 40), model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prepare, args, says", [
+    (is_as_it_was, ["--resume-from", "15"],
+     "argument --resume-from: {0} has no complete checkpoint of step 15, but of 30, 20, 10"),
+    (is_as_it_was, ["--model", "tiny"], "step-00000030 can't be loaded: it is of another model"),
+    (has_one_of_another_model, [], "step-00000040 can't be loaded: it is of another model"),
+    (was_renamed, [], "step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")])
+def test_what_a_run_cannot_go_on_from_is_one_line_and_is_not_taken_for_damage(prepare, args, says, copied):
+    prepare(copied)
+    before = steps_in(copied)
+    assert says.format(copied) in error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied, *args))
+    assert steps_in(copied) == before
 
 
 def test_a_checkpoint_of_another_program_is_refused():
