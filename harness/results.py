@@ -536,24 +536,13 @@ def keep_exposed_only(rows):
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of results/ and of measured/: what a file holds, and the command that makes it.
+# Of results/ and of measured/: what a file holds.
 FILES = {
-    "bench.json": (Result, "make bench"),
-    "bench_bfloat16.json": (Result, 'make bench ARGS="--dtype bfloat16"'),
-    "bench_cuda.json": (Result, 'make bench ARGS="--json results/bench_cuda.json"'),
-    "bench_variants.json": (Result, 'make bench ARGS="--rows variants"'),
-    "network.json": (Result, "make bench WHAT=network"),
-    "network_variants.json": (Result, 'make bench WHAT=network ARGS="--rows variants"'),
-    "network_hybrid.json": (
-        Result, 'make bench WHAT=network ARGS="--ranks-per-host 2 --rows \'stage 4 overlap,hybrid\'"'),
-    "network_muon.json": (Result, 'make bench WHAT=network ARGS="--rows muon --json measured/network_muon.json"'),
-    "cuda.json": (GpuResult, "make bench WHAT=cuda"),
-    "saving.json": (SavingResult, "make bench WHAT=saving"),
-    "faults.json": (FaultResult, "make faults"),
-    "faults_mutations.json": (MutationResult, "make faults"),
-    "losses.json": (LossResult, "python -m harness.losses"),
-    "plan.json": (PlanResult, 'make plan ARGS="--check --json results/plan.json"'),
-    "plan_70b.json": (PlanResult, 'make plan MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"')}
+    **dict.fromkeys(("bench.json", "bench_bfloat16.json", "bench_cuda.json", "bench_variants.json", "network.json",
+                     "network_variants.json", "network_hybrid.json", "network_muon.json"), Result),
+    "cuda.json": GpuResult, "saving.json": SavingResult, "faults.json": FaultResult,
+    "faults_mutations.json": MutationResult, "losses.json": LossResult, "plan.json": PlanResult,
+    "plan_70b.json": PlanResult}
 
 
 def load(name):
@@ -562,13 +551,11 @@ def load(name):
 
 
 def read(path):
-    kind, command = FILES[path.name]
     try:
-        return from_json(kind, path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SystemExit(f"report: {path} is missing: run {command} first") from None
+        return from_json(FILES[path.name], path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SystemExit(f"report: {path} can't be shown: run {command} again ({error})") from None
+        raise SystemExit(f"report: {path} can't be shown: measure it again (results/ by make figures), or take the "
+                         f"committed one: {error}") from None
 
 
 def at_all_rates():
