@@ -3,14 +3,19 @@
 Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPUs.
 """
 
+import collections
 import gc
 import importlib.util
 import os
+import pickle
+import secrets
+import threading
+from multiprocessing.managers import BaseManager
 
 import pytest
 import torch
 
-from harness.workers import WorkerError, Workers
+from harness.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
@@ -34,6 +39,8 @@ def pytest_configure(config):
             raise pytest.UsageError("--gpu: torch finds no GPU here")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in whatever is started: the same on every machine
+    if config.getoption("numprocesses", None) and not (hasattr(config, "workerinput") or config.getoption("--gpu")):
+        config.pluginmanager.register(RanksForXdist())
     for stage in config.getoption("--stage") or []:
         if importlib.util.find_spec(stage) is None:
             raise pytest.UsageError(f"--stage {stage}: there is no package of that name here; the stages are {STAGES}")
@@ -85,30 +92,71 @@ def pytest_collection_finish():
 RENEWED_AFTER = 100  # calls: each process group that one leaves has threads, which look for messages
 
 
-class Pools(dict):
+class Pools:
     """Workers by world size, each started when it is first asked for: idle ranks cost memory, and nothing else."""
 
-    def __missing__(self, world_size):
-        self[world_size] = Workers(world_size, timeout_s=300)
-        self[world_size].n_calls = 0
-        return self[world_size]
+    def __init__(self):
+        self.started, self.n_calls = {}, collections.Counter()
+        self.locks = collections.defaultdict(threading.Lock)  # a world size runs one call at a time
 
     def run(self, world_size, function, *args, **kwargs):
-        workers = self[world_size]
-        workers.n_calls += 1
-        if workers.n_calls % RENEWED_AFTER == 0:
-            workers.kill()
-        return workers.run(function, *args, **kwargs)
+        with self.locks[world_size]:
+            if world_size not in self.started:
+                self.started[world_size] = Workers(world_size, timeout_s=300)
+            self.n_calls[world_size] += 1
+            if self.n_calls[world_size] % RENEWED_AFTER == 0:
+                self.started[world_size].kill()
+            return self.started[world_size].run(function, *args, **kwargs)
+
+    def answer(self, world_size, call):
+        """`run` for another process: bytes -> bytes, since a manager would share the memory of tensors."""
+        function, args, kwargs = pickle.loads(call)
+        return pickle.dumps(self.run(world_size, function, *args, **kwargs))
 
     def close(self, but=()):
         """Ends the ranks of all world sizes but these."""
-        for world_size in set(self) - set(but):
-            self.pop(world_size).close()
+        for world_size in set(self.started) - set(but):
+            self.started.pop(world_size).close()
+
+
+class PoolsElsewhere:
+    """The same ranks, from a worker of pytest-xdist."""
+
+    def __init__(self, address, authkey):
+        BaseManager.register("pools")
+        manager = BaseManager(address, authkey)
+        manager.connect()
+        self.pools = manager.pools()
+
+    def run(self, world_size, function, *args, **kwargs):
+        return pickle.loads(self.pools.answer(world_size, pickle.dumps((function, args, kwargs))))
+
+    def close(self, but=()):
+        pass  # whoever started them ends them
+
+
+class RanksForXdist:
+    """In the process that the workers of pytest-xdist answer to, and whose ranks all of them share."""
+
+    def __init__(self):
+        start_forkserver()  # here: it sets a signal for a moment, which only the main thread may
+        self.pools, self.authkey = Pools(), secrets.token_bytes()
+        BaseManager.register("pools", lambda: self.pools)
+        server = BaseManager(authkey=self.authkey).get_server()
+        self.address = server.address
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def pytest_configure_node(self, node):
+        node.workerinput["ranks"] = self.address, self.authkey
+
+    def pytest_unconfigure(self):
+        self.pools.close()
 
 
 @pytest.fixture(scope="session")
-def pools():
-    pools = Pools()
+def pools(request):
+    elsewhere = getattr(request.config, "workerinput", {}).get("ranks")
+    pools = PoolsElsewhere(*elsewhere) if elsewhere else Pools()
     yield pools
     pools.close()
 

@@ -201,8 +201,7 @@ class Guarded(torch.optim.Optimizer):
 
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
-        difference = difference_between_ranks(self.param_groups, self.process_group)
-        if difference:
+        if difference := difference_between_ranks(self.param_groups, self.process_group):
             raise difference
 
     def __getstate__(self):

@@ -49,7 +49,7 @@ STEPS = [
       for rate in ("300mbit", "1gbit")),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid.json",
          f"{HOSTS} --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'", ("300mbit",)),
-    Step("saving and loading", 1, "saving.json", "-m harness.saving --gigabytes 0.4 --rounds 3"),
+    Step("saving and loading", 3, "saving.json", "-m harness.saving --gigabytes 1 --rounds 3"),
     Step("losses", 3, "losses.json", "-m harness.losses"),
     Step("faults", 4, "faults.json", "-m pytest -q -p tests.harness.faults -m faults"),
     Step("changed checkpoints", 1, "faults_mutations.json", "-m tests.checkpoint.mutations"),

@@ -204,17 +204,16 @@ def sheet(rows):
     def travels(row):
         return 1000 * length(union((one.start, one.end) for one in row.step.communication))
     return sheet_of(
-        f"Whole steps of rank 0 of {first.d} on one GPU, beside a link that is played", rows,
+        f"Whole steps of rank 0 of {first.d} on one GPU, beside a simulated link", rows,
         [("", "", "name"), ("ms/step", "measured", lambda row: median(row.rounds_ms), ".1f"),
          ("x ddp", "measured", lambda row: ratio(row.rounds_ms, ddp_rounds), ".2f"),
          *((name, "measured", phase(name), ".1f") for name in ("forward", "backward", "step")),
          ("in flight\nms", "modelled", travels, ".1f"),
          ("exposed\nms", "measured", lambda row: 1000 * row.step.exposed_seconds, ".1f")],
-        f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}: chosen so that plain "
-        f"training takes {COMPUTES_OVER_BYTES} times as long as DDP's bytes. A collective occupies a stream of its own "
-        f"for as long as its bytes take at {first.link_bytes_per_s / 1e9:.0f} GB/s, and moves nothing. Exposed: one is "
-        f"in flight and no kernel computes. Median of {len(first.rounds_ms)} recorded step(s), by the kernels that "
-        "torch.profiler saw. x ddp: of ratios, round by round.")
+        f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}. A collective moves nothing, "
+        "but occupies a stream of its own for as long as its bytes take at "
+        f"{first.link_bytes_per_s / 1e9:.0f} GB/s. Exposed: one is in flight and no kernel computes. Median of "
+        f"{len(first.rounds_ms)} step(s), recorded by torch.profiler.")
 
 
 DRAWN = "ddp", "stage 3 grad buffer", "stage 4 overlap"
@@ -223,4 +222,4 @@ DRAWN = "ddp", "stage 3 grad buffer", "stage 4 overlap"
 def picture(rows):
     """Of some rows when what computes and what is in flight -> SVG."""
     return pictures.svg([(row.name, row.step) for row in rows if row.name in DRAWN],
-                        f"One recorded step of rank 0 of {rows[0].d} on a GPU, beside a link that is played")
+                        f"One recorded step of rank 0 of {rows[0].d} on a GPU, beside a simulated link")

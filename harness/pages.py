@@ -36,7 +36,7 @@ def pick(sheet, *columns, timed=None):
     """A sheet with these columns, by number, or all; of its notes those that explain a mark: the page says the rest.
     `timed`: conditions that say how often."""
     columns = columns or range(len(sheet.columns))
-    often = [f"Medians of {timed.rounds} round(s) of {timed.steps} steps."] if timed else []
+    often = [f"{timed.rounds} round(s) of {timed.steps} steps."] if timed else []
     return sheet._replace(columns=[sheet.columns[at] for at in columns],
                           rows=[[cells[at] for at in columns] for cells in sheet.rows],
                           notes=[note for note in sheet.notes if note[0] in "*~"] + often)

@@ -187,9 +187,8 @@ def time_sheet(result):
              f"{count} {kind.replace('_', '-')}" for kind, count in row.collectives.items()) or None),
          ("MB sent\na rank", "counted", sent), ("", "formula", formula, ".1f")],
         f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {METHODS}",
-        f"~ within the noise of this run: ddp, timed again in each round, took {min(c.noise):.2f} to "
-        f"{max(c.noise):.2f} times as long, {noise:.0%} off at most." if c.noise else "",
-        marks.values(), failures(rows))
+        f"~ within the noise: ddp, timed again, took {min(c.noise):.2f} to {max(c.noise):.2f} times as long."
+        if c.noise else "", marks.values(), failures(rows))
 
 
 def memory_sheets(result):
@@ -249,13 +248,13 @@ def stage4_over(result, row):
 def line_sheet(result):
     """What no row can be faster than, and stage 4 beside each row."""
     return sheet_of(
-        f"What the line of {rate_words(result.conditions.rate)} allows", result.rows,
+        f"A link of {rate_words(result.conditions.rate)}", result.rows,
         [("", "", label_of), ("ms a step\nmedian (min–max)", "measured", lambda row: spread(row.rounds_ms)),
          ("drain\nms", "measured", lambda row: median(row.drain_ms), ".0f"),
          ("exposed\nms", "measured", exposed_ms, ".0f"),
          ("line\nms", "formula", lambda row: line_ms(result, row), ".0f"),
          ("x floor", "measured", lambda row: over_floor(result, row), ".2f"),
-         ("stage 4\nx this", "measured", lambda row: stage4_over(result, row), ".2f")],
+         ("stage 4\nover this", "measured", lambda row: stage4_over(result, row), ".2f")],
         f"Line: bytes by the formula, over the rate. Ratios: medians, round by round. {METHODS}", failures(result.rows))
 
 
@@ -295,7 +294,7 @@ def curve_sheet(results):
     def cell(result):
         return lambda row: None if (value := row[1](result)) is None else format(value, *row[2:])
     return sheet_of(
-        "The curve: a step over computing alone", rows,
+        "Time per step over computing alone", rows,
         [("", "", lambda row: row[0]),
          *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured", cell(result)) for result in results)],
         f"Medians of the ratios round by round. {METHODS}",
@@ -320,9 +319,9 @@ def accumulation_sheets(accumulation):
          ("in no_sync:\none exchange", "measured", lambda one: spread(one.no_sync_ms)),
          ("without:\nan exchange each", "measured", lambda one: spread(one.each_ms)), ("x no_sync", "measured", price)],
         "Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard.",
-        f"~ within the noise: with one micro-batch both are the same, and were up to {noise:.0%} apart in a round.")
+        f"~ within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart.")
     shares = sheet_of(
-        "What communication takes of a step, one exchange a step", accumulation.rows,
+        "Communication's share of a step with one exchange", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("compute only,\nms a micro-batch", "measured", lambda one: median(one.compute_ms), ".0f"),
          *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
@@ -389,7 +388,7 @@ def host_sheet(rows):
     first = rows[0]
     phases = {"forw.": "forward", "backw.": "backward", "step": "step", "zero": "zero_grad", "whole": "whole"}
     return sheet_of(
-        f"Host time of a step in ms, measured: {first.tensors} tensors of 16 x 16, rank 0 of {first.d}", rows,
+        f"Best host time of a step, ms, measured: {first.tensors} tensors of 16 x 16, rank 0 of {first.d}", rows,
         [("", "", "name"), *((name, "", f"best_ms.{key}", ".2f") for name, key in phases.items()),
          ("x plain", "", f"best_ms.whole/{first.best_ms['whole']}", ".2f"),
          ("median", "", "median_ms.whole", ".2f"),
@@ -400,7 +399,7 @@ def host_sheet(rows):
 
 def gathered_sheet(rows):
     return sheet_of(
-        "Elements that a step gathers, over those of the model, by number of ranks", rows,
+        "Elements gathered per step, over the model's", rows,
         [("", "", "name"), *((f"d = {d}", "counted", lambda row, d=d: row.over_numel.get(d), ".2f")
                              for d in rows[0].over_numel)],
         "What is above 1.00 is padding.")
@@ -412,11 +411,11 @@ def gathered_sheet(rows):
 def fault_sheets(result):
     """Of a FaultResult: what was done to runs, and the run that moved on."""
     return [
-        sheet_of("What was done to a run, and what was seen", result.rows,
+        sheet_of("Faults", result.rows,
                  [("", "", "fault"), ("times", "counted", "times", ".0f"), ("went on from", "", "seen"),
                   ("at the\nend", "compared", "end")],
                  conditions_line(result.conditions, f"stage {result.stage} on two ranks or three")),
-        sheet_of("A run that moves on, beside DDP undisturbed", result.journey,
+        sheet_of("A run that changes stages, beside undisturbed DDP", result.journey,
                  [("after\nstep", "", "step", ".0f"), ("trained until there by", "", "where"),
                   ("validation\nloss", "measured", "loss", ".4f"), ("of DDP", "measured", "undisturbed", ".4f"),
                   ("|Δ|", "measured", lambda row: abs(row.loss - row.undisturbed), ".0e")],
@@ -497,7 +496,7 @@ def plan_sheets(result):
     c, rows = SimpleNamespace(**result.conditions), result.rows
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     memory = sheet_of(
-        f"What a rank of {c.world} holds, in GB: {c.model}, {c.parameters:,} parameters a rank", rows,
+        f"GB on a rank of {c.world}: {c.model}, {c.parameters:,} parameters a rank", rows,
         [("", "", lambda row: label_of(row).replace("\n  ", "\n")),
          *((name, "counted", f"held.{kind}/1e9", ".2f")
            for name, kind in zip(("params", "grads", "main", "moments", "buffers"), rows[0].held)),
@@ -525,11 +524,11 @@ def plan_sheets(result):
         [("", "", "name"), *((f"d = {d}", "modelled", lambda row, d=d: row.ms.get(d), ",.0f")
                              for d in rows[0].ms if d > 1)], f"Buckets are those that are best on {c.world}.")
     sizes = sheet_of(
-        f"Sizes of buckets: a micro-batch of {c.model} on {c.world} ranks", result.sizes,
+        f"Sizes of buckets: {c.model} on {c.world} ranks", result.sizes,
         [("", "", "base"), ("bucket", "", lambda size: size.size + " *" * (not size.is_bucket)),
          ("ms\n", "modelled", "ms", ",.0f"), ("GB at\nthe peak", "counted", "peak/1e9", ".1f")],
         "Taken: the smallest that is at most 2 % slower than the fastest.",
-        "* not taken: two buffers take more than half of what whole gradients do, and stage 3 keeps those whole.")
+        "* not taken: two such buffers exceed half of all gradients.")
     return [memory, state_sheet(rows), time, ranks, sizes, *(plan_check_sheets(result.check) if result.check else [])]
 
 
@@ -538,7 +537,7 @@ def plan_check_sheets(check):
     for run in check.two_hosts:
         found.setdefault(run.base, []).append(run.error)
     return [sheet_of(
-        "Two hosts: modelled beside measured steps, all links and sizes of buckets", found.items(),
+        "Two hosts: error of the model, all links and sizes of buckets", found.items(),
         [("", "", lambda one: one[0]), ("steps", "", lambda one: len(one[1])),
          *((f"{name}\nerror", "modelled", lambda one, of=of: of(one[1]), "+.1%")
            for name, of in (("from", min), ("median", median), ("to", max)))],
@@ -625,7 +624,7 @@ def ladder_block():
     words = "with its default buckets" if tuned is None else (
         f"with {'its default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried")
     note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with AdamW "
-            "(stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). Peak: in a step, with "
+            "(stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). The peak includes "
             "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
             f"`DistributedOptimizer`, divided by DDP's {words}. Two emulated hosts, a link of "
             f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")

@@ -1,6 +1,7 @@
 """Ranks for a process that starts them itself, many times and quickly: tests, bench.py, two hosts."""
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -149,10 +150,12 @@ class Workers:
         return "failure", (f"rank {rank} {how}", "")
 
 
+@functools.cache
 def start_forkserver():
     """Starts, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
 
-    It starts while Ctrl-C is ignored, and its children inherit that: Ctrl-C reaches the parent alone, which ends them.
+    The first call is the main thread's. It starts while Ctrl-C is ignored, and its children inherit that: Ctrl-C
+    reaches the parent alone, which ends them.
     """
     # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])

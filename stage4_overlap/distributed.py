@@ -67,7 +67,11 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
-        self.bucket_class = type("Guarded", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
+
+        class GuardedBucket(AwaitedBucket, self.bucket_class):  # type: ignore[name-defined]
+            """The core's or a variant's."""
+
+        self.bucket_class = GuardedBucket
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **of_core)
@@ -176,8 +180,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """
         error = error_of(self._agree(), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
-            difference = difference_between_ranks(self.param_groups, self.process_group)
-            error = difference or error
+            error = difference_between_ranks(self.param_groups, self.process_group) or error
         if error:
             self.zero_grad()
             raise error

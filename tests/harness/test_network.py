@@ -65,7 +65,7 @@ def result(tmp_path_factory):
             process.kill()
     assert process.returncode == 0, stdout + stderr
     assert not of_run(process)
-    assert "What the line of 80 Mbit/s allows" in stdout and "computes" in stdout
+    assert "A link of 80 Mbit/s" in stdout and "computes" in stdout
     return results.from_json(Result, path.read_text())
 
 

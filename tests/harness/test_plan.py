@@ -166,7 +166,7 @@ def test_the_program_prints_its_tables(tmp_path):
     run = run_module("harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
                      "--json", tmp_path / "plan.json")
     assert run.code == 0, run.stderr
-    for title in ("What a rank of 16 holds", "Model state, bytes a parameter", "A step of nano on 16 x h100",
+    for title in ("GB on a rank of 16", "Model state, bytes a parameter", "A step of nano on 16 x h100",
                   "ms a micro-batch, by number of ranks", "Sizes of buckets: "):
         assert title in run.stdout
     plan = from_json(PlanResult, (tmp_path / "plan.json").read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ def rates():
 
 
 # What the plan assumes, and sizes that we chose: no measurement changes them.
-TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}, "README.md": {"1 %"}}
+TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}}
 
 
 @each_page
@@ -134,7 +134,7 @@ def test_what_lies_within_the_noise_is_marked(result, capsys):
     tables.show(result)
     out = capsys.readouterr().out
     assert "1.05~" in cells(out, "stage 1 naive broadcast") and "1.00" in cells(out, "ddp  ")
-    assert "took 0.95 to 1.04 times as long, 5% off at most" in " ".join(out.split())
+    assert "took 0.95 to 1.04 times as long" in " ".join(out.split())
     assert out.count("ddp again") == 1  # beside the times, and not beside the memory
     assert "34" in cells(out, "ddp  ")  # exposed communication: of the rank with more of it
     result.find("stage 1 naive broadcast").vs_reference = 1.06
@@ -376,7 +376,7 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
     assert "3000-01-01" in bench and "Yours beside the published ones: network_variants.json, 9gbit" in network
     assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
-    assert saving.startswith("Yours: Saving and loading") and "Yours: A run that moves on" in "".join(texts)
+    assert saving.startswith("Yours: Saving and loading") and "Yours: A run that changes stages" in "".join(texts)
     assert all(fits(sheet, tables.WIDTH) for sheet in found)
 
 
