@@ -55,10 +55,10 @@ def test_ranks_are_started_once_and_reused():
     [("raise", "rank 1: ValueError: the loss is nan", 60), ("kill", "rank 1 .*signal 9", 60), ("hang", "rank", 5)],
 )
 def test_a_rank_that_fails_ends_the_others_and_says_so_in_one_line(how, message, timeout_s):
-    pids = set()
     with Workers(3, timeout_s=timeout_s) as workers:
+        pids = [process.pid for process in workers.processes]
         with pytest.raises(WorkerError, match=message) as error:
-            workers.run(fails_on_rank_1, how, on_event=lambda rank, event: pids.add(event["pid"]))
+            workers.run(fails_on_rank_1, how)
         assert "\n" not in str(error.value)
         assert len(pids) == 3 and all(gone(pid) for pid in pids)
         workers.timeout_s = 60
