@@ -13,7 +13,7 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint.folder import hold
 from checkpoint.ranks import at_own_pace, errors_on_all
-from harness import command_line
+from harness.command_line import check_writable
 from harness.meeting import beside, is_rank_0, leave, on_all_ranks
 from harness.options import PREEMPTED
 
@@ -59,14 +59,6 @@ def set_aside(path):
     path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
 
 
-def take_hyperparameters(args, optimizer, scheduler):
-    """Learning rate, its schedule and weight decay are those of `args` from here on, whatever the checkpoint had."""
-    scheduler.base_lrs = [args.lr] * len(optimizer.param_groups)
-    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas):
-        group["initial_lr"], group["weight_decay"] = args.lr, args.weight_decay
-        group["lr"] = args.lr * factor(scheduler.last_epoch)
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -99,8 +91,25 @@ class StopSignal:
         return signal.Signals(number).name if number else None
 
 
-MISTAKES = ValueError, checkpoint.CheckpointError
+MISTAKES = OSError, ValueError, checkpoint.CheckpointError
 DATA_ORDER = ("--seed", "--data", "ranks x --batch-size", "--accumulate", "--sequence-length")  # else other text comes
+
+
+def settings_of(args, world_size):
+    """What a checkpoint says of its run: option -> value. Data are a place, a number of bytes, a checksum."""
+    return {"--seed": args.seed, "--data": args.text, "ranks x --batch-size": world_size // args.tp * args.batch_size,
+            "--accumulate": args.accumulate, "--sequence-length": args.sequence_length, "--steps": args.steps,
+            "--clip": args.clip, "--dtype": args.dtype, "--lr": args.lr, "--weight-decay": args.weight_decay}
+
+
+def changes(before, now):
+    """-> {option: (before, now)} in words. Data are the same wherever they are."""
+    def split(value):
+        is_data = isinstance(value, (tuple, list))
+        return list(value[1:]) if is_data else value, (
+            "{} ({} bytes, checksum {:08x})".format(*value) if is_data else f"{value}")
+    pairs = {option: (split(before[option]), split(value)) for option, value in now.items() if option in before}
+    return {option: (old_text, text) for option, ((old, old_text), (new, text)) in pairs.items() if old != new}
 
 
 class Checkpoints:
@@ -116,7 +125,8 @@ class Checkpoints:
         self.args, self.rank, self.model, self.optimizer, self.scheduler = args, rank, model, optimizer, scheduler
         self.first_step = self.steps_done = 0
         if args.checkpoint:
-            on_all_ranks(self._check_folder)
+            # Now, and not at the first save.
+            on_all_ranks(lambda: check_writable("--checkpoint", Path(args.checkpoint) / "step", refuse))
             on_all_ranks(self._resume, MISTAKES)
             self.stop_signal = StopSignal(optimizer, args.timeout)
 
@@ -140,78 +150,66 @@ class Checkpoints:
         if self.rank.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.rank.device)
         extra = {"step": self.steps_done, "scheduler": self.scheduler.state_dict(), "random": random,
-                 "rank": self.rank.rank, "world_size": self.rank.world_size, "settings": self._settings()}
+                 "rank": self.rank.rank, "world_size": self.rank.world_size,
+                 "settings": settings_of(self.args, self.rank.world_size)}
         checkpoint.save(path_of(self.args.checkpoint, self.steps_done), self.model, self.optimizer, extra)
         with at_own_pace(f"old checkpoints in {self.args.checkpoint}", None):  # the others wait for their removal
             if is_rank_0():
                 remove_old(self.args.checkpoint, self.args.keep)
 
-    def _settings(self):
-        """What a checkpoint says of its run: option -> value. Data are a place, a number of bytes, a checksum."""
-        args = self.args
-        return {"--seed": args.seed, "--data": args.text,
-                "ranks x --batch-size": self.rank.world_size // args.tp * args.batch_size,
-                "--accumulate": args.accumulate, "--sequence-length": args.sequence_length,
-                "--steps": args.steps, "--clip": args.clip, "--dtype": args.dtype,
-                "--lr": args.lr, "--weight-decay": args.weight_decay}
-
-    def _check_folder(self):
-        """Now, and not at the first save."""
-        def fail(message):
-            raise ValueError(message)
-        command_line.check_writable("--checkpoint", Path(self.args.checkpoint) / "step", fail)
-
     def _resume(self):
         step, extra, damage = self._load()
         if step is None:
             return
+        args, groups, scheduler = self.args, self.optimizer.param_groups, self.scheduler
         self.first_step = self.steps_done = step
-        self.scheduler.load_state_dict(extra["scheduler"])
-        changed = self._changes(extra["settings"])
-        take_hyperparameters(self.args, self.optimizer, self.scheduler)
+        scheduler.load_state_dict(extra["scheduler"])
+        before = extra["settings"] | {"--lr": scheduler.base_lrs[0], "--weight-decay": groups[0]["weight_decay"]}
+        args.lr = args.lr if "lr" in args.given else before["--lr"]
+        args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
+        changed = changes(before, settings_of(args, self.rank.world_size))
+        refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
+                   for option in DATA_ORDER if option in changed]
+        if refused and not args.force:
+            raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
+                             "--force goes on nevertheless")
+        scheduler.base_lrs = [args.lr] * len(groups)
+        for group, factor in zip(groups, scheduler.lr_lambdas):  # from here on, whatever the checkpoint had
+            group["initial_lr"], group["weight_decay"] = args.lr, args.weight_decay
+            group["lr"] = args.lr * factor(scheduler.last_epoch)
         if (extra["rank"], extra["world_size"]) == self.rank[:2]:
             torch.set_rng_state(extra["random"]["cpu"])
             if "cuda" in extra["random"] and self.rank.device.type == "cuda":
                 torch.cuda.set_rng_state(extra["random"]["cuda"], self.rank.device)
         if is_rank_0():
-            later = [path_of(self.args.checkpoint, other) for other in self.steps_found if other > step]
-            path = path_of(self.args.checkpoint, step)
-            if later:
+            path = path_of(args.checkpoint, step)
+            if later := [path_of(args.checkpoint, other) for other in self.steps_found if other > step]:
                 hold(path)  # no other run saves here from now on
             print(f"resumed from {path}{', and later ones set aside' if later else ''}{damage}", flush=True)
             if changed:
-                print("changed since then: " + ", ".join(f"{option} {before} -> {now}" for option, (before, now)
+                print("changed since then: " + ", ".join(f"{option} {old} -> {now}" for option, (old, now)
                                                          in changed.items()), flush=True)
-            if self.first_step >= self.args.steps:
-                print(f"nothing is left to do: --steps {self.args.steps}", flush=True)
-            try:
-                for other in later:
-                    set_aside(other)
-            except OSError as error:
-                raise ValueError(f"--checkpoint {self.args.checkpoint}: {error.strerror}: {error.filename}") from None
-
-    def _steps_to_try(self):
-        """-> steps of the checkpoints that this run may go on from, the first choice first; the same on every rank."""
-        folder, wanted = self.args.checkpoint, self.args.resume_from
-        self.steps_found = steps_in(folder)  # what another run may save from here on is none of these
-        everything = [complete(folder)]
-        dist.broadcast_object_list(everything, src=0)
-        steps = everything[0]
-        if wanted is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restart goes on
-            return steps
-        if wanted not in steps:
-            there_are = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"argument --resume-from: {folder} has no complete checkpoint of step {wanted}, but of "
-                             f"{there_are}")
-        return [wanted]
+            if step >= args.steps:
+                print(f"nothing is left to do: --steps {args.steps}", flush=True)
+            for other in later:
+                set_aside(other)
 
     def _load(self):
         """The newest complete checkpoint, or, where that is damaged, the one before -> its step or None, its `extra`,
         and what to say of damage."""
-        first_error = None
-        for step in self._steps_to_try():
+        folder, wanted, first_error = self.args.checkpoint, self.args.resume_from, None
+        self.steps_found = steps_in(folder)  # what another run may save from here on is none of these
+        everything = [complete(folder)]
+        dist.broadcast_object_list(everything, src=0)
+        steps = everything[0]
+        if wanted and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # torchrun's restart goes on
+            if wanted not in steps:
+                raise ValueError(f"argument --resume-from: {folder} has no complete checkpoint of step {wanted}, but "
+                                 f"of {', '.join(map(str, steps)) or 'none'}")
+            steps = [wanted]
+        for step in steps:
             try:
-                path = path_of(self.args.checkpoint, step)
+                path = path_of(folder, step)
                 extra = checkpoint.load(path, self.model, self.optimizer)
                 with errors_on_all(f"checkpoint {path} can't be loaded", None):
                     check(extra, step)
@@ -224,26 +222,9 @@ class Checkpoints:
             raise first_error
         return None, None, ""
 
-    def _changes(self, before):
-        """-> {option: (before, now)}. Raises ValueError where a step would see other data, unless --force is given."""
-        def text_of(value):
-            return "{} ({} bytes, checksum {:08x})".format(*value) if isinstance(value, (tuple, list)) else f"{value}"
 
-        def without_place(value):
-            return list(value[1:]) if isinstance(value, (tuple, list)) else value
-
-        args, group = self.args, self.optimizer.param_groups[0]
-        before = {**before, "--lr": self.scheduler.base_lrs[0], "--weight-decay": group["weight_decay"]}
-        args.lr = args.lr if "lr" in args.given else before["--lr"]
-        args.weight_decay = args.weight_decay if "weight_decay" in args.given else before["--weight-decay"]
-        changed = {option: (text_of(before[option]), text_of(value)) for option, value in self._settings().items()
-                   if option in before and without_place(before[option]) != without_place(value)}
-        refused = [f"{option} is {changed[option][1]}, the run's is {changed[option][0]}"
-                   for option in DATA_ORDER if option in changed]
-        if refused and not args.force:
-            raise ValueError(f"--checkpoint {args.checkpoint} is of a run with other data: {'; '.join(refused)}: "
-                             "--force goes on nevertheless")
-        return changed
+def refuse(message):
+    raise ValueError(message)
 
 
 def check(extra, step):

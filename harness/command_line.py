@@ -1,9 +1,8 @@
 """What every program does: Ctrl-C in one word, what a user wrote refused in one line, and files written whole."""
 
 import argparse
-import contextlib
 import io
-import os
+import math
 import sys
 from pathlib import Path
 
@@ -41,17 +40,24 @@ def add_sizes(add, batch_size):
     add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
 
 
+def number(kind, least, most):
+    """-> a type for argparse: an int or float from `least` to `most`; nan is none."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a {'whole ' if kind is int else ''}number from {least:g} to "
+                                             f"{most:g}, not {text:.40}")
+        return value
+    return parse
+
+
 def fail(program, message):
     """End `program` because of what its user wrote: one line, exit code 2."""
     print(f"{program}: error: {message}", file=sys.stderr)
     sys.exit(2)
-
-
-def check_at_least_1(args, names, fail):
-    for name in names:
-        if not 1 <= getattr(args, name) <= 10**6:
-            bound = "at least 1" if getattr(args, name) < 1 else "at most a million"
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be {bound}")
 
 
 def check_bounds(args, bounds, fail):
@@ -63,6 +69,10 @@ def check_bounds(args, bounds, fail):
             fail(f"--{name.replace('_', '-')} {value:g}: it must be from {least:g} to {most:g}")
 
 
+def check_at_least_1(args, names, fail):
+    check_bounds(args, dict.fromkeys(names, (1, 10**6)), fail)
+
+
 def check_workload(args, at_least_1, models, fail):
     """`fail` where one of these options is less than 1, or there is no such model, or not for such sequences."""
     check_at_least_1(args, ("batch_size", "sequence_length", *at_least_1), fail)
@@ -72,42 +82,44 @@ def check_workload(args, at_least_1, models, fail):
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
 
 
+def beside(path):
+    """-> the file that is written before it takes the place of what `path` holds: on a full disk that stays. A link
+    stays one, and so does what is no file, such as /dev/stdout: it is written itself."""
+    if path.exists() and not path.is_file():
+        return path
+    path = path.resolve()
+    return path.with_name(f"{path.name}.partial")
+
+
 def check_writable(option, path, fail):
     """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
-    if not path.name:
-        fail(f"{option} '': it names no file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_name(f"{path.name}.partial").exists()  # that name, see write, may be too long
-        with contextlib.suppress(FileNotFoundError):
-            path.stat()  # a loop of links leads nowhere
-    except OSError as error:
-        fail(f"{option} {path}: {error.strerror}: {error.filename}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        fail(f"{option} {path}: it {'is a folder' if path.is_dir() else 'may not be written'}")
+        (partial := beside(path)).open("a").close()
+        if partial != path:
+            partial.unlink(missing_ok=True)  # another rank may have been here
+    except (OSError, RuntimeError) as error:  # the latter, of a loop of links, before Python 3.13
+        fail(f"{option} {path}: {getattr(error, 'strerror', None) or error}")
 
 
 def check_beside(option, path, suffix, fail):
     """As check_writable, also for the file that is written beside `path`, with `suffix`."""
     if path.suffix == suffix:
         fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
-    check_writable(option, path, fail)
-    check_writable(option, path.with_suffix(suffix), fail)
+    for one in (path, path.with_suffix(suffix)):
+        check_writable(option, one, fail)
 
 
 def write(option, path, text, fail):
-    """Puts `text` in the place of what `path` holds when all of it is written: on a full disk the old text stays."""
-    is_file = path.is_file() or not path.exists()  # or else /dev/stdout
-    path = path.resolve() if is_file else path  # a link stays one
-    is_aside = is_file and os.access(path.parent, os.W_OK)
-    beside = path.with_name(f"{path.name}.partial") if is_aside else path
+    """Puts `text` in the place of what `path` holds."""
+    partial = beside(path)
     try:
-        beside.write_text(text, encoding="utf-8")
-        if is_aside:
-            beside.replace(path)
+        partial.write_text(text, encoding="utf-8")
+        if partial != path:
+            partial.replace(path.resolve())
     except OSError as error:
-        if is_aside:
-            beside.unlink(missing_ok=True)
+        if partial != path:
+            partial.unlink(missing_ok=True)
         fail(f"{option} {path}: not written: {error.strerror}")
 
 

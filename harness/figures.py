@@ -9,7 +9,6 @@ goes on where it stopped. Two hosts need root and iproute2. Keep the machine qui
 import shlex
 import subprocess
 import sys
-import time
 from typing import NamedTuple
 
 from harness import command_line
@@ -77,14 +76,11 @@ def main():
         print(f"{f'{step.minutes:g} min' if step in due else 'there':>8}  {step.name} -> {step.file}")
     print(f"commit {now}: about {sum(step.minutes for step in due):g} minutes", flush=True)
     for step in due:
-        path, start = saved.ROOT / "results" / step.file, time.monotonic()
+        path = saved.ROOT / "results" / step.file
         if not any(other.is_done(now) for other in STEPS if other.file == step.file):
             path.unlink(missing_ok=True)  # or links that are not measured any more would stay in it
         print(f"\n--- {step.name}", flush=True)
         run([*shlex.split(step.command), "--faults-json" if step.file == "faults.json" else "--json", str(path)])
-        if path.exists():
-            path.write_text(saved.to_json(saved.load(step.file)), encoding="utf-8")  # as it will be read: 1 is 1.0
-        print(f"--- {step.name}: {(time.monotonic() - start) / 60:.1f} min", flush=True)
     for command in REPORT:
         run(shlex.split(command))
 

@@ -50,24 +50,25 @@ def prepare(device):
     torch.set_num_threads(int(n_threads) if n_threads.isdecimal() and int(n_threads) else 1)
 
 
-def works(device, store):
-    """Whether what the stages call works on `device` in the default group, on every rank; they tell by `store`."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def works(me, store):
+    """Whether what the stages call works on this rank's device in the default group, on every rank; they tell by
+    `store`."""
     try:
-        ones, one = torch.ones(world_size, device=device), torch.ones(1, device=device)
+        ones, one = (torch.ones(n, device=me.device) for n in (me.world_size, 1))
         dist.all_reduce(ones)
         dist.broadcast(ones, src=0)
         dist.all_gather_into_tensor(ones, one)
         dist.reduce_scatter_tensor(one, ones)
-        neighbours = [(dist.isend, ones, (rank + 1) % world_size), (dist.irecv, ones.clone(), (rank - 1) % world_size)]
-        operations = [dist.P2POp(*neighbour) for neighbour in neighbours if world_size > 1]  # nobody sends to itself
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+        if me.world_size > 1:  # nobody sends to itself
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, ones, (me.rank + 1) % me.world_size),
+                                            dist.P2POp(dist.irecv, ones.clone(), (me.rank - 1) % me.world_size)])
+            for work in works:
+                work.wait()
         answer = str(one.item())
     except RuntimeError as refusal:
         answer = str(refusal)
-    store.set(str(rank), answer)
-    return all(store.get(str(other)).decode() == str(float(world_size)) for other in range(world_size))
+    store.set(str(me.rank), answer)
+    return all(store.get(str(other)).decode() == str(float(me.world_size)) for other in range(me.world_size))
 
 
 # ----------------------- A rank that loses another one says which, in one line, and ends: nothing waits without a limit
@@ -160,25 +161,20 @@ def _fail(what):
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
     """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
-    *others, last = choices(local_rank, local_world_size)
-
-    def join(backend, device, store):
+    found = choices(local_rank, local_world_size)
+    for number, (backend, device) in enumerate(found):
+        is_last, before = number == len(found) - 1, own_threads()
+        corner = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
-        before = own_threads()
-        is_own = (backend, device) == last and backend == "nccl"  # else the GPU is another rank's too
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank,
+        is_own = is_last and backend == "nccl"  # else the GPU is another rank's too
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=corner, rank=rank,
                                 world_size=world_size, device_id=device if is_own else None)
         if backend == "gloo":
             let_computing_go_first(own_threads() - before)
-        return Rank(rank, world_size, device, backend)
-
-    for number, choice in enumerate(others):
-        corner = dist.PrefixStore(f"choice {number}", store)
-        me = join(*choice, corner)
-        if works(me.device, dist.PrefixStore("works", corner)):
+        me = Rank(rank, world_size, device, backend)
+        if is_last or works(me, dist.PrefixStore("works", corner)):
             return me
         dist.destroy_process_group()
-    return join(*last, store)
 
 
 _beside = []  # the group of `beside`, once there is one

@@ -1,30 +1,30 @@
 """The options of every train.py, and its learning rate."""
 
 import argparse
-import functools
 import math
 
 import torch.distributed as dist
 
-from harness import command_line, gpt, meeting
+from harness import gpt, meeting
+from harness.command_line import number
 from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
 PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
 WEIGHT_DECAY = 0.1
-TIMEOUT_S, MOST_TIMEOUT_S = 600, 10**6  # that a rank waits for another one
+TIMEOUT_S = 600  # that a rank waits for another one
+SECONDS, COUNT, SIZE = number(float, 0.001, 10**6), number(int, 1, 10**6), number(float, 0, 10**6)
 
 
 def connect():
     """Joins the other ranks -> Rank. --timeout is needed for that; whatever is wrong with it, parse_args will say."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--timeout", type=_positive(float), default=TIMEOUT_S)
+    parser.add_argument("--timeout", type=SECONDS, default=TIMEOUT_S)
     try:
-        timeout_s = parser.parse_known_args()[0].timeout
+        return meeting.connect(parser.parse_known_args()[0].timeout)
     except argparse.ArgumentError:
-        timeout_s = TIMEOUT_S
-    return meeting.connect(min(timeout_s, MOST_TIMEOUT_S))
+        return meeting.connect(TIMEOUT_S)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,71 +48,49 @@ def parse_args(description, arguments=None):
     """
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=_positive(int), default=200, help="optimizer steps (default 200)")
+    add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
-    add("--lr", type=_positive(float), help="highest learning rate (default: one that suits the model)")
-    add("--weight-decay", type=_not_negative(float), help=f"of AdamW (default {WEIGHT_DECAY})")
-    add("--batch-size", type=_positive(int), default=8, help="sequences per rank and micro-batch (default 8)")
-    add("--sequence-length", type=_positive(int), help="bytes per sequence (default 128, with nano 64)")
-    add("--accumulate", type=_positive(int), default=1, help="micro-batches per step (default 1)")
-    add("--clip", type=_not_negative(float), default=0.0, help="largest gradient norm; 0 (default): no clipping")
+    add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
+    add("--weight-decay", type=SIZE, help=f"of AdamW (default {WEIGHT_DECAY})")
+    add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
+    add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
+    add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
+    add("--clip", type=SIZE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
-    add("--tp", type=_positive(int), default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
+    add("--tp", type=COUNT, default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
         "data-parallel over the others (default 1)")
-    add("--seed", type=_not_negative(int), default=0, help="of weights and batches (default 0)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it, and save "
         f"on SIGTERM, SIGHUP and SIGUSR1: exit code {PREEMPTED}, and the same command goes on")
-    add("--save-every", type=_positive(int), metavar="N", help="steps between two of them (default 100)")
-    add("--keep", type=_not_negative(int), metavar="N", help="how many of them, the newest; 0: all (default 3)")
-    add("--resume-from", type=_positive(int), metavar="STEP", help="go on from this one; later ones are set aside")
+    add("--save-every", type=COUNT, metavar="N", help="steps between two of them (default 100)")
+    add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of them, the newest; 0: all (default 3)")
+    add("--resume-from", type=COUNT, metavar="STEP", help="go on from this one; later ones are set aside")
     add("--force", action="store_true", help="go on from a checkpoint of other data, or another seed or batch size")
-    add("--timeout", type=_positive(float), default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another "
-        "one (default %(default)s)")
+    add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
+        "(default %(default)s)")
     add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
         f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
 
     def parse():
         args = parser.parse_args(arguments)
-        command_line.check_at_least_1(args, ("steps", "batch_size", "accumulate"), parser.error)
-        if args.seed >= 2**63:
-            parser.error(f"argument --seed: {args.seed} is too large, torch takes at most 2**63 - 1")
-        block_size = MODELS[args.model].block_size
-        args.sequence_length = args.sequence_length or min(128, block_size)
-        if args.sequence_length > block_size:
+        model, n_ranks = MODELS[args.model], dist.get_world_size() if dist.is_initialized() else 1
+        args.sequence_length = args.sequence_length or min(128, model.block_size)
+        if args.sequence_length > model.block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
-                         f"most {block_size}")
-        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if reason := gpt.misfit(args.tp, n_ranks, MODELS[args.model].n_heads, args.sequence_length):
+                         f"most {model.block_size}")
+        if reason := gpt.misfit(args.tp, n_ranks, model.n_heads, args.sequence_length):
             parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
         for option in ("save_every", "keep", "resume_from"):
             if getattr(args, option) is not None and not args.checkpoint:
                 parser.error(f"argument --{option.replace('_', '-')}: there is no --checkpoint DIR to save in")
-        if args.timeout > MOST_TIMEOUT_S:
-            parser.error(f"argument --timeout: {args.timeout:g} is too long, it must be at most {MOST_TIMEOUT_S}")
         args.given = {option for option in ("lr", "weight_decay") if getattr(args, option) is not None}
-        args.lr = args.lr or MODELS[args.model].lr
-        args.weight_decay = WEIGHT_DECAY if args.weight_decay is None else args.weight_decay
-        args.save_every, args.keep = args.save_every or 100, 3 if args.keep is None else args.keep
+        for option, default in (("lr", model.lr), ("weight_decay", WEIGHT_DECAY), ("save_every", 100), ("keep", 3)):
+            if getattr(args, option) is None:
+                setattr(args, option, default)
         return args
     return on_all_ranks(parse)
-
-
-def _not_negative(kind, description="non-negative", lowest=0.0):
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not lowest <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a {description} {'whole ' if kind is int else ''}number, "
-                                             f"not {text!r}")
-        return value
-    return parse
-
-
-_positive = functools.partial(_not_negative, description="positive", lowest=math.ulp(0.0))
 
 
 def warmup_then_cosine(steps):

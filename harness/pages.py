@@ -22,26 +22,28 @@ def made(names):
     """Machine, torch, commit and date of these files: each once."""
     names = [name for name in names if (saved.ROOT / "results" / name).exists()]
     found = [c for name in names for _, c in saved.provenance(saved.load(name))]
-    machine, torch, commit, day = (" and ".join(dict.fromkeys(value for c in found if (value := getattr(c, field))))
+    machine, torch, commit, day = (" and ".join(dict.fromkeys(getattr(c, field) for c in found))
                                    for field in ("machine", "torch", "commit", "date"))
-    return [f"{machine} · torch {torch} · commit {commit} · {day}"]
+    return code(f"{machine} · torch {torch} · commit {commit} · {day}")
 
 
-def pick(sheet, *columns):
-    """A sheet with these columns, by number, or all; of its notes those that explain a mark: the page says the rest."""
+def code(*texts):
+    """-> a block of code for each text."""
+    return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ", lambda line: line.strip())
+
+
+def pick(sheet, *columns, timed=None):
+    """A sheet with these columns, by number, or all; of its notes those that explain a mark: the page says the rest.
+    `timed`: conditions that say how often."""
     columns = columns or range(len(sheet.columns))
+    often = [f"{timed.rounds} round(s) of {timed.steps} steps."] if timed else []
     return sheet._replace(columns=[sheet.columns[at] for at in columns],
                           rows=[[cells[at] for at in columns] for cells in sheet.rows],
-                          notes=[note for note in sheet.notes if note[0] in "*~"])
+                          notes=[note for note in sheet.notes if note[0] in "*~"] + often)
 
 
-def texts(*sheets):
-    return [tables.sheet_text(sheet).rstrip() for sheet in sheets]
-
-
-def timed(sheet, c):
-    """The sheet, whose last note says how often it was timed."""
-    return sheet._replace(notes=[*sheet.notes, f"{c.rounds} round(s) of {c.steps} steps."])
+def shown(*sheets):
+    return code(*map(tables.sheet_text, sheets))
 
 
 def bench(result):
@@ -52,33 +54,32 @@ def bench(result):
     rows = [[*cells, *held.get(cells[0], [tables.NONE] * 3)] for cells in time.rows]
     notes = time.notes + [note.replace("*", "†") for note in memory.notes]
     both = Sheet("A step: time, traffic, memory in MB", time.columns + memory.columns[1:], rows, notes)
-    return texts(timed(both, result.conditions))
+    return shown(pick(both, timed=result.conditions))
 
 
-def at_a_rate(sheet, result):
-    return pick(sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}"))
+def at_a_rate(sheet, result, timed=None):
+    return pick(sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}"), timed=timed)
 
 
 def accumulation():
-    return texts(*(at_a_rate(sheet, result) for result in saved.by_rate()
-                   if tables.has_shares(measured := result.accumulation)
-                   for sheet in (tables.accumulation_sheet(measured.rows), tables.share_sheet(measured))))
+    return shown(*(at_a_rate(sheet, result) for result in saved.by_rate() if result.accumulation
+                   for sheet in tables.accumulation_sheets(result.accumulation)))
 
 
 def buckets():
-    return texts(*(timed(at_a_rate(tables.buckets_sheet(result.sweep), result), result.sweep.conditions)
+    return shown(*(at_a_rate(tables.buckets_sheet(result.sweep), result, result.sweep.conditions)
                    for result in saved.by_rate() if catalogue.is_whole(result.sweep)))
 
 
-def host(found):
+def hosts(found):
     """As rank 0 of 8."""
-    return texts(*(pick(tables.host_sheet(rows), 0, 1, 2, 3, 5, 6, 8) for rows in found if rows[0].d == 8))
+    return [pick(tables.host_sheet(rows), 0, 1, 2, 3, 5, 6, 8) for rows in found if rows[0].d == 8]
 
 
 def cuda():
     result = saved.load("cuda.json")
     steps = [gpu_overlap.sheet(result.steps)] if result.steps else []
-    return [*texts(*steps, pick(tables.gpu_sheet(result))), *host(result.host)]
+    return shown(*steps, pick(tables.gpu_sheet(result)), *hosts(result.host))
 
 
 def plans():
@@ -86,34 +87,38 @@ def plans():
     (memory, _, step, _, sizes), (*_, larger, _, _) = (
         tables.plan_sheets(dataclasses.replace(saved.load(name), check=None))
         for name in ("plan.json", "plan_70b.json"))
-    return texts(pick(memory, 0, 1, 2, 3, 4, 5, 8, 9), *(pick(one, 0, 1, 2, 4, 5, 6) for one in (step, larger)),
+    return shown(pick(memory, 0, 1, 2, 3, 4, 5, 8, 9), *(pick(one, 0, 1, 2, 4, 5, 6) for one in (step, larger)),
                  pick(sizes))
 
 
+def mutations():
+    sheet = pick(tables.mutation_sheet(saved.load("faults_mutations.json")))
+    return shown(sheet._replace(rows=sheet.rows[-1:]))  # of all kinds together
+
+
 BLOCKS = {
+    "ladder": tables.ladder_block,
     "made": lambda: made([name for name in saved.FILES if name not in GPUS]),
     "made_gpu": lambda: made(GPUS),
-    "settings": lambda: [textwrap.fill(tables.settings_line(result.conditions), 100)
-                         for result in (saved.load_bench(), saved.by_rate()[0])],
-    "curve": lambda: texts(pick(tables.curve_sheet(saved.at_all_rates()))),
-    "two_hosts": lambda: texts(*(timed(pick(tables.line_sheet(result), 0, 1, 3, 5, 6), result.conditions)
+    "settings": lambda: code(*(textwrap.fill(tables.settings_line(result.conditions), 100)
+                               for result in (saved.load_bench(), saved.by_rate()[0]))),
+    "curve": lambda: shown(pick(tables.curve_sheet(saved.at_all_rates()))),
+    "two_hosts": lambda: shown(*(pick(tables.line_sheet(result), 0, 1, 3, 5, 6, timed=result.conditions)
                                  for result in saved.by_rate())),
     "accumulation": accumulation,
     "buckets": buckets,
-    "state": lambda: texts(pick(tables.state_sheet(saved.load_bench().model_state))),
-    "gathered": lambda: texts(pick(tables.gathered_sheet(saved.load_bench().gathered))),
+    "state": lambda: shown(pick(tables.state_sheet(saved.load_bench().model_state))),
+    "gathered": lambda: shown(pick(tables.gathered_sheet(saved.load_bench().gathered))),
     "bench": lambda: bench(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
-    "host": lambda: host(saved.load_bench().host),
-    "saving": lambda: texts(pick(tables.saving_sheet(saved.load("saving.json")))),
-    "faults": lambda: texts(*map(pick, tables.fault_sheets(saved.load("faults.json")))),
-    "mutations": lambda: texts((sheet := pick(tables.mutation_sheet(saved.load("faults_mutations.json"))))._replace(
-        rows=sheet.rows[-1:])),  # of all kinds together
+    "host": lambda: shown(*hosts(saved.load_bench().host)),
+    "saving": lambda: shown(pick(tables.saving_sheet(saved.load("saving.json")))),
+    "faults": lambda: shown(*map(pick, tables.fault_sheets(saved.load("faults.json")))),
+    "mutations": mutations,
     "cuda": cuda,
     "plan": plans,
-    "plan_check": lambda: texts(*map(pick, tables.plan_check_sheets(saved.load("plan.json").check))),
+    "plan_check": lambda: shown(*map(pick, tables.plan_check_sheets(saved.load("plan.json").check))),
 }
-MARKDOWN = {"ladder": tables.ladder_block}  # this, and not as it looks in a terminal
 # By the name of a file in results/. "" where no sweep was made.
 PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
@@ -154,38 +159,30 @@ def figures():
 # --------------------------------------------------------------------- What you have measured, beside what is published
 
 
-SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets,
-          **{kind: lambda result, sheet=sheet: [sheet(result)] for kind, sheet in (
-              (GpuResult, tables.gpu_sheet), (SavingResult, tables.saving_sheet),
-              (MutationResult, tables.mutation_sheet), (LossResult, tables.loss_sheet))}}
-
-
-def measured():
-    """-> {name: what the file holds}, of those that are there."""
-    paths = [saved.ROOT / "measured" / name for name in saved.FILES]
-    return {path.name: saved.read(path) for path in paths if path.exists()}
+SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets, GpuResult: tables.gpu_sheet,
+          SavingResult: tables.saving_sheet, MutationResult: tables.mutation_sheet, LossResult: tables.loss_sheet}
 
 
 def sheets():
     """Of each of your files: a Result beside the published one, and else its own tables."""
     found = []
-    for name, mine in measured().items():
+    for path in [saved.ROOT / "measured" / name for name in saved.FILES]:
+        mine = saved.read(path) if path.exists() else None
         if isinstance(mine, Result):
-            target = target_of(name, mine)
+            target = target_of(path.name, mine)
             theirs = saved.load(target).at_all_rates() if (saved.ROOT / "results" / target).exists() else []
-            found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
-        else:
-            found += [sheet._replace(title=f"Yours: {sheet.title}") for sheet in SHEETS[type(mine)](mine)]
+            found += [beside_sheet(path.name, one, theirs) for one in mine.at_all_rates()]
+        elif mine:
+            own = SHEETS[type(mine)](mine)
+            found += [one._replace(title=f"Yours: {one.title}") for one in ([own] if isinstance(own, Sheet) else own)]
     return found
 
 
 def target_of(name, result):
     """The published file that it belongs to: the bench has one for each kind of device, and for 16-bit rows."""
-    if name != "bench.json":
-        return name
-    of_16_bits = next((dtype for dtype in ("bfloat16", "float16") if dtype in result.conditions.dtype.split()), None)
-    return "bench_cuda.json" if result.conditions.device == "cuda" else (
-        f"bench_{of_16_bits}.json" if of_16_bits else "bench.json")
+    kinds = [kind for kind in ("bfloat16", "float16") if kind in result.conditions.dtype.split()]
+    kinds = ["cuda"] if result.conditions.device == "cuda" else kinds
+    return f"bench_{kinds[0]}.json" if kinds and name == "bench.json" else name
 
 
 def beside_sheet(name, mine, theirs):
@@ -193,18 +190,15 @@ def beside_sheet(name, mine, theirs):
     same = next((one for one in theirs if one.conditions.rate == mine.conditions.rate), None)
     rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
 
-    figures = [("ms/step", "measured", tables.median_ms, ".0f"),
-               ("x ddp", "measured", "vs_reference", ".2f"),
-               ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
-               ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]
-
     def published(get):
         return lambda row: same and (found := same.find(*row.choice)) and tables.figure(found, get)
+    figures = [("ms/step", "measured", tables.median_ms, ".0f"), ("x ddp", "measured", "vs_reference", ".2f"),
+               ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
+               ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]
     return tables.sheet_of(
         f"Yours beside the published ones: {name}{rate}", mine.rows,
-        [("", "", tables.label_of), *((f"{title}\n{whose}", source, of(get), form)
-                                      for title, source, get, form in figures
-                                      for whose, of in (("publ.", published), ("yours", lambda get: get)))],
+        [("", "", tables.label_of), *((f"{title}\n{whose}", source, one, form) for title, source, get, form in figures
+                                      for whose, one in (("publ.", published(get)), ("yours", get)))],
         f"Yours: {tables.conditions_line(mine.conditions)}.",
         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
         tables.failures(mine.rows))
@@ -213,17 +207,10 @@ def beside_sheet(name, mine, theirs):
 # ----------------------------------------------------------- Tables and pictures of the pages, anew from results/*.json
 
 
-COLUMNS = 110  # of a table that stands in the terminal only
-
-
 def rewritten(text):
     """`text` of a markdown file, with all its blocks and figures made anew. An unknown name raises KeyError."""
-    def block(match):
-        start, name, end = match.groups()
-        lines = "\n\n".join({**BLOCKS, **MARKDOWN}[name]()).splitlines()
-        indent = "" if name in MARKDOWN else "    "
-        return "\n".join([start, *(f"{indent}{line}".rstrip() for line in lines), "", end])
-    text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", block, text, flags=re.DOTALL)
+    text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)",
+                  lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n\n{block[3]}", text, flags=re.DOTALL)
     in_prose = r"<!--(\w+)-->.*?<!--end-->"
     found = figures() if re.search(in_prose, text) else {}
     return re.sub(in_prose, lambda mark: f"<!--{mark[1]}-->{found[mark[1]]}<!--end-->", text)
@@ -241,7 +228,7 @@ def main():
         raise SystemExit("report: pictures need matplotlib: pip install matplotlib")
     rewrite()
     for sheet in sheets():
-        print("", tables.sheet_text(sheet, COLUMNS), sep="\n")
+        print("", tables.sheet_text(sheet, tables.WIDTH), sep="\n")
 
 
 def rewrite():

@@ -4,6 +4,7 @@ import collections
 import importlib.util
 import io
 import re
+from types import SimpleNamespace
 
 from harness import results as saved
 from harness import rows as catalogue
@@ -75,9 +76,17 @@ EXCHANGED = ("send", "recv")  # either, where collectives are exchanged in piece
 
 
 def lanes(step):
-    """A recorded step -> [("computes", spans), ("gradients", spans), ("parameters", spans)]."""
+    """A recorded step -> [("computes", spans), ("gradients", spans), ("parameters", spans)]. A message has one span
+    when it arrives: from its launch, or from when the one before it in its lane had arrived."""
     computes = [(start, end, name) for name, *phase in step.phases for start, end in overlap([phase], step.busy)]
-    return [("computes", computes), *((name, arrivals(step, name)) for name in ("gradients", "parameters"))]
+    arrive, before = {"gradients": [], "parameters": []}, collections.Counter()
+    for message in sorted(step.communication, key=lambda message: message.end):
+        lane = carries(step, message)
+        start = max(message.start, before[lane])
+        before[lane] = max(message.end, start)
+        if start < step.seconds:
+            arrive[lane].append((start, before[lane], lane))
+    return [("computes", computes), *arrive.items()]
 
 
 def carries(step, message):
@@ -92,20 +101,9 @@ def carries(step, message):
     return "parameters" if is_forward or message.start >= stepped_at else "gradients"
 
 
-def arrivals(step, lane):
-    """One span for each message that arrives: from its launch, or from when the one before it had arrived."""
-    spans, before = [], 0.0
-    for message in sorted(step.communication, key=lambda message: message.end):
-        if carries(step, message) == lane:
-            start = max(message.start, before)
-            spans.append((start, max(message.end, start), lane))
-            before = max(message.end, start)
-    return [span for span in spans if span[0] < step.seconds]
-
-
-def most_held(rows):
-    """The most bytes that any row held: where the memory lanes end."""
-    return max(max(step.memory, default=0) for _, step in rows)
+def scales(rows):
+    """-> the longest step, and the most bytes that any row held, or 1: where lanes end."""
+    return max(step.seconds for _, step in rows), max(max(step.memory, default=0) for _, step in rows) or 1
 
 
 def said(step):
@@ -122,7 +120,7 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 def text(rows, width=80):
     """`rows`: [(name, recorded step), …], on one axis -> text for the terminal; a letter: most of its moment."""
-    longest, most_bytes, out = max(step.seconds for _, step in rows), most_held(rows), []
+    (longest, most_bytes), out = scales(rows), []
     for name, step in rows:
         out.append(f"{name}: {said(step)}")
         for lane, spans in lanes(step):
@@ -150,7 +148,7 @@ WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "param
 
 def svg(rows, title):
     """The same picture: one panel a row, a lane each for what computes and what travels, and memory below them."""
-    longest, most_bytes = max(step.seconds for _, step in rows), most_held(rows) or 1
+    longest, most_bytes = scales(rows)
     figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
     for axis, (name, step) in zip(axes, rows):
         axis.set_title(f"{name}: {said(step)}")
@@ -192,7 +190,7 @@ def two_hosts_picture(results):
 
 def planned_steps(result):
     """-> rows and title for svg and text: those that don't take four times as long as the fastest."""
-    c, steps = result.conditions, {row.name: row.step for row in result.rows}
+    c, steps = SimpleNamespace(**result.conditions), {row.name: row.step for row in result.rows}
     longest = 4 * min(step.seconds for step in steps.values())
     return [(name, step) for name, step in steps.items() if step.seconds <= longest], (
         f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")

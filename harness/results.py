@@ -56,6 +56,74 @@ def length(spans):
     return sum(end - start for start, end in spans)
 
 
+def median(values):
+    return statistics.median(values) if values else None
+
+
+def ratio(ones, others):
+    """-> the median of the ratios, round by round: both ran within seconds of each other."""
+    return median([one / other for one, other in zip(ones, others)])
+
+
+# ------------------------------------------------------------------------------------- Under which conditions, and when
+
+
+class Made(Kept):
+    """On which machine, by which code, and when."""
+    machine: str
+    torch: str
+    commit: str
+    date: str
+
+
+class LossConditions(Made):
+    backend: str
+    ranks: int
+    model: str
+    parameters: int
+    batch_size: int
+    sequence_length: int
+    steps: int
+
+
+class Conditions(LossConditions):
+    """Of a bench. From `rate` on: of two hosts."""
+    python: str
+    device: str
+    gpus: int
+    threads_per_rank: int
+    rounds: int
+    data: str | None
+    seed: int
+    warmup_steps: int
+    tolerance: float
+    dtype: str = ""
+    noise: list[float] = field(default_factory=list)  # ddp again over ddp, by round
+    rate: str | None = None
+    bits_per_second: float | None = None
+    hosts: int | None = None
+    tcp: str | None = None
+    cores_per_host: int | None = None
+
+
+class GpuConditions(Made):
+    dtype: str
+    steps: int
+    copy_bytes_per_s: float
+
+
+class SavingConditions(Made):
+    """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
+    ranks: int
+    bytes: int
+    rounds: int
+    step_ms: float
+
+
+# What was asked of make plan, the hardware that was assumed (FLOPs and bytes a second, seconds), `device_memory` in GB,
+# `activations` in bytes of a micro-batch, and in `made` when and where.
+PlanConditions = dict
+
 # ---------------------------------------------------------------------------- What is kept of each kind of measurement
 
 
@@ -90,7 +158,7 @@ class Row(OfChoice, Kept):
     error: str | None = None
     is_wrong: bool = False
     rounds_ms: list[float] = field(default_factory=list)  # a steady step, by round
-    drain_ms: list[float] = field(default_factory=list)  # after the last; older results, without it, share it out
+    drain_ms: list[float] = field(default_factory=list)  # after the last
     vs_reference: float | None = None  # median of the ratios, round by round
     max_abs_diff: float | None = None  # of any parameter on any rank, from the reference's
     collectives: dict[str, int] = field(default_factory=dict)
@@ -117,50 +185,10 @@ class Row(OfChoice, Kept):
         self.drain_ms.append(drain_ms)
 
     def over(self, other):
-        """The median of the ratios of times, round by round: both ran within seconds of each other."""
-        return statistics.median(mine / others for mine, others in zip(self.rounds_ms, other.rounds_ms))
+        return ratio(self.rounds_ms, other.rounds_ms)
 
     def fail(self, reason, is_wrong=False):
         self.error, self.is_wrong, self.rounds_ms, self.drain_ms = reason, is_wrong, [], []
-
-
-class Made(Kept):
-    """On which machine, by which code, and when."""
-    machine: str
-    torch: str
-    commit: str | None
-    date: str
-
-
-class Conditions(Kept):
-    """Under which figures hold. From `rate` on: of two hosts. What an older run didn't note is None."""
-    machine: str
-    torch: str
-    python: str
-    backend: str
-    device: str
-    gpus: int
-    ranks: int
-    threads_per_rank: int
-    model: str
-    batch_size: int
-    sequence_length: int
-    rounds: int
-    steps: int
-    data: str | None
-    seed: int
-    parameters: int
-    warmup_steps: int
-    tolerance: float
-    date: str
-    dtype: str = ""
-    commit: str | None = None
-    noise: list[float] = field(default_factory=list)  # ddp again over ddp, by round
-    rate: str | None = None
-    bits_per_second: float | None = None
-    hosts: int | None = None
-    tcp: str | None = None
-    cores_per_host: int | None = None
 
 
 class AccumulatedRow(Kept):
@@ -200,7 +228,7 @@ class GatheredRow(Kept):
 
 
 class CapRow(Kept):
-    """Stage 4's default bucket for one model, and what its two buffers hold, in bytes a parameter."""
+    """Stage 4's default bucket: sizes in bytes; what its two buffers hold, in bytes a parameter."""
     model: str
     ranks: int
     model_bytes: int
@@ -286,16 +314,6 @@ class MutationResult(Kept):
     rows: list[MutationRow]
 
 
-class GpuConditions(Kept):
-    machine: str
-    torch: str
-    dtype: str
-    steps: int
-    copy_bytes_per_s: float
-    date: str
-    commit: str | None = None
-
-
 class GpuRow(Kept):
     """`stage`: a package, or "fused AdamW". What torch's allocator handed out, and took for that: None on a CPU. An
     out-of-memory is a result as well: `error`, and no figures."""
@@ -329,20 +347,6 @@ class GpuResult(Kept):
     steps: list[GpuStep] = field(default_factory=list)
 
 
-class LossConditions(Kept):
-    machine: str
-    torch: str
-    backend: str
-    ranks: int
-    model: str
-    parameters: int
-    batch_size: int
-    sequence_length: int
-    steps: int
-    date: str
-    commit: str | None = None
-
-
 class LossRow(Kept):
     """`losses`: nats a byte of text that was kept for that, after the last step, by seed. `base`: the name of the row
     of the same beta2 that it is compared with."""
@@ -360,35 +364,6 @@ class LossResult(Kept):
         """-> by seed, by how much its loss is above its base's."""
         base = next(one for one in self.rows if (one.name, one.beta2) == (row.base, row.beta2))
         return [loss - other for loss, other in zip(row.losses, base.losses)]
-
-
-class PlanConditions(Kept):
-    """What was asked, and the hardware that was assumed: rates in FLOPs and bytes a second, latencies in seconds."""
-    model: str
-    layers: int
-    width: int
-    world: int
-    dtype: str
-    device: str
-    device_memory: float  # GB
-    batch_size: int
-    sequence_length: int
-    accumulate: int
-    tensor_parallel: int
-    bucket_cap_mb: float | None
-    parameters: int
-    activations: float  # bytes of a micro-batch
-    efficiency: float
-    flops: float
-    memory_rate: float
-    in_node: float
-    between: float
-    per_node: int
-    sharing: int
-    latency_in_node: float
-    latency_between: float
-    backend: str
-    made: Made
 
 
 class PlanRow(OfChoice, Kept):
@@ -460,18 +435,6 @@ class PlanResult(Kept):
     check: Check | None = None
 
 
-class SavingConditions(Kept):
-    """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
-    machine: str
-    torch: str
-    ranks: int
-    bytes: int
-    rounds: int
-    step_ms: float
-    date: str
-    commit: str | None = None
-
-
 class SavingRow(Kept):
     """`beside`: the row whose rate is the disk's for this one; "": it is the disk. Seconds of the slowest rank."""
     name: str
@@ -491,9 +454,6 @@ class SavingResult(Kept):
     held_up_ms: list[float]
     behind_ms: list[float]
     n_behind: list[int]
-
-    def row(self, name):
-        return next(row for row in self.rows if row.name == name)
 
 
 # ----------------------------------------------- What is measured is kept as json, of dataclasses, with a schema number
@@ -533,7 +493,7 @@ def from_json(kind, text):
         raise SystemExit("reading results needs pydantic: pip install pydantic") from None
     try:
         found = json.loads(text)
-        schema = found.pop("schema") if isinstance(found, dict) and "schema" in found else None
+        schema = found.pop("schema", None) if isinstance(found, dict) else None
         if schema == SCHEMA:
             return TypeAdapter(kind).validate_python(found)
     except ValidationError as error:
@@ -576,24 +536,13 @@ def keep_exposed_only(rows):
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of results/ and of measured/: what a file holds, and the command that makes it.
+# Of results/ and of measured/: what a file holds.
 FILES = {
-    "bench.json": (Result, "make bench"),
-    "bench_bfloat16.json": (Result, 'make bench ARGS="--dtype bfloat16"'),
-    "bench_cuda.json": (Result, 'make bench ARGS="--json results/bench_cuda.json"'),
-    "bench_variants.json": (Result, 'make bench ARGS="--rows variants"'),
-    "network.json": (Result, "make bench WHAT=network"),
-    "network_variants.json": (Result, 'make bench WHAT=network ARGS="--rows variants"'),
-    "network_hybrid.json": (
-        Result, 'make bench WHAT=network ARGS="--ranks-per-host 2 --rows \'stage 4 overlap,hybrid\'"'),
-    "network_muon.json": (Result, 'make bench WHAT=network ARGS="--rows muon --json measured/network_muon.json"'),
-    "cuda.json": (GpuResult, "make bench WHAT=cuda"),
-    "saving.json": (SavingResult, "make bench WHAT=saving"),
-    "faults.json": (FaultResult, "make faults"),
-    "faults_mutations.json": (MutationResult, "make faults"),
-    "losses.json": (LossResult, "python -m harness.losses"),
-    "plan.json": (PlanResult, 'make plan ARGS="--check --json results/plan.json"'),
-    "plan_70b.json": (PlanResult, 'make plan MODEL=70b ARGS="--tensor-parallel 8 --json results/plan_70b.json"')}
+    **dict.fromkeys(("bench.json", "bench_bfloat16.json", "bench_cuda.json", "bench_variants.json", "network.json",
+                     "network_variants.json", "network_hybrid.json", "network_muon.json"), Result),
+    "cuda.json": GpuResult, "saving.json": SavingResult, "faults.json": FaultResult,
+    "faults_mutations.json": MutationResult, "losses.json": LossResult, "plan.json": PlanResult,
+    "plan_70b.json": PlanResult}
 
 
 def load(name):
@@ -602,13 +551,11 @@ def load(name):
 
 
 def read(path):
-    kind, command = FILES[path.name]
     try:
-        return from_json(kind, path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SystemExit(f"report: {path} is missing: run {command} first") from None
+        return from_json(FILES[path.name], path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SystemExit(f"report: {path} can't be shown: run {command} again ({error})") from None
+        raise SystemExit(f"report: {path} can't be shown: measure it again (results/ by make figures), or take the "
+                         f"committed one: {error}") from None
 
 
 def at_all_rates():
@@ -622,11 +569,11 @@ def by_rate():
 
 
 def provenance(result):
-    """-> [(rate of the link or None, conditions: machine, commit, date)] of each part of a file's figures."""
+    """-> [(rate of the link or None, Made)] of each part of a file's figures."""
     if isinstance(result, Result):
         return [(one.conditions.rate, part.conditions) for one in result.at_all_rates()
                 for part in (one, one.sweep, one.accumulation) if part]
-    return [(None, getattr(result.conditions, "made", result.conditions))]
+    return [(None, Made(**result.conditions["made"]) if isinstance(result, PlanResult) else result.conditions)]
 
 
 def load_bench():

@@ -3,9 +3,9 @@
 import ast
 import io
 import re
-import statistics
 import textwrap
 import tokenize
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import rich.box
@@ -16,7 +16,7 @@ from rich.table import Table
 from harness import results
 from harness import rows as catalogue
 from harness.memory import KINDS
-from harness.results import Row
+from harness.results import Row, median, ratio
 from harness.rows import Choice
 from harness.training import UPDATE_BYTES
 
@@ -33,15 +33,12 @@ class Sheet(NamedTuple):
 
 def sheet_of(title, rows, columns, *notes):
     """-> Sheet. `columns`: (name, where it comes from, figure[, how it is written]), see `figure`; of None a dash is
-    shown. `notes`: lines, lists of lines, and footnotes {reason: mark} that may become more while cells are made."""
+    shown. `notes`: lines, and what holds some, such as footnotes that become more while cells are made."""
     def cell(row, get, form=""):
         value = figure(row, get)
         return NONE if value is None else format(value, form)
     cells = [[cell(row, *how) for _, _, *how in columns] for row in rows]
-    lines = []
-    for note in notes:
-        lines += [note] if isinstance(note, str) else (
-            [f"{mark} {reason}" for reason, mark in note.items()] if isinstance(note, dict) else note)
+    lines = [line for note in notes for line in ([note] if isinstance(note, str) else note) if line]
     return Sheet(title, [column[:2] for column in columns], cells, lines)
 
 
@@ -57,28 +54,12 @@ def figure(row, get):
 
 
 def mark_of(reason, footnotes):
-    """The sign to put beside a figure: the same reason has the same one."""
-    return footnotes.setdefault(reason, "*" * (len(footnotes) + 1))
-
-
-def median(values):
-    return statistics.median(values) if values else None
-
-
-def ratio(ones, others):
-    """-> the median of the ratios, round by round."""
-    return median([one / other for one, other in zip(ones, others)])
-
-
-def spread(times):
-    return f"{median(times):.0f} ({min(times):.0f}–{max(times):.0f})" if times else None
+    """The sign to put beside a figure: the same reason has the same one. `footnotes`: reason -> line."""
+    return footnotes.setdefault(reason, f"{'*' * (len(footnotes) + 1)} {reason}").split()[0]
 
 
 TEXTS = ("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""), ("went on from", "")
-
-
-def dim(text):
-    return f"[dim]{escape(text)}[/dim]"
+WIDTH = 110  # columns of a terminal that the widest table takes
 
 
 def print_sheet(sheet, console):
@@ -89,7 +70,7 @@ def print_sheet(sheet, console):
                          justify="left" if column in TEXTS else "right")
     for cells in sheet.rows:
         table.add_row(*map(escape, cells))
-    console.print(table, "", *map(dim, sheet.notes), sep="\n")
+    console.print(table, "", *(f"[dim]{escape(note)}[/dim]" for note in sheet.notes), sep="\n")
 
 
 def sheet_text(sheet, columns=100):
@@ -99,14 +80,17 @@ def sheet_text(sheet, columns=100):
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def width(conditions):
-    """Columns that the tables of a result are made for: on CUDA memory has one more."""
-    return 110 if conditions.device == "cuda" else 100
+def print_sheets(sheets, *below):
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    for sheet in sheets:
+        print_sheet(sheet, console)
+        console.print()
+    for line in below:
+        console.print(line, style="dim", markup=False)
 
 
-def under(c, *words):
-    """Conditions in a line, with `words` in the middle; older results don't say of which commit they are."""
-    return " · ".join([c.machine, f"torch {c.torch}", *words, c.date, *[f"commit {c.commit}"] * bool(c.commit)])
+# ----------------------------------------------------------------------------- What several tables say in their cells
 
 
 def settings_line(c):
@@ -120,15 +104,12 @@ def settings_line(c):
         f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} round(s) of {c.steps} steps"])
 
 
-def conditions_line(conditions):
-    return under(conditions, settings_line(conditions))
+def conditions_line(c, *words):
+    """`words` are in the middle: what a bench says of itself, or else these."""
+    return " · ".join([c.machine, f"torch {c.torch}", *(words or [settings_line(c)]), c.date, f"commit {c.commit}"])
 
 
-# ----------------------------------------------------------------------------- What several tables say in their cells
-
-
-EXPOSED = ("Exposed: communication during which nothing computes, in the median of five recorded steps, on the rank "
-           "with more of it.")
+METHODS = "What rows and columns are: results/methods.md."
 
 
 def megabytes(name):
@@ -150,7 +131,7 @@ def exposed_ms(row):
 
 
 def median_ms(row):
-    return row.median_ms if row.rounds_ms else None
+    return median(row.rounds_ms)
 
 
 def beside_formula(name, form, footnotes, reason, unit=1):
@@ -173,6 +154,14 @@ def rate_words(rate):
     return re.sub(r"(\d)([mg])bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)
 
 
+def from_to(times):
+    return f"{min(times):.0f}–{max(times):.0f}" if times else None
+
+
+def spread(times):
+    return f"{median(times):.0f} ({from_to(times)})" if times else None
+
+
 # -------------------------------------------------------- Time, traffic and memory of a step: the tables of every bench
 
 
@@ -192,52 +181,44 @@ def time_sheet(result):
     return sheet_of(
         "Time and traffic of a step", rows,
         [("", "", label_of), ("ms/step\nmedian", "measured", median_ms, ".0f"),
-         ("min–max", "measured",
-          lambda row: f"{min(row.rounds_ms):.0f}–{max(row.rounds_ms):.0f}" if row.rounds_ms else None),
-         ("x ddp", "measured", beside), ("exposed\nms", "measured", exposed_ms, ".0f"),
+         ("min–max", "measured", lambda row: from_to(row.rounds_ms)), ("x ddp", "measured", beside),
+         ("exposed\nms", "measured", exposed_ms, ".0f"),
          ("collectives", "counted", lambda row: "\n".join(
              f"{count} {kind.replace('_', '-')}" for kind, count in row.collectives.items()) or None),
          ("MB sent\na rank", "counted", sent), ("", "formula", formula, ".1f")],
-        "x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks.",
-        [EXPOSED] * any(row.timeline for row in rows),
-        [f"~ within the noise: ddp, timed again, took {min(c.noise):.2f} to {max(c.noise):.2f} times as long."]
-        if c.noise else [], marks, failures(rows))
+        f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {METHODS}",
+        f"~ within the noise: ddp, timed again, took {min(c.noise):.2f} to {max(c.noise):.2f} times as long."
+        if c.noise else "", marks.values(), failures(rows))
 
 
 def memory_sheets(result):
-    """-> Sheets: memory and correctness; and of what kind it is, where that was counted: older results lack it."""
+    """-> Sheets: memory and correctness; and of what kind it is, where that was counted."""
     c, marks, rows = result.conditions, {}, [row for row in result.rows if row.kind != "noise"]
     of_16_bits = ", in 16 bits from replicated training with fp32 copies" * any(row.dtype != "float32" for row in rows)
-    phases = {"model": "model\ninit", "optimizer": "optimizer\ninit", "backward": "forward\nbackward", "step": "step",
-              "peak": "peak", **dict.fromkeys(["reserved"] * (c.device == "cuda"), "reserved")}
+    phases = [("model\ninit", "model"), ("optimizer\ninit", "optimizer"), ("forward\nbackward", "backward"),
+              ("step", "step"), ("peak", "peak"), *[("reserved", "reserved")] * (c.device == "cuda")]
     counted, formula = beside_formula(
         "bytes_per_param", ".2f", marks,
         lambda row: "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
     memory = sheet_of(
         "Memory of a rank, and the difference from ddp", rows,
-        [("", "", label_of), *((name, "counted", f"memory_bytes.{key}/1e6", ".1f") for key, name in phases.items()),
+        [("", "", label_of), *((name, "counted", f"memory_bytes.{key}/1e6", ".1f") for name, key in phases),
          ("bytes a\nparam.", "counted", counted), ("", "formula", formula, ".2f"),
          ("largest\n|Δ|", "measured", lambda row: number_cell(row.max_abs_diff))],
         "Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
         "optimizer state after a step, mean over the ranks.",
         f"Largest |Δ|: of any parameter on any rank, from ddp{of_16_bits}, after 3 steps; "
-        f"allowed: {number_cell(c.tolerance)}.", marks)
+        f"allowed: {number_cell(c.tolerance)}.", marks.values())
+    peaks = ("peak:\nbuild", "build"), ("\nforward", "forward"), ("\nbackward", "backward"), ("\nstep", "step")
     kinds = sheet_of(
         "Peak within each phase, and what a rank holds after a step, counted, in MB", rows,
-        [("", "", label_of),
-         *((name, "", megabytes(f"peak_bytes.{phase}")) for name, phase in (
-             ("peak:\nbuild", "build"), ("\nforward", "forward"), ("\nbackward", "backward"), ("\nstep", "step"))),
-         *held_columns(), ("activa-\ntions", "", megabytes("activation_bytes"))],
-        "Forward, backward and step: of the second step, which finds a state. The four kinds add up to all that is "
-        "held, on the rank that holds most. State: moments and main parameters. Buffers: what is left, such as the "
-        "bucket buffers of stage 4; the one buffer of stage 3 and DDP's buckets are gradients. Activations: what the "
-        "forward pass leaves for the backward pass.")
+        [("", "", label_of), *((name, "", megabytes(f"peak_bytes.{phase}")) for name, phase in peaks),
+         *((name, "", megabytes(f"held_bytes.{kind}"))
+           for name, kind in zip(("held:\nparam.", "\ngrads", "\nstate", "\nbuffers"), KINDS)),
+         ("activa-\ntions", "", megabytes("activation_bytes"))],
+        "Peaks: of the second step. Held: on the rank that holds most; buffers are what is none of the other kinds. "
+        "Activations: what the forward pass leaves for the backward pass.")
     return [memory, *[kinds] * any(row.held_bytes for row in rows)]
-
-
-def held_columns():
-    return [(name, "", megabytes(f"held_bytes.{kind}"))
-            for name, kind in zip(("held:\nparam.", "\ngrads", "\nstate", "\nbuffers"), KINDS)]
 
 
 # ---------------------------------------------- What a line allows: no row can be faster than that, and how near is it?
@@ -274,12 +255,7 @@ def line_sheet(result):
          ("line\nms", "formula", lambda row: line_ms(result, row), ".0f"),
          ("x floor", "measured", lambda row: over_floor(result, row), ".2f"),
          ("stage 4\nover this", "measured", lambda row: stage4_over(result, row), ".2f")],
-        "A step: from one point of the loop to the same point of the next, so with its waits for parameters. Drain: "
-        "what the last one has left under way, which a run pays once; – where it is in each step's time still.",
-        EXPOSED, "Line: bytes by the formula, over the rate. Floor: the larger of compute only, of the same dtype, and "
-        "the line's time. Ratios: medians, round by round.",
-        ["compute + bytes: while it computes as many bytes travel as in stage 4, and nothing waits for them before "
-         "the step ends."] * bool(result.timed("compute + bytes")), failures(result.rows))
+        f"Line: bytes by the formula, over the rate. Ratios: medians, round by round. {METHODS}", failures(result.rows))
 
 
 # Name in table and picture -> row, from the slowest to the fastest.
@@ -321,49 +297,37 @@ def curve_sheet(results):
         "Time per step over computing alone", rows,
         [("", "", lambda row: row[0]),
          *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured", cell(result)) for result in results)],
-        "Medians of the ratios round by round. Floor: the larger of computing alone and the line's time, by the "
-        "formula. Tuned: with the size of buckets that was best at this rate.",
-        [f"{rate_words(c.rate)}: {c.machine}, {c.rounds} rounds of {c.steps} steps, {c.date}, commit {c.commit}."
+        f"Medians of the ratios round by round. {METHODS}",
+        [f"{rate_words(c.rate)}: {c.machine}, {c.date}, commit {c.commit}."
          for c in (result.conditions for result in results)])
 
 
 # -------------------------------------------------------- Several micro-batches a step, and communication's share of it
 
 
-def accumulation_sheet(accumulation):
-    """`accumulation`: AccumulatedRows."""
-    first = accumulation[0]  # with one micro-batch both ways are the same
+def accumulation_sheets(accumulation):
+    """-> Sheets: what an exchange each costs stage 4, and what communication takes of a step."""
+    first = accumulation.rows[0]  # with one micro-batch both ways are the same
     noise = max(abs(each / once - 1) for once, each in zip(first.no_sync_ms, first.each_ms))
 
     def price(one):
         found = ratio(one.each_ms, one.no_sync_ms)
         return f"{found:.2f}{'~' * (abs(found - 1) <= noise)}"
-    return sheet_of(
-        "Accumulation in stage 4, ms a micro-batch", accumulation,
+    exchanges = sheet_of(
+        "Accumulation in stage 4, ms a micro-batch", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("in no_sync:\none exchange", "measured", lambda one: spread(one.no_sync_ms)),
-         ("without:\nan exchange each", "measured", lambda one: spread(one.each_ms)),
-         ("x no_sync", "measured", price)],
-        "Median (min–max). In no_sync whole gradients stay on each rank, 4 bytes a parameter in fp32; without, they "
-        "are reduced into the shard.",
+         ("without:\nan exchange each", "measured", lambda one: spread(one.each_ms)), ("x no_sync", "measured", price)],
+        "Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard.",
         f"~ within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart.")
-
-
-def has_shares(accumulation):
-    """Whether more than stage 4 was timed."""
-    return accumulation is not None and all(row.compute_ms for row in accumulation.rows)
-
-
-def share_sheet(accumulation):
-    """Of an Accumulation that has the time of computing alone."""
-    return sheet_of(
+    shares = sheet_of(
         "Communication's share of a step with one exchange", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
          ("compute only,\nms a micro-batch", "measured", lambda one: median(one.compute_ms), ".0f"),
          *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
            for name, ms in (("DDP", "ddp_ms"), ("stage 3", "stage3_ms"), ("stage 4", "no_sync_ms")))],
-        "1 - compute only / this row, of the time of a micro-batch; medians, round by round. "
-        f"DDP: the row {Choice('ddp', accumulation.ddp_mb).name}.")
+        f"1 - compute only / this row. DDP: the row {Choice('ddp', accumulation.ddp_mb).name}.")
+    return [exchanges, shares]
 
 
 # --------------------------------------------------------------------------- Time by bucket size, and stage 4's default
@@ -394,8 +358,7 @@ def buckets_sheet(sweep):
 def caps_sheet(rows):
     return sheet_of(
         f"The default bucket of stage 4, fp32, {rows[0].ranks} ranks", rows,
-        [("", "", "model"), ("model\nMB", "counted", "model_bytes/1e6", ",.1f"),
-         ("buckets\n", "counted", "buckets"),
+        [("", "", "model"), ("model\nMB", "counted", "model_bytes/1e6", ",.1f"), ("buckets\n", "counted", "buckets"),
          ("their MB,\nmedian", "counted", "median_bytes/1e6", ".1f"),
          ("\nlargest", "counted", "largest_bytes/1e6", ".1f"), ("b, native\n", "counted", "b_native", ".2f"),
          ("b, exchanged\n", "counted", "b_exchanged", ".2f"),
@@ -417,9 +380,7 @@ def state_sheet(states):
         "Model state, bytes a parameter, by number of ranks", states,
         [("parameters/gradients", "", "name"), ("formula", "", "formula"),
          *((f"d = {d}", "counted", state(d)) for d in states[0].bytes_per_param)],
-        "Rank 0 of d, played by one process." + any("+ b" in row.formula for row in states) * (
-            " b: the two bucket buffers of stage 4. Below the count in brackets: the formula, where they "
-            "differ by more than 1 % (padding)."))
+        "b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %.")
 
 
 def host_sheet(rows):
@@ -433,15 +394,14 @@ def host_sheet(rows):
          ("median", "", "median_ms.whole", ".2f"),
          ("µs/tensor", "", f"best_ms.whole/{first.tensors / 1e3}", ".0f")],
         f"Best of {first.steps} steps, all rows in turn; median and µs a tensor: of the whole step. "
-        "Messages go nowhere, and nothing is waited for; ddp is in a group of one, on gloo. Buckets of stage "
-        "4: 0.02 MB.")
+        "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MB.")
 
 
 def gathered_sheet(rows):
     return sheet_of(
         "Elements gathered per step, over the model's", rows,
-        [("", "", "name"),
-         *((f"d = {d}", "counted", lambda row, d=d: row.over_numel.get(d), ".2f") for d in rows[0].over_numel)],
+        [("", "", "name"), *((f"d = {d}", "counted", lambda row, d=d: row.over_numel.get(d), ".2f")
+                             for d in rows[0].over_numel)],
         "What is above 1.00 is padding.")
 
 
@@ -452,13 +412,12 @@ def fault_sheets(result):
     """Of a FaultResult: what was done to runs, and the run that moved on."""
     return [
         sheet_of("Faults", result.rows,
-                 [("", "", "fault"), ("times", "counted", "times", ".0f"),
-                  ("went on from", "", "seen"), ("at the\nend", "compared", "end")],
-                 under(result.conditions, f"stage {result.stage} on two ranks or three")),
+                 [("", "", "fault"), ("times", "counted", "times", ".0f"), ("went on from", "", "seen"),
+                  ("at the\nend", "compared", "end")],
+                 conditions_line(result.conditions, f"stage {result.stage} on two ranks or three")),
         sheet_of("A run that changes stages, beside undisturbed DDP", result.journey,
                  [("after\nstep", "", "step", ".0f"), ("trained until there by", "", "where"),
-                  ("validation\nloss", "measured", "loss", ".4f"),
-                  ("of DDP", "measured", "undisturbed", ".4f"),
+                  ("validation\nloss", "measured", "loss", ".4f"), ("of DDP", "measured", "undisturbed", ".4f"),
                   ("|Δ|", "measured", lambda row: abs(row.loss - row.undisturbed), ".0e")],
                  "The number of ranks changes the order of sums, and so the last bits.")]
 
@@ -472,7 +431,7 @@ def mutation_sheet(result):
         "Checkpoints that somebody has changed", [*result.rows, together],
         [("", "", "kind"), ("tried", "counted", lambda row: row.refused + row.loaded + row.wrong),
          *((name, "counted", outcome, ".0f") for name, outcome in outcomes.items())],
-        under(result.conditions, f"seed {result.seed}"))
+        conditions_line(result.conditions, f"seed {result.seed}"))
 
 
 def gpu_sheet(result):
@@ -488,9 +447,8 @@ def gpu_sheet(result):
          ("x copy", "measured", f"bytes_per_s/{c.copy_bytes_per_s}", ".2f"), ("new", "counted", "allocations", ".0f"),
          ("peak", "counted", "peak_bytes/1e6", ".0f"), ("reserved", "counted", "reserved_bytes/1e6", ".0f")],
         f"GB/s: {UPDATE_BYTES} bytes for each parameter that this rank owns, over the whole step; a copy on the "
-        f"device moves {c.copy_bytes_per_s / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB. "
-        "What a stage does in the backward pass is not in these times.",
-        under(c, c.dtype, f"median of {c.steps} steps, no communication"))
+        f"device moves {c.copy_bytes_per_s / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB.",
+        conditions_line(c, c.dtype, f"median of {c.steps} steps, no communication"))
 
 
 def loss_sheet(result):
@@ -507,12 +465,13 @@ def loss_sheet(result):
         [("", "", str), *(column for beta2 in betas for column in pair(beta2))],
         "Loss: nats a byte of text that no step has seen, the median over the seeds. More: than stage 4 of the same "
         "dtype, same seed.",
-        under(c, f"{c.backend}, {c.ranks} ranks", f"{c.model}: {c.parameters:,} parameters, AdamW",
-              f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes of the source of Python's standard library"))
+        conditions_line(c, f"{c.backend}, {c.ranks} ranks", f"{c.model}: {c.parameters:,} parameters, AdamW",
+                        f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes of the source of Python's "
+                        "standard library"))
 
 
 def saving_sheet(result):
-    c, held, behind = result.conditions, median(result.held_up_ms), median(result.behind_ms)
+    c, seconds_of = result.conditions, {row.name: row.median_s for row in result.rows}
 
     def rates(row):
         return [c.bytes / seconds / 1e9 for seconds in row.rounds_s]
@@ -522,15 +481,11 @@ def saving_sheet(result):
          ("GB/s", "measured", lambda row: median(rates(row)), ".2f"),
          ("from–to", "measured", lambda row: f"{min(rates(row)):.2f}–{max(rates(row)):.2f}"),
          ("of the\ndisk's rate", "measured",
-          lambda row: result.row(row.beside).median_s / row.median_s if row.beside else None, ".2f")],
-        "Disk: each rank writes its bytes into a file, 1 MiB at a time, and calls fsync, or reads them, all at once. "
-        "torch.save: the same tensors of each rank, with fsync. checkpoint.save makes a checksum, and tells the disk "
-        "to begin every 16 MiB; checkpoint.load compares the checksum as it reads. In each round another row "
-        "writes first. Files are read after the system has been asked to forget them. The slowest rank counts.",
-        f"An asynchronous save holds up the step that calls it for {held:,.0f} ms, in which it copies; a step without "
-        f"one takes {c.step_ms:,.0f} ms. Steps that ran while it was written, {median(result.n_behind):.0f} a round, "
-        f"took {behind:,.0f} ms more than as many without: the cores are shared.",
-        under(c, "stage 4, AdamW, fp32", f"{c.rounds} rounds, all rows in turn, medians"))
+          lambda row: seconds_of[row.beside] / row.median_s if row.beside else None, ".2f")],
+        f"An asynchronous save holds up the step that calls it for {median(result.held_up_ms):,.0f} ms, in which it "
+        f"copies; a step without one takes {c.step_ms:,.0f} ms. Steps that ran while it was written, "
+        f"{median(result.n_behind):.0f} a round, took {median(result.behind_ms):,.0f} ms more than as many without. "
+        f"{METHODS}", conditions_line(c, "stage 4, AdamW, fp32", f"{c.rounds} rounds, all rows in turn, medians"))
 
 
 # ---------------------------------------------------------------------------------------------- The tables of make plan
@@ -538,23 +493,19 @@ def saving_sheet(result):
 
 def plan_sheets(result):
     """What a rank holds, the same by number of ranks, time, and what the check found."""
-    c, rows = result.conditions, result.rows
+    c, rows = SimpleNamespace(**result.conditions), result.rows
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
-    kinds = dict(zip(("params", "grads", "main", "moments", "buffers"), rows[0].held))
     memory = sheet_of(
         f"GB on a rank of {c.world}: {c.model}, {c.parameters:,} parameters a rank", rows,
         [("", "", lambda row: label_of(row).replace("\n  ", "\n")),
-         *((name, "counted", f"held.{kind}/1e9", ".2f") for name, kind in kinds.items()),
-         ("padding", "counted", "padding/1e9", ".2f"),
-         ("activ.", "counted", lambda row: c.activations / 1e9, ".2f"),
-         ("peak", "counted", "peak/1e9", ".2f"),
-         ("fits\nfrom d", "counted", lambda row: row.fits_from or None)],
-        "GB: 10⁹ bytes, after a step, on rank 0. main: fp32 copies of 16-bit parameters. buffers: those that buckets "
-        "travel in. padding: of all these, what is more than the formula: of padded, or of uneven, shards. "
-        f"activ.: of a micro-batch of {c.batch_size} x {c.sequence_length}. peak: the most at one "
-        f"moment of a step. fits from d: of the d below, the one from which on the peak is at most "
-        f"{c.device_memory:g} GB; torch's allocator takes more, and stage 4 that accumulates in no_sync() whole "
-        "gradients. Buckets are those that are best on most ranks.")
+         *((name, "counted", f"held.{kind}/1e9", ".2f")
+           for name, kind in zip(("params", "grads", "main", "moments", "buffers"), rows[0].held)),
+         ("padding", "counted", "padding/1e9", ".2f"), ("activ.", "counted", lambda row: c.activations / 1e9, ".2f"),
+         ("peak", "counted", "peak/1e9", ".2f"), ("fits\nfrom d", "counted", lambda row: row.fits_from or None)],
+        "After a step, on rank 0. main: fp32 copies of 16-bit parameters. padding: what is more than the formula. "
+        f"activ.: of a micro-batch of {c.batch_size} x {c.sequence_length}. peak: the most at one moment of a step. "
+        f"fits from d: from this number of ranks on the peak is at most {c.device_memory:g} GB; torch's allocator "
+        "takes more, and stage 4 that accumulates in no_sync() whole gradients.")
     time = sheet_of(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows,
         [("", "", "name"), ("ms\na step", "modelled", lambda row: 1e3 * row.step.seconds, ",.0f"),
@@ -566,13 +517,12 @@ def plan_sheets(result):
         f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
         f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
         f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-        f"nothing. {c.accumulate} micro-batch(es) a step. exposed: the device waits for messages. 1 of 8: ms of one "
-        "of eight micro-batches, with one exchange a step, as in no_sync(), or with one each.")
+        f"nothing. {c.accumulate} micro-batch(es) a step. 1 of 8: ms of one of eight micro-batches, with one exchange "
+        "a step, as in no_sync(), or with one each.")
     ranks = sheet_of(
         "ms a micro-batch, by number of ranks", rows,
-        [("", "", "name"),
-         *((f"d = {d}", "modelled", lambda row, d=d: row.ms.get(d), ",.0f") for d in rows[0].ms if d > 1)],
-        f"Buckets are those that are best on {c.world}.")
+        [("", "", "name"), *((f"d = {d}", "modelled", lambda row, d=d: row.ms.get(d), ",.0f")
+                             for d in rows[0].ms if d > 1)], f"Buckets are those that are best on {c.world}.")
     sizes = sheet_of(
         f"Sizes of buckets: {c.model} on {c.world} ranks", result.sizes,
         [("", "", "base"), ("bucket", "", lambda size: size.size + " *" * (not size.is_bucket)),
@@ -589,9 +539,8 @@ def plan_check_sheets(check):
     return [sheet_of(
         "Two hosts: error of the model, all links and sizes of buckets", found.items(),
         [("", "", lambda one: one[0]), ("steps", "", lambda one: len(one[1])),
-         ("from\nerror", "modelled", lambda one: min(one[1]), "+.1%"),
-         ("median\nerror", "modelled", lambda one: median(one[1]), "+.1%"),
-         ("to\nerror", "modelled", lambda one: max(one[1]), "+.1%")],
+         *((f"{name}\nerror", "modelled", lambda one, of=of: of(one[1]), "+.1%")
+           for name, of in (("from", min), ("median", median), ("to", max)))],
     ), sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", check.published,
         [("", "", "what"), ("", "", "optimizer"), ("GPUs", "", "gpus"), ("sequences\na step", "", "sequences"),
@@ -656,11 +605,8 @@ def ladder_block():
     ddp = tuned or result.find("ddp")
     counted = {row.name: row.bytes_per_param for row in results.load_bench().model_state}
 
-    def row_of(rung):
-        return ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row)
-
-    def peak(row):
-        return max(row.peak_bytes.values()) / 1e6 if row.peak_bytes else None
+    def of_row(get):
+        return lambda rung: get(ddp if rung.row == "ddp" else result.find(rung.row) or Row(rung.row))
 
     def held(rung):
         """Bytes a parameter after a step: of stages 3 and 4 as the bench counted them, padding and buffers included."""
@@ -670,11 +616,11 @@ def ladder_block():
     sheet = sheet_of("", LADDER, [
         ("stage", "", "title"), ("collectives", "", "collectives"),
         ("bytes per parameter on 2 · 8 · 64 ranks", "", held),
-        ("peak memory, MB", "", lambda rung: peak(row_of(rung)), ".0f"),
+        ("peak memory, MB", "", of_row(lambda row: max(row.peak_bytes.values()) / 1e6 if row.peak_bytes else None),
+         ".0f"),
         ("values sent per parameter", "", "travels"),
         ("code lines of the core", "", lambda rung: core_lines(results.ROOT / rung.folder) if rung.folder else None),
-        ("time ÷ DDP's", "", lambda rung: row_of(rung).over(ddp) if row_of(rung).rounds_ms and ddp.rounds_ms else None,
-         ".2f")])
+        ("time ÷ DDP's", "", of_row(lambda row: row.over(ddp)), ".2f")])
     words = "DDP's with its default buckets" if tuned is None else (
         f"tuned DDP's ({'default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried)")
     note = (f"The model has {c.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with AdamW "
@@ -684,7 +630,7 @@ def ladder_block():
             f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
     titles = [name for name, _ in sheet.columns]
     lines = [" | ".join(titles), "|".join(["---"] * len(titles)), *map(" | ".join, sheet.rows)]
-    return ["\n".join(lines), textwrap.fill(note, 118)]
+    return "\n".join(lines) + "\n\n" + textwrap.fill(note, 118)
 
 
 # ------------------------------------------------------------------------------ All tables of a result, in the terminal
@@ -692,26 +638,15 @@ def ladder_block():
 
 def sheets(result):
     """-> list of Sheets: time and traffic; floors, where there is a line; memory, correctness; model state."""
-    line, accumulated = result.conditions.bits_per_second and result, result.accumulation
-    before = [(time_sheet, result), (line_sheet, line), (buckets_sheet, result.sweep),
-              (accumulation_sheet, accumulated and accumulated.rows),
-              (share_sheet, has_shares(accumulated) and accumulated)]
-    behind = [(state_sheet, result.model_state), (gathered_sheet, result.gathered),
-              (caps_sheet, result.caps), *((host_sheet, rows) for rows in result.host)]
-    first, last = ([sheet(part) for sheet, part in parts if part] for parts in (before, behind))
-    return [*first, *memory_sheets(result), *last]
+    def of(make, part):
+        return [make(part)] if part else []
+    return [
+        time_sheet(result), *of(line_sheet, result.conditions.bits_per_second and result),
+        *of(buckets_sheet, result.sweep), *(accumulation_sheets(result.accumulation) if result.accumulation else []),
+        *memory_sheets(result), *of(state_sheet, result.model_state), *of(gathered_sheet, result.gathered),
+        *of(caps_sheet, result.caps), *map(host_sheet, result.host)]
 
 
 def show(result):
     """Prints all tables."""
-    console = Console(highlight=False)
-    console.width = max(console.width, width(result.conditions))
-    print_sheets(sheets(result), console)
-    console.print(dim(conditions_line(result.conditions)))
-
-
-def print_sheets(found, console=None):
-    console = console or Console(highlight=False)
-    for sheet in found:
-        print_sheet(sheet, console)
-        console.print()
+    print_sheets(sheets(result), conditions_line(result.conditions))

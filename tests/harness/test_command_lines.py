@@ -38,6 +38,9 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
     (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows all"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
+    *((["bench", f"WHAT={what}", f"ARGS={arguments}"], f"--json measured/{file}.json {arguments}")
+      for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
+                                    ("network", "--rows variants", "network_variants"))),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
         ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
 ], ids=str)
@@ -49,30 +52,33 @@ def test_a_right_variable_of_make_is_taken(arguments, command):
 NO_CHECKPOINT = "there is no --checkpoint DIR to save in"
 OPTIONS = {  # program -> its main, and what is wrong: options, and words of the line that says so
     "train.py": (lambda: options.parse_args(""), [
-        (["--model", "huge"], "huge"), (["--steps", "9" * 30], "9: it must be at most a million"),
-        (["--seed", str(2**63)], "--seed: 9223372036854775808 is too large"), (["--seed", "9" * 400], "--seed"),
-        (["--batch-size", "1000001"], "--batch-size is 1000001: it must be at most a million"),
+        (["--model", "huge"], "huge"),
+        (["--steps", "9" * 30], "--steps: must be a whole number from 1 to 1e+06, not 999"),
+        (["--seed", str(2**63)], "--seed: must be a whole number from 0 to 9.22337e+18, not 92233720"),
+        (["--seed", "9" * 400], "--seed"),
+        (["--batch-size", "1000001"], "--batch-size: must be a whole number from 1 to 1e+06, not 1000001"),
         (["--accumulate", "9" * 30], "--accumulate"), (["--lr", "inf"], "--lr"), (["--clip", "nan"], "--clip"),
         (["--sequence-length", "100000"], "--sequence-length"), (["--checkpoint", ""], "--checkpoint"),
-        (["--timeout", "0"], "--timeout: must be a positive number, not '0'"),
-        (["--timeout", "1e9"], "--timeout: 1e+09 is too long, it must be at most 1000000"),
-        (["--keep", "-1"], "--keep: must be a non-negative whole number"),
+        (["--timeout", "0"], "--timeout: must be a number from 0.001 to 1e+06, not 0"),
+        (["--timeout", "1e9"], "--timeout: must be a number from 0.001 to 1e+06, not 1e9"),
+        (["--keep", "-1"], "--keep: must be a whole number from 0 to 1e+06, not -1"),
         *(([option, "2"], f"{option}: {NO_CHECKPOINT}") for option in ("--save-every", "--keep", "--resume-from"))]),
     "bench.py": (bench.main, [
-        (["--ranks", "0"], "--ranks is 0"), (["--model", "huge"], "huge"),
+        (["--ranks", "0"], "--ranks 0: it must be from 1 to 1e+06"), (["--model", "huge"], "huge"),
         (["--data", "/nowhere"], "--data /nowhere: there is no such file or folder"),
-        (["--rows", "stage 9"], "stage 9"), (["--json", ""], "--json '': it names no file"),
-        (["--json", "results"], "it is a folder")]),
+        (["--rows", "stage 9"], "stage 9"), (["--json", ""], "--json .: Is a directory"),
+        (["--json", "results"], "Is a directory")]),
     "timeline": (timeline.main, [
-        (["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size is"), (["--ranks", "0"], "--ranks is 0"),
-        (["--rows", "zero"], "--rows 'zero'"), (["--out", "results"], "--out results: it is a folder"),
+        (["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size 0: it must"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--rows", "zero"], "--rows 'zero'"), (["--out", "results"], "--out results: Is a directory"),
         (["--out", "a.png"], "--out a.png: the picture is an SVG")]),
     "network": (two_hosts.main, [
         (["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
         (["--rate", "9999999gbit"], "--rate 9999999gbit"), (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
         (["--curve", "1gbit,fast"], "--rate fast"), (["--steps", "0"], "--steps"), (["--model", "huge"], "'huge'"),
         (["--rows", "zero"], "--rows 'zero'"), (["--sequence-length", "9999"], "9999"),
-        (["--timeout", "99999999999"], "at most a million"), (["--json", "results"], "results: it is a folder"),
+        (["--timeout", "99999999999"], "from 1 to 1e+06"), (["--json", "results"], "results: Is a directory"),
         (["--json", "net.svg"], "choose another ending"), (["--json", "x" * 300], "File name too long"),
         (["--json", "/dev/null"], "--json /dev/null: it is no file"),
         (["--json", "results/bench.json"], "something else than results of make")]),
@@ -104,19 +110,16 @@ def test_a_wrong_option_is_one_line(program, monkeypatch, capsys):
         assert says in error, arguments
 
 
-def test_a_loop_of_links_is_refused_before_anything_is_measured(tmp_path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    ended = run_alone(ROOT / "bench.py", "--quick", "--json", tmp_path / "a")
-    assert ended.code == 2 and not ended.stdout
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("bench.py: error: --json ") and "Too many levels of symbolic links" in line
-
-
-def test_a_link_to_nothing_yet_may_be_written(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "there")
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    """A loop of links. A link to nothing yet may be written, and nothing is left there by the check."""
+    for name, target in (("a", "b"), ("b", "a"), ("link", "there")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(SystemExit):
+        command_line.check_writable("--json", tmp_path / "a", lambda line: command_line.fail("bench.py", line))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"bench.py: error: --json {tmp_path}/a: ") and "link" in line
     command_line.check_writable("--json", tmp_path / "link", pytest.fail)
-    assert not (tmp_path / "there").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "link"]
 
 
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

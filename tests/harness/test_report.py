@@ -14,7 +14,7 @@ from harness import figures, pages, pictures, plan, results, tables
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 from harness.rows import ONE_PARAMETER, Choice
-from harness.tables import NONE, accumulation_sheet, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
+from harness.tables import NONE, accumulation_sheets, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
 from tests.ranks import run_module
 
 HERE, read = results.ROOT, results.load
@@ -29,9 +29,21 @@ def rates():
 # ------------------------------------------------------------------------------------------------------- what pages say
 
 
+# What the plan assumes, and sizes that we chose: no measurement changes them.
+TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}}
+
+
 @each_page
-def test_every_block_agrees_with_its_json(path):
-    assert pages.rewritten(path.read_text()) == path.read_text(), "run make report"
+def test_every_block_is_that_of_its_json_and_no_other_figure_is_typed_into_the_prose(path):
+    """What was measured stands between marks, where `make report` changes it. Chapters predict: test_chapters."""
+    text = path.read_text()
+    assert pages.rewritten(text) == text, "run make report"
+    versions = r"Python ≥ [\d.]+|torch [\d.]+ to [\d.]+"
+    marked = r"<!-- report: .*?<!-- end -->|<!--\w+-->.*?<!--end-->"
+    text = re.sub(rf"{marked}|```.*?```|`[^`]*`|{versions}", "", text, flags=re.DOTALL)
+    prose = " ".join(" ".join(line for line in text.splitlines() if not line.startswith("    ")).split())
+    found = re.findall(r"\b\d+ ?(?:ms|MB|GB|%|s\b|seconds|hours)|\b\d+\.\d\d+\b", prose)
+    assert set(found) <= TYPED.get(path.name, set()), path.name
 
 
 @pytest.mark.parametrize("name", pages.PICTURES)
@@ -44,13 +56,10 @@ def test_every_picture_agrees_with_its_json(name):
     assert drawn == text, "run make report"
 
 
-def test_every_block_stands_once_and_every_figure_somewhere():
+def test_every_block_stands_once_and_every_figure_somewhere_and_an_unknown_one_is_an_error():
     text = "".join(path.read_text() for path in pages.files())
-    assert sorted(re.findall(r"<!-- report: (\w+) -->", text)) == sorted([*pages.BLOCKS, *pages.MARKDOWN])
+    assert sorted(re.findall(r"<!-- report: (\w+) -->", text)) == sorted(pages.BLOCKS)
     assert pages.figures().keys() <= set(re.findall(r"<!--(\w+)-->", text))
-
-
-def test_a_figure_that_somebody_changed_is_put_right_and_an_unknown_block_is_an_error():
     text = (HERE / "results" / "README.md").read_text()
     at = text.index("8 + 8/d")
     assert pages.rewritten(text[:at] + text[at:].replace("12.00", "11.00", 1)) == text
@@ -59,37 +68,19 @@ def test_a_figure_that_somebody_changed_is_put_right_and_an_unknown_block_is_an_
         pages.rewritten("<!-- report: nothing -->\n<!-- end -->\n")
 
 
-# What the plan assumes, and sizes that we chose: no measurement changes them.
-TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}}
-
-
-@each_page
-def test_no_other_figure_is_typed_into_the_prose(path):
-    """What was measured stands between marks, where `make report` changes it. Chapters predict: test_chapters."""
-    versions = r"Python ≥ [\d.]+|torch [\d.]+ to [\d.]+"
-    marked = r"<!-- report: .*?<!-- end -->|<!--\w+-->.*?<!--end-->"
-    text = re.sub(rf"{marked}|```.*?```|`[^`]*`|{versions}", "", path.read_text(), flags=re.DOTALL)
-    prose = " ".join(" ".join(line for line in text.splitlines() if not line.startswith("    ")).split())
-    found = re.findall(r"\b\d+ ?(?:ms|MB|GB|%|s\b|seconds|hours)|\b\d+\.\d\d+\b", prose)
-    assert set(found) <= TYPED.get(path.name, set()), path.name
-
-
-def test_what_was_assumed_is_what_the_model_assumes():
+def test_what_pages_say_of_the_plan_is_so():
     assert plan.PAYLOAD == 1448 / 1514 and (plan.HOST_MEMORY_RATE, plan.HOST_LATENCY) == (5e9, 2e-4)
     assert plan.DEVICES["a100"].between == 100e9 and plan.AS_FAST == 1.02
-
-
-def test_what_docs_plan_says_of_7b_and_70b_is_so():
-    plan, larger = ({row.base: row for row in read(name).rows} for name in ("plan.json", "plan_70b.json"))
-    fitting = sorted((row for row in plan.values() if row.fits_from), key=lambda row: row.ms[1024])
+    rows, larger = ({row.base: row for row in read(name).rows} for name in ("plan.json", "plan_70b.json"))
+    fitting = sorted((row for row in rows.values() if row.fits_from), key=lambda row: row.ms[1024])
     assert [row.base for row in fitting[:3]] == ["hybrid of 64 bf16", "stage 4 bf16", "stage 3 bf16/bf16"]
-    stage4 = plan["stage 4 bf16"]
+    stage4 = rows["stage 4 bf16"]
     assert stage4.each_ms == pytest.approx(stage4.once_ms, rel=0.02)
-    assert all(plan[base].ms[d] > 1.02 * stage4.ms[d] for base in ("owner reduce bf16", "ddp bf16")
+    assert all(rows[base].ms[d] > 1.02 * stage4.ms[d] for base in ("owner reduce bf16", "ddp bf16")
                for d in stage4.ms if d > 1)
-    assert not plan["ddp bf16"].fits_from and not larger["ddp bf16"].fits_from
-    assert min(larger.values(), key=lambda row: row.ms[1024]).base == "hybrid of 64 bf16"
-    assert larger["hybrid of 64 bf16"].fits_from
+    assert not rows["ddp bf16"].fits_from and not larger["ddp bf16"].fits_from
+    fastest = min(larger.values(), key=lambda row: row.ms[1024])
+    assert fastest.base == "hybrid of 64 bf16" and fastest.fits_from
 
 
 def test_all_figures_but_the_gpus_are_of_one_commit():
@@ -118,15 +109,12 @@ def test_how_long_an_evening_is():
 def result():
     """That of bench.py, without any times but those of ddp, of ddp again and of stage 1: two rounds each."""
     result = read("bench.json")
-    result.rows = [row for row in result.rows if row.name != "ddp again"]
     for row in result.rows:
         row.rounds_ms, row.vs_reference = [], None
-    ddp, stage1 = result.find("ddp"), result.find("stage 1 naive broadcast")
-    ddp.rounds_ms, stage1.rounds_ms = [100, 200], [105, 210]
-    again = dataclasses.replace(ddp, base="ddp again", kind="noise", rounds_ms=[104, 190])
-    result.rows.append(again)
-    for row in (ddp, stage1, again):
-        row.vs_reference = row.over(ddp)
+    times = {"ddp": [100, 200], "stage 1 naive broadcast": [105, 210], "ddp again": [104, 190]}
+    for row in map(result.find, times):
+        row.rounds_ms = times[row.base]
+        row.vs_reference = row.over(result.find("ddp"))
     result.conditions.noise = [1.04, 0.95]
     return result
 
@@ -156,15 +144,14 @@ def test_what_lies_within_the_noise_is_marked(result, capsys):
 
 
 def test_memory_has_columns_for_what_was_counted(result):
-    """On CUDA what the allocator took; its kinds in a sheet of their own. A row of before there were kinds has dashes.
-    """
+    """On CUDA what the allocator took; its kinds in a sheet of their own, with dashes where none were counted."""
     result.conditions.device = "cuda"
     for row in result.rows:
         row.memory_bytes["reserved"] = 314.2e6
         row.peak_bytes, row.held_bytes, row.activation_bytes = {}, {}, None
     (memory,) = memory_sheets(result)
-    assert fits(memory, tables.width(result.conditions)) and ("reserved", "counted") in memory.columns
-    assert cells(sheet_text(memory, 110), "stage 1 naive broadcast").count("314.2") == 1
+    assert fits(memory, tables.WIDTH) and ("reserved", "counted") in memory.columns
+    assert cells(sheet_text(memory, tables.WIDTH), "stage 1 naive broadcast").count("314.2") == 1
     stage4 = result.find("stage 4 overlap")
     stage4.peak_bytes, stage4.activation_bytes = dict.fromkeys(("build", "forward", "backward", "step"), 7e6), 5.55e7
     stage4.held_bytes = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
@@ -186,15 +173,15 @@ def test_a_row_that_failed_has_no_line_and_says_why():
 
 
 def test_accumulation_marks_noise_and_says_what_communication_takes():
-    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 100 ms."""
+    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 20 ms."""
     each = [96, 100, 101], [106, 105, 105], [103, 103, 103]
-    sheet = accumulation_sheet([AccumulatedRow(k, [100] * 3, times) for k, times in zip((1, 2, 4), each)])
-    assert [row[-1] for row in sheet.rows] == ["1.00~", "1.05", "1.03~"] and "up to 4% apart" in sheet.notes[-1]
-    sheet = tables.share_sheet(Accumulation(None, [
-        AccumulatedRow(k, stage4, stage4, [100], ddp, stage3)
-        for k, ddp, stage3, stage4 in ((1, [400], [500], [125]), (2, [160], [250], [110]))], ddp_mb=2))
-    assert sheet.rows == [["1", "100", "75%", "80%", "20%"], ["2", "100", "38%", "60%", "9%"]]
-    assert "the row ddp, 2 MB buckets" in sheet.notes[0]
+    exchanges, shares = accumulation_sheets(Accumulation(None, [
+        AccumulatedRow(k, [100] * 3, times, [20], ddp, stage3)
+        for k, times, ddp, stage3 in zip((1, 2, 4), each, ([80], [32], [25]), ([100], [50], [40]))], ddp_mb=2))
+    assert [row[-1] for row in exchanges.rows] == ["1.00~", "1.05", "1.03~"] and "up to 4% apart" in exchanges.notes[-1]
+    assert shares.rows == [["1", "20", "75%", "80%", "80%"], ["2", "20", "38%", "60%", "80%"],
+                           ["4", "20", "20%", "50%", "80%"]]
+    assert "the row ddp, 2 MB buckets" in shares.notes[0]
 
 
 def test_the_curve_has_the_figures_of_its_rows_and_dashes_for_those_that_it_lacks():
@@ -212,7 +199,7 @@ def test_the_curve_has_the_figures_of_its_rows_and_dashes_for_those_that_it_lack
 
 def ladder():
     """-> title -> cells of README's table."""
-    lines = [line.split(" | ") for line in pages.MARKDOWN["ladder"]()[0].splitlines()]
+    lines = [line.split(" | ") for line in pages.BLOCKS["ladder"]().split("\n\n")[0].splitlines()]
     return {title: rest for title, *rest in lines[2:]}
 
 
@@ -262,7 +249,7 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(plain, monkeypatch):
                               (swept(plain, 8), of_default, "tuned DDP's (default buckets, the fastest tried)")):
         monkeypatch.setattr(results, "by_rate", lambda: [one])
         curve = dict(curve_sheet([one]).rows)
-        assert ladder()["4 overlap"][-1] == f"{ratio:.2f}" and words in " ".join(pages.MARKDOWN["ladder"]()[1].split())
+        assert ladder()["4 overlap"][-1] == f"{ratio:.2f}" and words in " ".join(pages.BLOCKS["ladder"]().split())
         assert curve["stage 4 over tuned DDP"] == (f"{ratio:.2f}" if one.sweep else NONE)
 
 
@@ -279,7 +266,7 @@ def test_a_sweep_is_a_table_and_a_picture(plain, monkeypatch):
     assert ">300 Mbit/s: ms a step, by size of bucket<" in svg and svg.count(">ddp<") == 1
     assert pictures.sweep_picture([plain]) == ""
     monkeypatch.setattr(results, "by_rate", lambda: [result])
-    assert "Bucket size, ms a step, 300 Mbit/s" in pages.buckets()[0]
+    assert "Bucket size, ms a step, 300 Mbit/s" in pages.buckets()
 
 
 def test_the_rows_of_a_tuned_size_stand_behind_the_default():
@@ -302,14 +289,13 @@ def copied(tmp_path, *left_out):
 @pytest.mark.waits
 def test_a_locale_or_a_terminal_without_unicode_changes_nothing(tmp_path):
     copy = copied(tmp_path, "tests")
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
-                  "PYTHONIOENCODING": "ascii"}
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     first = run_module("harness.pages", cwd=copy)  # after it the tables are those of results/, in any case
     assert first.code == 0, first.stderr
     show = ("from harness import command_line, pages, results, tables; command_line.begin(); pages.rewrite(); "
             "tables.show(results.load('bench.json'))")
-    run = subprocess.run([sys.executable, "-c", show], cwd=copy, env=ascii_only, capture_output=True, text=True,
-                         timeout=300)
+    run = subprocess.run([sys.executable, "-c", show], cwd=copy, env={**os.environ, **ascii_only}, capture_output=True,
+                         text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "rewritten" not in run.stdout and "README.md: unchanged" in run.stdout
     assert "stage 4 overlap" in run.stdout and "largest" in run.stdout and "|?|" in run.stdout
@@ -329,35 +315,18 @@ def shown(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_damaged_results_are_one_line_and_nothing_is_written(shown):
-    page = shown / "results" / "README.md"
-    text = page.read_text(encoding="utf-8").replace("12.00", "11.00")
-    page.write_text(text, encoding="utf-8")
-    kept = {name: (shown / "results" / name).read_bytes() for name in ("network.json", "cuda.json")}
-    for name, content in (("network.json", ""), ("network.json", None), ("cuda.json", "")):
-        path = shown / "results" / name
-        path.unlink()
-        path.mkdir() if content is None else path.write_text(content)
-        with pytest.raises(SystemExit, match="^report: .*$"):
-            pages.main()
-        assert page.read_text(encoding="utf-8") == text
-        path.rmdir() if content is None else path.unlink()
-        path.write_bytes(kept[name])
-
-
-def test_a_bench_that_cant_be_shown_is_refused_in_one_line(shown):
+def test_a_bench_that_cant_be_shown_is_refused_in_one_line_and_nothing_is_written(shown):
     """No json, another schema or shape; what --quick and --rows leave out, a row that failed, another device."""
-    path = shown / "results" / "bench.json"
-    bench, whole = json.loads(path.read_text(encoding="utf-8")), read("bench.json")
+    path, page = shown / "results" / "bench.json", shown / "results" / "README.md"
+    bench, whole, failed, on_gpu = json.loads(path.read_text(encoding="utf-8")), *(read("bench.json") for _ in range(3))
 
     def with_row(**change):
         return json.dumps({**bench, "rows": [{**bench["rows"][0], **change}]})
-    failed, on_gpu = read("bench.json"), read("bench.json")
     failed.find("stage 1 naive broadcast").fail("rank 0: it broke")
     on_gpu.conditions.device = "cuda"
     parts = [dataclasses.replace(whole, **left) for left in (
         {"model_state": []}, {"gathered": []}, {"host": []}, {"rows": whole.rows[:2]})]
-    again, a_part = "bench.json can't be shown: run make bench again .*", "bench.json is a part of the bench"
+    again, a_part = "bench.json can't be shown: measure it again .*", "bench.json is a part of the bench"
     for text, says in (
             ("", f"{again}it is no json"), ("[1]", f"{again}it has no schema"), ("{}", f"{again}it has no schema"),
             ('{"schema": 0}', f"{again}its schema is 0, this program's is 1"),
@@ -372,15 +341,18 @@ def test_a_bench_that_cant_be_shown_is_refused_in_one_line(shown):
         path.write_text(text)
         with pytest.raises(SystemExit, match=f"^report: .*{says}.*$"):
             results.load_bench()
-    path.unlink()
-    with pytest.raises(SystemExit, match="^report: .*bench.json is missing: run make bench first$"):
-        results.load_bench()
+    page.write_text(before := page.read_text(encoding="utf-8").replace("12.00", "11.00"), encoding="utf-8")
+    for damage, says in ((path.unlink, f"{again}No such file"), (path.mkdir, f"{again}Is a directory")):
+        damage()
+        with pytest.raises(SystemExit, match=f"^report: .*{says}"):
+            pages.main()
+        assert page.read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize("name", [path.name for path in (HERE / "results").glob("*.json")])
 def test_what_is_read_is_written_as_it_was(name):
     text = (results.ROOT / "results" / name).read_text(encoding="utf-8")
-    assert results.to_json(results.load(name)) == text
+    assert json.loads(results.to_json(results.load(name))) == json.loads(text)
 
 
 # ------------------------------------------------------------------------------------- yours, and all of them anew
@@ -392,31 +364,27 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     mine.find("stage 4 overlap").vs_reference = 0.42
     mine.conditions.date = "3000-01-01"
     network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
-    for name, result in (("bench.json", mine), ("network_variants.json", network)):
+    own = [(name, read(name)) for name in ("faults.json", "plan.json", "saving.json")]
+    for name, result in (("bench.json", mine), ("network_variants.json", network), *own):
         (shown / "measured" / name).write_text(results.to_json(result), encoding="utf-8")
     before = {path: path.read_bytes() for path in shown.glob("*/*.json")}
     pages.main()
     assert before == {path: path.read_bytes() for path in shown.glob("*/*.json")}
-    out = capsys.readouterr().out
-    bench, network = map(sheet_text, pages.sheets())
+    out, found = capsys.readouterr().out, pages.sheets()
+    bench, network, saving, *_ = texts = [sheet_text(sheet, tables.WIDTH) for sheet in found]
     assert bench.splitlines()[0] == "Yours beside the published ones: bench.json" and bench.splitlines()[0] in out
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
     assert "3000-01-01" in bench and "Yours beside the published ones: network_variants.json, 9gbit" in network
     assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
-    assert all(fits(sheet, pages.COLUMNS) for sheet in pages.sheets())
+    assert saving.startswith("Yours: Saving and loading") and "Yours: A run that changes stages" in "".join(texts)
+    assert all(fits(sheet, tables.WIDTH) for sheet in found)
 
 
-def test_a_bench_has_its_place_by_device_dtype_and_rows():
-    """As Make names the files, and as `make report` compares them."""
-    for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
-                                  ("network", "--rows variants", "network_variants")):
-        command = ["make", "--dry-run", "bench", f"WHAT={what}", f"ARGS={arguments}", f"PYTHON={sys.executable}"]
-        said = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
-        assert f"--json measured/{file}.json {arguments}" in said
-    whole = read("bench.json")
+def test_a_bench_is_compared_with_the_one_of_its_device_and_dtype():
+    mine = read("bench.json")
     for device, dtype, target in (("cpu", "float32", "bench.json"), ("cuda", "float32", "bench_cuda.json"),
                                   ("cpu", "bfloat16", "bench_bfloat16.json")):
-        mine = dataclasses.replace(whole, conditions=dataclasses.replace(whole.conditions, device=device, dtype=dtype))
+        mine.conditions.device, mine.conditions.dtype = device, dtype
         assert pages.target_of("bench.json", mine) == target
 
 

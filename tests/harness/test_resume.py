@@ -95,11 +95,10 @@ def test_without_a_folder_sigterm_ends_a_rank_as_ever():
 # ------------------------------------------------------------------------------------------------------- which are kept
 
 
-@pytest.mark.parametrize("args, steps", [([], (3, 4, 5)), (["--keep", "1"], (5,)), (["--keep", "0"], (1, 2, 3, 4, 5))],
-                         ids=str)
-def test_as_many_checkpoints_stay_as_asked(args, steps, tmp_path):
-    assert alone(tmp_path, "--save-every", "1", *args, steps=5).code == 0
-    assert steps_in(tmp_path) == names(*steps)
+def test_as_many_checkpoints_stay_as_asked(tmp_path):
+    for number, (args, steps) in enumerate((([], (3, 4, 5)), (["--keep", "1"], (5,)), (["--keep", "0"], range(1, 6)))):
+        assert alone(tmp_path / str(number), "--save-every", "1", *args, steps=5).code == 0
+        assert steps_in(tmp_path / str(number)) == names(*steps)
 
 
 def make(folder, *steps, is_complete=True):
@@ -157,11 +156,6 @@ def test_a_run_goes_back_to_a_step_and_sets_later_ones_aside(copied, undisturbed
     assert same(copied, undisturbed, tmp_path)
 
 
-def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(copied):
-    error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied, "--resume-from", "15"))
-    assert error.endswith(f"argument --resume-from: {copied} has no complete checkpoint of step 15, but of 30, 20, 10")
-
-
 def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monkeypatch):
     """And not from where the command goes back to."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -197,33 +191,40 @@ def test_when_all_are_damaged_the_run_does_not_begin_anew(copied):
     assert steps_in(copied) == names(10, 20, 30)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
-    model = torch.nn.Linear(2, 2)
-    save(copied / "step-00000040", model, torch.optim.AdamW(model.parameters()))
-    for args in (OPTIONS, ["--model", "tiny"]):
-        error = error_of(run_alone(ROOT / TRAIN, *args, "--checkpoint", copied))
-        assert "step-00000040 can't be loaded: it is of another model" in error
-    assert steps_in(copied) == names(10, 20, 30, 40)
+def is_as_it_was(folder):
+    pass
 
 
-# ----------------------------------------------------------------------------------------------------------- its extra
-
-
-def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(copied):
+def was_renamed(folder):
     """Else the run would train the same steps again, and end with "it exists already"."""
-    shutil.rmtree(copied / "step-00000020")
-    shutil.rmtree(copied / "step-00000030")
-    (copied / "step-00000010").rename(copied / "step-00000020")
-    error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied))
-    assert error.endswith("step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")
-    assert steps_in(copied) == names(20)
+    for step in (20, 30):
+        shutil.rmtree(checkpoints.path_of(folder, step))
+    checkpoints.path_of(folder, 10).rename(checkpoints.path_of(folder, 20))
 
 
-@pytest.mark.parametrize("extra", [None, [3], {"step": 3}, {"epoch": 1, "loss": 2.0}], ids=str)
-def test_a_checkpoint_of_another_program_is_refused(extra):
-    with pytest.raises(ForeignCheckpoint, match="it is none of train.py: its extra is "):
-        checkpoints.check(extra, 3)
+def has_one_of_another_model(folder):
+    model = torch.nn.Linear(2, 2)
+    save(checkpoints.path_of(folder, 40), model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prepare, args, says", [
+    (is_as_it_was, ["--resume-from", "15"],
+     "argument --resume-from: {0} has no complete checkpoint of step 15, but of 30, 20, 10"),
+    (is_as_it_was, ["--model", "tiny"], "step-00000030 can't be loaded: it is of another model"),
+    (has_one_of_another_model, [], "step-00000040 can't be loaded: it is of another model"),
+    (was_renamed, [], "step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")])
+def test_what_a_run_cannot_go_on_from_is_one_line_and_is_not_taken_for_damage(prepare, args, says, copied):
+    prepare(copied)
+    before = steps_in(copied)
+    assert says.format(copied) in error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied, *args))
+    assert steps_in(copied) == before
+
+
+def test_a_checkpoint_of_another_program_is_refused():
+    for extra in (None, [3], {"step": 3}, {"epoch": 1, "loss": 2.0}):
+        with pytest.raises(ForeignCheckpoint, match="it is none of train.py: its extra is "):
+            checkpoints.check(extra, 3)
 
 
 @pytest.mark.parametrize("args", [["--resume-from", "10"], []], ids=str)
@@ -283,64 +284,49 @@ def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
 
 
 def test_learning_rate_and_weight_decay_are_those_of_the_command_or_else_of_the_run(tmp_path):
+    def stepped():
+        """-> highest learning rate and weight decay with which the last step was done."""
+        (group,) = converted(latest(tmp_path), tmp_path / "one.pt")["optimizer"]["param_groups"]
+        return group["initial_lr"], group["weight_decay"]
     ended = alone(tmp_path, "--lr", "0.002", "--weight-decay", "0.3")
     assert ended.code == 0 and "lr 0.002, weight decay 0.3" in ended.stdout
     ended = alone(tmp_path, "--clip", "0", steps=2)
     assert "lr 0.002, weight decay 0.3" in ended.stdout and "changed since then: --steps 1 -> 2\n" in ended.stdout
-    assert stepped(tmp_path) == (0.002, 0.3)
+    assert stepped() == (0.002, 0.3)
     ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=3)
     assert "changed since then: --steps 2 -> 3, --lr 0.002 -> 0.5, --weight-decay 0.3 -> 0.0\n" in ended.stdout
-    assert "lr 0.5, weight decay 0," in ended.stdout and stepped(tmp_path) == (0.5, 0)
+    assert "lr 0.5, weight decay 0," in ended.stdout and stepped() == (0.5, 0)
     ended = alone(tmp_path, "--lr", "0.5", "--weight-decay", "0", steps=3)
     assert "changed" not in ended.stdout and "nothing is left to do: --steps 3\n" in ended.stdout
 
 
-def stepped(folder):
-    """-> highest learning rate and weight decay with which the last step was done."""
-    (group,) = converted(latest(folder), folder / "one.pt")["optimizer"]["param_groups"]
-    return group["initial_lr"], group["weight_decay"]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A folder with texts, and `run`: one step on text.txt."""
-    folder = tmp_path_factory.mktemp("texts")
+def test_what_decides_on_the_data_must_not_change_but_by_force(tmp_path):
+    """All of it, and a text of the same length. The same text elsewhere is the same."""
     for name, text in (("text", "text"), ("same", "text"), ("other", "other"), ("alike", "tent")):
-        (folder / f"{name}.txt").write_text(text * 300)
-    assert alone(folder / "run", *command_on(folder / "text.txt")).code == 0
-    return folder
+        (tmp_path / f"{name}.txt").write_text(text * 300)
 
-
-def command_on(text):
-    return "--sequence-length", "32", "--seed", "7", "--data", text
-
-
-@pytest.mark.parametrize("args, message", [
-    (["--seed", "8"], "--seed is 8, the run's is 7"),
-    (["--batch-size", "3"], "ranks x --batch-size is 3, the run's is 2"),
-    (["--accumulate", "2"], "--accumulate is 2, the run's is 1"),
-    (["--sequence-length", "16"], "--sequence-length is 16, the run's is 32"),
-    *((["--data", f"{name}.txt"], f"--data is {{0}}/{name}.txt ({n_bytes} bytes, checksum ), the run's is "
-                                  "{0}/text.txt (1200 bytes, checksum )")
-      for name, n_bytes in (("other", 1500), ("alike", 1200))),
-    (["--seed", "8", "--batch-size", "3"], "--seed is 8, the run's is 7; ranks x --batch-size is 3, the run's is 2"),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_decides_on_the_data_must_not_change_but_by_force(args, message, texts, tmp_path):
-    args = [str(texts / arg) if arg.endswith(".txt") else arg for arg in args]
-    folder = shutil.copytree(texts / "run", tmp_path / "run")
-    command = *command_on(texts / "text.txt"), *args
-    error = re.sub(r"checksum \w{8}", "checksum ", error_of(alone(folder, *command, steps=2)))
-    assert error.endswith(f"--checkpoint {folder} is of a run with other data: {message.format(texts)}: "
-                          "--force goes on nevertheless")
-    assert steps_in(folder) == names(1)
-    forced = alone(folder, *command, "--force", steps=2)
-    assert forced.code == 0 and steps_in(folder) == names(1, 2)
-    assert "changed since then: " in forced.stdout and f"{args[0].lstrip('-')} " in forced.stdout
-
-
-def test_the_same_text_in_another_place_is_the_same(texts, tmp_path):
-    ended = alone(shutil.copytree(texts / "run", tmp_path / "run"), *command_on(texts / "same.txt"), steps=2)
-    assert ended.code == 0 and "--data" not in ended.stdout.split("changed since then")[1].splitlines()[0]
+    def one_step_more(text, *args):
+        folder = tmp_path / "again"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "run", folder)
+        return alone(folder, "--sequence-length", "32", "--seed", "7", "--data", tmp_path / text, *args, steps=2)
+    assert alone(tmp_path / "run", "--sequence-length", "32", "--seed", "7", "--data", tmp_path / "text.txt").code == 0
+    of_text = f"the run's is {tmp_path}/text.txt (1200 bytes, checksum )"
+    everything = "--seed", "8", "--batch-size", "3", "--accumulate", "2", "--sequence-length", "16"
+    for text, args, message in (
+            ("alike.txt", [], f"--data is {tmp_path}/alike.txt (1200 bytes, checksum ), {of_text}"),
+            ("other.txt", everything, f"--seed is 8, the run's is 7; --data is {tmp_path}/other.txt (1500 bytes, "
+             f"checksum ), {of_text}; ranks x --batch-size is 3, the run's is 2; --accumulate is 2, the run's is 1; "
+             "--sequence-length is 16, the run's is 32")):
+        error = re.sub(r"checksum \w{8}", "checksum ", error_of(one_step_more(text, *args)))
+        assert error.endswith(f"--checkpoint {tmp_path}/again is of a run with other data: {message}: "
+                              "--force goes on nevertheless")
+        assert steps_in(tmp_path / "again") == names(1)
+    forced = one_step_more("other.txt", *everything, "--force")
+    assert forced.code == 0 and steps_in(tmp_path / "again") == names(1, 2)
+    assert re.search("changed since then: --seed 7 -> 8, --data .*, --steps 1 -> 2\n", forced.stdout)
+    ended = one_step_more("same.txt")
+    assert ended.code == 0 and "changed since then: --steps 1 -> 2\n" in ended.stdout
 
 
 # ------------------------------------------------------------------------------------------------------------ time-outs

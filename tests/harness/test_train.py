@@ -5,13 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from harness import corpus, progress
-from harness.meeting import Rank
+from harness import corpus
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -45,37 +42,18 @@ def test_every_stage_prints_the_losses_of_ddp(stage):
     assert losses(f"{stage}/train.py") == reference
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--steps", "0"], "--steps"),
-    (["--timeout"], "--timeout: expected one argument"),
-    (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
-    (["--data", "empty.txt"], "empty.txt"),
-    ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory"),
-], ids=str)
-def test_bad_input_is_one_line(args, message, tmp_path):
-    """Of a rank without torchrun, which adds lines of its own. More options: tests/harness/test_command_lines.py."""
+def test_bad_input_is_one_line(tmp_path):
+    """Of a rank without torchrun, which adds lines of its own, and once of two. More options: test_command_lines.py."""
     (tmp_path / "empty.txt").touch()
-    run = run_alone(ROOT / STAGES[0] / "train.py", *args, cwd=tmp_path)
-    assert run.code == 2
-    assert message in run.stderr and "Traceback" not in run.stderr
-    assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
-
-
-@pytest.mark.parametrize("term, columns, is_bar", [("xterm", 80, True), ("dumb", 80, False), ("xterm", 40, False)])
-def test_a_terminal_that_can_draw_no_bar_gets_lines(term, columns, is_bar, monkeypatch):
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich: this is a terminal
-    args = SimpleNamespace(model="nano", dtype="float32", lr=1, weight_decay=0, clip=0, seed=0, steps=1, accumulate=1,
-                           tp=1, batch_size=1, sequence_length=1, data=None)
-    report = progress.Report(args, Rank(0, 1, torch.device("cpu"), "gloo"), torch.nn.Linear(1, 1))
-    assert report.bar.disable != is_bar
-
-
-def test_bad_input_on_two_ranks_is_said_once():
+    for args, message in ((["--steps", "0"], "--steps"), (["--timeout"], "--timeout: expected one argument"),
+                          (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
+                          (["--data", "empty.txt"], "empty.txt"),
+                          ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory")):
+        run = run_alone(ROOT / STAGES[0] / "train.py", *args, cwd=tmp_path)
+        assert run.code == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
+        assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
     ended = run_ranks(2, "stage2_allgather/train.py", "--data", "/nowhere")
-    assert all(rank.code for rank in ended)
-    assert [rank.stderr.count("there is no such file") for rank in ended] == [1, 0]
+    assert [(rank.code, rank.stderr.count("there is no such file")) for rank in ended] == [(2, 1), (2, 0)]
     assert not any("Traceback" in rank.stderr for rank in ended)
 
 

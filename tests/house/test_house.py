@@ -104,25 +104,17 @@ def test_a_core_knows_nothing_of_what_its_guard_is_for():
     assert not [path for path in sum(CORES, []) if re.search(words, path.read_text(), re.IGNORECASE)]
 
 
-def test_what_is_taken_home_needs_torch_alone_and_calls_collectives_through_the_module():
-    """The ledger counts what goes through `torch.distributed`, the module. import-linter has the rest."""
+def test_what_is_taken_home_needs_torch_alone_calls_collectives_through_the_module_and_changes_nothing_at_import():
+    """The ledger counts what goes through `torch.distributed`, the module. Warning filters, hooks, streams are what a
+    constructor may change, and a program. import-linter has the rest."""
     ours = {"torch", "guard", *STAGES, *sys.stdlib_module_names}
     for path in TAKEN:
-        source, modules = path.read_text(), []
-        for node in ast.walk(ast.parse(source)):
-            match node:
-                case ast.Import(names):
-                    modules += [alias.name for alias in names]
-                case ast.ImportFrom(module, _, 0):  # siblings have a level
-                    modules.append(module)
+        source, tree = path.read_text(), ast.parse(path.read_text())
+        modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
         assert {module.split(".")[0] for module in modules} <= ours, path
         assert path.parent.name == "checkpoint" or "from torch.distributed" not in source, path
-
-
-def test_an_import_changes_no_setting_of_python():
-    """Warning filters, hooks, streams: what a constructor may change, and a program."""
-    for path in TAKEN:
-        at_import = [ast.unparse(node) for node in ast.parse(path.read_text()).body
+        at_import = [ast.unparse(node) for node in tree.body
                      if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom))]
         assert not re.search(r"filterwarnings|excepthook|reconfigure|setattr|signal\(", "\n".join(at_import)), path
 
@@ -157,23 +149,21 @@ def test_super_is_the_core_in_every_class_of_a_guard(stage):
 # ------------------------------------------------------------------------------------------ what contributors rely on
 
 
-def item(file, **params):
-    return SimpleNamespace(path=ROOT / file, callspec=SimpleNamespace(params=params))
-
-
-@pytest.mark.parametrize("source, kept", [("TESTPATHS", ["of the contract"]), ("ARGS", ["of the contract", "of mine"])])
-def test_with_a_stage_files_that_are_named_win_over_the_contract(source, kept):
+def test_with_a_stage_files_that_are_named_win_over_the_contract():
     """Of them what is about that stage. pytest gives the tests of named files only."""
     contract, cores = "tests/stages/test_contract.py", "tests/stages/test_cores.py"
-    items = {"of the contract": item(contract, stage="mine"), "of mine": item(cores, stage="mine"),
-             "of stage 4": item(cores, stage="stage4_overlap"), "of no stage": item("tests/house/test_house.py")}
-    left_out, run = [], list(items.values())
-    config = SimpleNamespace(
-        args_source=pytest.Config.ArgsSource[source], getoption={"--stage": ["mine"]}.get,
-        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
-    conftest.pytest_collection_modifyitems(config, run)
-    assert run == [items[name] for name in kept]
-    assert left_out == [items[name] for name in items if name not in kept]
+    items = {name: SimpleNamespace(path=ROOT / file, callspec=SimpleNamespace(params=params))
+             for name, file, params in (
+        ("of the contract", contract, {"stage": "mine"}), ("of mine", cores, {"stage": "mine"}),
+        ("of stage 4", cores, {"stage": "stage4_overlap"}), ("of no stage", "tests/house/test_house.py", {}))}
+    for source, kept in (("TESTPATHS", ["of the contract"]), ("ARGS", ["of the contract", "of mine"])):
+        left_out, run = [], list(items.values())
+        config = SimpleNamespace(
+            args_source=pytest.Config.ArgsSource[source], getoption={"--stage": ["mine"]}.get,
+            hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+        conftest.pytest_collection_modifyitems(config, run)
+        assert run == [items[name] for name in kept]
+        assert left_out == [items[name] for name in items if name not in kept]
 
 
 def test_ci_runs_targets_of_the_makefile():

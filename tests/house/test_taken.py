@@ -1,6 +1,5 @@
 """What users take home: the names that they see, a stage copied alone, a package that `make take` wrote."""
 
-import inspect
 import shutil
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import sys
 import pytest
 import torch
 
-import checkpoint
 from harness.take import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
@@ -35,17 +33,6 @@ def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage):
     assert of_torch <= guarded
     face = (ROOT / "checkpoint" / "__init__.py").read_text()
     assert all(f"optimizer.{name}" in face for name in OF_CHECKPOINT)
-
-
-def test_public_functions_have_types():
-    methods = [getattr(optimizer_of(stage), name) for stage in STAGES
-               for name in ("__init__", "clip_grad_norm_", "finish_grad_sync", "no_sync")]
-    for function in [checkpoint.full_state_dict, checkpoint.load_full_state_dict, checkpoint.save, checkpoint.load,
-                     checkpoint.latest, checkpoint.reshard, *methods]:
-        signature = inspect.signature(function)
-        untyped = [name for name, parameter in signature.parameters.items()
-                   if name != "self" and parameter.annotation is parameter.empty]
-        assert not untyped and signature.return_annotation is not signature.empty, function
 
 
 ALONE = """

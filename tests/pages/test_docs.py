@@ -109,17 +109,17 @@ def wrong_samples(page):
             yield first + (error.lineno or 1) - 1, f"this sample is no Python: {error.msg}"
             continue
         for node in ast.walk(tree):
-            wrong = []
+            wrong = ""
             match node:
-                case ast.Import(names):
-                    wrong = [f"import of {one.name}: there is no such module" for one in names
-                             if not has_module(one.name)]
+                case ast.Import([one]) if not has_module(one.name):
+                    wrong = f"import of {one.name}: there is no such module"
                 case ast.ImportFrom(module, names):
-                    wrong = [f"import of {one.name} from {module}: there is no such thing" for one in names
-                             if not has_module(module, one.name)]
+                    missing = [one.name for one in names if not has_module(module, one.name)]
+                    wrong = missing and f"import of {', '.join(missing)} from {module}: there is no such thing"
                 case ast.Attribute(ast.Name("optimizer"), name) if not re.search(rf"\b{name}\b", OUR_CODE):
-                    wrong = [f"optimizer.{name}: no stage has that"]
-            yield from ((first + node.lineno - 1, mistake) for mistake in wrong)
+                    wrong = f"optimizer.{name}: no stage has that"
+            if wrong:
+                yield first + node.lineno - 1, wrong
 
 
 def wrong_commands(page):
@@ -131,12 +131,17 @@ def wrong_commands(page):
 def mistakes(command):
     """Of one command. What stands in brackets may be left out."""
     try:
-        words = shlex.split(" ".join(program_of(re.sub(r"[\[\]]", " ", command))), comments=True)
+        program, *rest = shlex.split(" ".join(program_of(re.sub(r"[\[\]]", " ", command))), comments=True)
     except ValueError as error:
         return [f"no shell reads that: {error}"]
-    program, *rest = words
     if program == "make":
-        return make_mistakes(rest)
+        values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
+        found = [f"the Makefile has no variable {name}" for name in values if name not in VARIABLES]
+        found += option_mistakes(shlex.split(values.pop("ARGS", "")))
+        given = [word.replace("my_package", "stage4_overlap") for word in rest if word.partition("=")[0] != "ARGS"]
+        given = [word for word in given if not is_placeholder(word.partition("=")[2])]
+        done = subprocess.run(["make", "--dry-run", *given, "PYTHON=true"], cwd=ROOT, capture_output=True, text=True)
+        return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
     if program == "cp":
         return [f"there is no {word}" for word in rest[:-1] if not word.startswith("-") and not has(word)]
     if program not in ("torchrun", "python", "python3", ".venv/bin/python"):
@@ -150,25 +155,13 @@ def mistakes(command):
     return missing + (option_mistakes(rest) if scripts or module.split(".")[0] in FILES else [])
 
 
-def make_mistakes(rest):
-    """make itself says, by --dry-run, which target or value there is not."""
-    values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
-    found = [f"the Makefile has no variable {name}" for name in values if name not in VARIABLES]
-    found += option_mistakes(shlex.split(values.pop("ARGS", "")))
-    given = [f"{name}={value}".replace("my_package", "stage4_overlap") for name, value in values.items()]
-    given = [word for word in given if not is_placeholder(word.partition("=")[2])]
-    command = ["make", "--dry-run", *(word for word in rest if "=" not in word), *given, "PYTHON=true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
-
-
 def option_mistakes(rest):
     """Of what is given to a program: options that none has, and -k of pytest where no test is called so."""
     names = [word.split("=")[0] for word in rest if word.startswith("--")]
     wanted = {name for word, after in zip(rest, rest[1:]) if word == "-k" for name in re.findall(r"\w+", after)}
-    known = TESTS | FILES
     return [f"no program has the option {name}" for name in names if name not in OPTIONS] + [
-        f"no test is called {name}" for name in wanted - {"and", "or", "not"} if not any(name in one for one in known)]
+        f"no test is called {name}" for name in wanted - {"and", "or", "not"}
+        if not any(name in one for one in TESTS | FILES)]
 
 
 def problems(page):
@@ -197,16 +190,11 @@ def test_every_page_says_what_is_there():
 # The pages themselves are what must pass; these must not.
 MISTAKES = [
     ("[text](nowhere.md)", "there is no nowhere.md"),
-    ("![picture](nowhere.svg)", "there is no nowhere.svg"),
-    ("[text](#nothing)", "there is no such heading"),
     ("[text](docs/guide.md#nothing)", "there is no such heading"),
     ("[text](stage4_overlap/optimizer.py#L9999)", "the file has fewer lines"),
     ("`stage4_overlap/hocks.py`", "there is no such file"),
-    ("`guards/`", "there is no such file or folder"),
-    ("`hocks.py`", "there is no such file"),
     ("`../hocks.py`", "there is no such file"),
     ("`test_nothing`", "there is no such test"),
-    ("`make nothing`", "No rule to make target 'nothing'"),
     ("`make\nnothing`", "No rule to make target 'nothing'"),
     ("`make train STAGE=9`", "there are stages 1 to 4"),
     ("`make train STAEG=4`", "no variable STAEG"),
@@ -215,11 +203,9 @@ MISTAKES = [
     ("`make train ARGS=\"--steps 3`", "no shell reads that"),
     ("    torchrun \\\n        stage4_overlap/nothing.py", "there is no stage4_overlap/nothing.py"),
     ("    python -m stage4_overlap.nothing", "there is no module stage4_overlap.nothing"),
-    ("    python nothing.py", "there is no nothing.py"),
     ("    cp -r stage5_more elsewhere/", "there is no stage5_more"),
     ("```python\nif:\n```", "no Python"),
     ("```python\nfrom stage4_overlap import Nothing\n```", "import of Nothing from stage4_overlap"),
-    ("```python\nimport stage4_overlap.nothing\n```", "import of stage4_overlap.nothing"),
     ("```python\noptimizer.no_such_call()\n```", "optimizer.no_such_call: no stage has that"),
     ("<!-- report: bench -->", "a generated table"),
     ("word " * 9001, "words: it may have"),
@@ -260,17 +246,18 @@ def texts(path, errors_only=False):
                  and isinstance(node.targets[0], ast.Name)}
 
     def text_of(node):
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, str) else "…"
-        if isinstance(node, ast.JoinedStr):
-            return "".join(map(text_of, node.values))
-        return str(constants.get(ast.unparse(node.value), "…")) if isinstance(node, ast.FormattedValue) else "…"
+        match node:
+            case ast.Constant(value):
+                return value if isinstance(value, str) else "…"
+            case ast.JoinedStr(values):
+                return "".join(map(text_of, values))
+            case ast.FormattedValue(value):
+                return str(constants.get(ast.unparse(value), "…"))
 
     def makes_error(node):  # ValueError(…), pickle.UnpicklingError(…), DamagedCheckpoint(…)
         name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
         return name.endswith("Error") or name in vars(errors)
-    roots = [tree] if not errors_only else [
-        argument for call in ast.walk(tree) if makes_error(call) for argument in call.args]
+    roots = [one for call in ast.walk(tree) if makes_error(call) for one in call.args] if errors_only else [tree]
     found = [text_of(node) for root in roots for node in ast.walk(root)
              if isinstance(node, (ast.Constant, ast.JoinedStr))]
     return [text for text in found if text.strip("… ")]
@@ -281,10 +268,9 @@ def fragments(text):
 
 
 def test_errors_of_the_reference_are_those_of_the_code():
-    """The page is found by searching for an error: what it shows is raised, and what is raised it shows.
-
-    An error of ours is a line of a block of code, with `…` for what varies; one of torch begins with "torch:".
-    """
+    """The page is found by searching for an error: what it shows is raised, and what is raised it shows. An error of
+    ours is a line of a block of code, with `…` for what varies; one of torch begins with "torch:". Its contents name
+    each group."""
     page = REFERENCE.read_text()
     code = "\n".join(text for folder in (*STAGES, "guard", "checkpoint", "harness")
                      for path in (ROOT / folder).rglob("*.py") for text in texts(path))
@@ -297,9 +283,5 @@ def test_errors_of_the_reference_are_those_of_the_code():
     # without a space in it, it only puts others together
     missing = [text for text in longest if " " in text and text not in page]
     assert not missing, f"docs/reference.md has no entry for {missing}"
-
-
-def test_every_group_of_the_reference_is_in_its_contents():
-    page = REFERENCE.read_text()
-    groups = re.findall(r"^## (.+)$", page, flags=re.MULTILINE)
-    assert re.findall(r"^- \[(.+?)\]\(#", page, flags=re.MULTILINE) == groups
+    groups = re.findall(r"^## (.+)$", REFERENCE.read_text(), flags=re.MULTILINE)
+    assert re.findall(r"^- \[(.+?)\]\(#", REFERENCE.read_text(), flags=re.MULTILINE) == groups

@@ -381,7 +381,7 @@ def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
         ("variants wire16", "stage 4 overlap"), ("variants blocks", "stage 4 overlap"), ("stage 4 overlap", None))]
     assert cells == ["× 0.50", "–", "15 ms"]
     (tmp_path / "results").mkdir()
-    conditions = LossConditions("machine", "2", "gloo", 2, "nano", 9, 8, 64, 300, "today")
+    conditions = LossConditions("machine", "2", "abc", "today", "gloo", 2, "nano", 9, 8, 64, 300)
     losses = LossResult(conditions, [LossRow("fp32", "fp32", 0.9, [2.0, 4.0]), LossRow("b", "fp32", 0.9, [2.5, 4.25])])
     (tmp_path / "results" / "losses.json").write_text(results.to_json(losses))
     assert "| b | 3.3750 | +0.5000 +0.2500 |" in loss_table()
