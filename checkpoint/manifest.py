@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import DamagedCheckpoint, ForeignCheckpoint
-from .json_values import DTYPES, checked_shape, is_count, need, unpack, unpack_data, without_doubles
+from .json_values import DTYPES, checked_shape, is_count, need, unpack, without_doubles
 from .rank_files import CHUNK, Range, Stored, checked, damage_of, opened, tensors_in
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksums of its files
@@ -113,39 +113,32 @@ def check_entries(manifest):
     """Check the entries of the manifest, and that each tensor in the files belongs to exactly one entry."""
     need(len(manifest.extra) == manifest.ranks > 0, "as many `extra` as ranks")
     need(len(set(manifest.model)) == len(manifest.model), "a name of the model twice")
+    claimed = collections.Counter()
+
+    def claim(word, key, words=("tensor",), shape=None):
+        need(word in words, f"a tensor as {word!r:.20}")
+        stored = manifest.tensors[key]
+        need(word == "tensor" or stored.rest == shape, f"the shape of {key!r:.60}")
+        need(word == "piece" or stored.n_lead == 0, f"the dimensions of {key!r:.60}")
+        claimed[key] += 1
+
     for group in manifest.groups:
-        options = unpack(group["options"], data_only)
+        options = unpack(group["options"], lambda word, key: claim(word, key, ()))
         need(isinstance(options, dict) and all(isinstance(key, str) and key != "params" for key in options), "groups")
     names = [name for group in manifest.groups for name in group["params"]]
     need(len(set(names)) == len(names) and set(names) <= set(manifest.model), "parameters of the groups")
     need(manifest.states.keys() <= set(names), "a state of no parameter")
-    claimed = []
-
-    def claim(name, what, shape=None):
-        if name == "data":
-            return unpack_data(what)
-        need(name == "tensor" or name == "piece" and shape is not None, f"a tensor as {name!r:.20}")
-        stored = manifest.tensors[what]
-        need(name == "tensor" or stored.shape[stored.n_lead :] == shape, f"the shape of {what!r:.60}")
-        need(name == "piece" or stored.n_lead == 0, f"the dimensions of {what!r:.60}")
-        claimed.append(what)
-
     for name in manifest.model:
-        claim("piece", f"model.{name}", manifest.tensors[f"model.{name}"].shape)
+        claim("tensor", f"model.{name}")
     for name, state in manifest.states.items():
         shape = manifest.tensors[f"model.{name}"].shape
-        found = unpack(state, lambda kind, what, shape=shape: claim(kind, what, shape))
+        found = unpack(state, lambda word, key: claim(word, key, ("tensor", "piece"), shape))
         need(isinstance(found, dict) and found, f"the state of {name!r:.60}")
     for extra in manifest.extra:
         unpack(extra, claim)
-    need(len(set(claimed)) == len(claimed), "a tensor is claimed twice")
-    left = manifest.tensors.keys() - set(claimed)
+    need(set(claimed.values()) <= {1}, "a tensor is claimed twice")
+    left = manifest.tensors.keys() - claimed.keys()
     need(not left, f"nobody claims {min(left, default='')!r:.60}")
-
-
-def data_only(name, what):
-    need(name == "data", f"a tensor as {name!r:.20}")
-    return unpack_data(what)
 
 
 def tensors_before(folder, raw) -> dict[str, Stored]:
