@@ -32,7 +32,7 @@ from .optimizers import (
     whole_piece,
 )
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import agree, check_states, describe, fixed_paths, layout_of, local_states, schemas_of, state_key
+from .states import agree, check_states, describe, fixed_paths, layout_of, local_states, said, schemas_of, state_key
 
 TAG = 2**30 - 1  # of messages to rank 0: large enough that no user has it
 NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
@@ -149,7 +149,7 @@ def agreed(optimizer, states, pieces, what, group):
         stacked = [key for key, kept in layout.tensors.items() if kept.is_cut and kept.lead]
         if stacked and is_meshed(params[index]):
             path = stacked[0].removeprefix(key_of(index))
-            raise ValueError(f"the state of parameter {index} has {path}, which can't be kept: a stack of DTensors")
+            raise ValueError(f"{said(key_of(index))} has {path}, which can't be kept: a stack of DTensors")
     return layouts, tensors
 
 
@@ -255,9 +255,9 @@ def plan_of(optimizer, state_dict):
                  {index: described(state) for index, state in states.items()},
                  {index: param.shape for index, param in enumerate(params)})
     for index, state in sorted(states.items()):
-        (elements, *part), its = describe(state, whole_piece(params[index]), key_of(index))
+        part, its = describe(state, whole_piece(params[index]), key_of(index))
         refuse_other_parts(state, params[index], f"parameter {index}")
-        layouts[index] = layout_of([(0, *elements, *part)], fixed_paths(schemas[index]), key_of(index))
+        layouts[index] = layout_of([(0, *part)], fixed_paths(schemas[index]), key_of(index))
         tensors.update(its)
     return (groups, layouts), tensors
 

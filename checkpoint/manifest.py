@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from .errors import DamagedCheckpoint, ForeignCheckpoint
 from .json_values import DTYPES, checked_shape, is_count, need, unpack, without_doubles
@@ -24,22 +24,16 @@ MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksu
 FORMAT, FORMATS_BEFORE = 3, (1, 2)
 MOST_BYTES, MOST_BYTES_A_TENSOR = 2**23, 2**15  # of a manifest: Python takes some thirty times as much to read it
 
-
-class Manifest(NamedTuple):
-    optimizer: str  # class
-    ranks: int
-    groups: list[dict]  # with the names of the parameters
-    model: list[str]  # names of its tensors, whose keys are f"model.{name}"
-    states: dict  # name of a parameter -> its state, packed
-    extra: list  # of each rank, packed
-    files: dict[str, dict]  # name -> bytes, crc32: what `write_rank_file` returned
-    tensors: dict[str, Stored]  # by key: from the headers of the files
-
-
 # Key -> what stands there: a class; a list of such; a dict of these keys, or of any (None). `object` is checked later.
-ENTRIES = {"format": int, "byteorder": str, "optimizer": str, "ranks": int, "model": [str], "extra": [object],
-           "groups": [{"params": [str], "options": object}], "states": {None: object},
-           "files": {None: {"bytes": int, "crc32": [int]}}}
+ENTRIES = {
+    "format": int, "byteorder": str, "ranks": int,
+    "optimizer": str,  # its class
+    "groups": [{"params": [str], "options": object}],  # names of the parameters; the rest of a group, packed
+    "model": [str],  # names of its tensors, whose keys are f"model.{name}"
+    "states": {None: object},  # name of a parameter -> its state, packed
+    "extra": [object],  # of each rank, packed
+    "files": {None: {"bytes": int, "crc32": [int]}},  # name -> what `write_rank_file` returned
+}
 ENTRIES_BEFORE = {**ENTRIES, "files": {None: {"bytes": int, "crc32": int}}, "tensors": {None: object}}
 
 
@@ -48,8 +42,8 @@ def most_bytes(n_tensors) -> int:
     return MOST_BYTES + n_tensors * MOST_BYTES_A_TENSOR
 
 
-def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
-    """-> the checked manifest of a checkpoint; a checksum of its text.
+def manifest_of(folder, limit=2**28) -> tuple[SimpleNamespace, int]:
+    """-> the checked manifest of a checkpoint, see ENTRIES, with its tensors by key; a checksum of its text.
 
     Raises OSError, DamagedCheckpoint or ForeignCheckpoint, in one line, if `save` can't have written it.
     """
@@ -64,7 +58,7 @@ def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
         raw = unsealed(text)
         before = raw["format"] in FORMATS_BEFORE
         tensors = tensors_before(folder, raw) if before else tensors_in(folder, raw["files"], limit)
-        manifest = Manifest(**{**{name: raw[name] for name in Manifest._fields[:-1]}, "tensors": tensors})
+        manifest = SimpleNamespace(**{**raw, "tensors": tensors})
         check_entries(manifest)
         return manifest, zlib.crc32(text)
 

@@ -120,15 +120,14 @@ def agree(optimizer, things, names, what, group):
             parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
             for rank, theirs in enumerate(everyone):
                 if key in theirs:
-                    elements, *part = theirs[key]
-                    parts.setdefault(elements, (rank, *elements, *part))
+                    parts.setdefault(theirs[key][:2], (rank, *theirs[key]))
             if any(tree != {"dict": []} for *_, tree, _ in parts.values()):
                 layouts[key] = layout_of(list(parts.values()), fixed.get(key, ()), key)
     return layouts, tensors
 
 
 def describe(value, piece, key) -> tuple[tuple, dict[str, torch.Tensor]]:
-    """-> ((start, stop), packed, key -> Told), for the other ranks; key -> tensor. Raises ValueError."""
+    """-> (start, stop, packed, key -> Told) for the other ranks; key -> tensor. Raises ValueError: it can't be kept."""
     try:
         tree, tensors = pack_apart(value, key)
     except NotPackable as refusal:
@@ -141,7 +140,7 @@ def describe(value, piece, key) -> tuple[tuple, dict[str, torch.Tensor]]:
         elif lead is None:
             content = zlib.crc32(bytes_of(tensor.cpu().contiguous()))
         told[its] = Told(tuple(tensor.shape), tensor.dtype, lead, content)
-    return (piece.in_whole, tree, told), tensors
+    return (*piece.in_whole, tree, told), tensors
 
 
 def said(key):
