@@ -26,9 +26,8 @@ package, and it imports no stage. This is the interface that it uses of a stage'
 """
 
 from .errors import CheckpointError, DamagedCheckpoint, FolderInUse, ForeignCheckpoint, UnfitModel
+from .files import latest, load, save
 from .full_state import full_state_dict, load_full_state_dict, reshard
-from .reading import latest, load
-from .writing import save
 
 __all__ = ["CheckpointError", "DamagedCheckpoint", "FolderInUse", "ForeignCheckpoint", "UnfitModel", "full_state_dict",
            "latest", "load", "load_full_state_dict", "reshard", "save"]

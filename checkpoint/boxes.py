@@ -77,7 +77,3 @@ def boxes(cuts):
         box = Box(*(tuple(of[at] for of, at in zip(values, place)) for values in (offsets, cuts)), base)
         yield box
         base += box.numel
-
-
-def whole_box(shape) -> Box:
-    return Box((0,) * len(shape), tuple(shape))

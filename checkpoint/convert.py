@@ -17,13 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from .boxes import whole_box
 from .errors import CheckpointError
-from .json_values import unpack
 from .manifest import manifest_of
 from .rank_files import Reader
 from .ranks import first_line
-from .reading import tensors_of
 
 
 def to_torch(found, path):
@@ -40,8 +37,7 @@ def to_dcp(found, path):
         dcp.save(found, checkpoint_id=path, no_dist=True)
 
 
-FORMATS = {"torch": to_torch, "dcp": to_dcp}
-ENDINGS = {"torch": ".pt", "dcp": ".dcp"}
+FORMATS = {"torch": (to_torch, ".pt"), "dcp": (to_dcp, ".dcp")}
 
 
 def convert(folder, path, to="torch") -> dict:
@@ -54,7 +50,8 @@ def convert(folder, path, to="torch") -> dict:
         raise FileExistsError(17, "it exists already")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        FORMATS[to](found, partial)
+        write, _ = FORMATS[to]
+        write(found, partial)
         partial.rename(path)
     except BaseException as error:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
@@ -76,13 +73,11 @@ def converted(folder) -> dict:
     """-> a checkpoint as one dict, on the CPU. Raises OSError or CheckpointError: it is damaged, or no checkpoint."""
     manifest, _ = manifest_of(folder)
     reader = Reader(folder, manifest)
-    tensors = tensors_of(reader, manifest)
-    stored = {name: manifest.tensors[f"model.{name}"] for name in manifest.model}
-    groups = [{**unpack(group["options"], tensors), "params": group["params"]} for group in manifest.groups]
-    states = {name: without_deques(unpack(state, tensors)) for name, state in manifest.states.items()}
-    found = {"model": {name: reader.box(one, whole_box(one.shape)) for name, one in stored.items()},
+    groups = [{**reader.unpack(group["options"]), "params": group["params"]} for group in manifest.groups]
+    states = {name: without_deques(reader.unpack(state)) for name, state in manifest.states.items()}
+    found = {"model": {name: reader.whole(f"model.{name}") for name in manifest.model},
              "optimizer": {"state": states, "param_groups": groups},
-             "extra": [without_deques(unpack(extra, tensors)) for extra in manifest.extra]}
+             "extra": [without_deques(reader.unpack(extra)) for extra in manifest.extra]}
     reader.run()
     return found
 
@@ -106,7 +101,7 @@ def main():
     command.add_argument("--to", choices=FORMATS, default="torch", help="a file for torch.load, or a folder for "
                          "torch.distributed.checkpoint (default: torch)")
     args = parser.parse_args()
-    target = args.target or args.folder.with_name(args.folder.name + ENDINGS[args.to])
+    target = args.target or args.folder.with_name(args.folder.name + FORMATS[args.to][1])
     try:
         found = convert(args.folder, target, args.to)
     except (OSError, CheckpointError) as error:

@@ -65,35 +65,27 @@ def hold(path, owner=0) -> bool:
     Raises FolderInUse: another run does; FileExistsError: something else lies where the lock is.
     """
     folder, place = path.parent.resolve(), zlib.crc32(f"{series(path.name)} {owner}".encode())
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)  # struct flock: a byte of the file
     try:
         lock = folder / LOCK
         is_still_there = folder in HELD and lock.exists() and os.path.samestat(os.fstat(HELD[folder]), lock.stat())
         if not is_still_there:
-            HELD[folder] = opened_lock(lock)
+            HELD[folder] = opened(lock)
+        fcntl.fcntl(HELD[folder], fcntl.F_OFD_SETLK, request)  # again is no conflict
     except FileExistsError:
         raise
-    except OSError:  # it belongs to someone else, say
-        return False
-    try:
-        lock_byte(HELD[folder], place)
-    except (BlockingIOError, PermissionError):
+    except BlockingIOError:
         raise FolderInUse(f"another run saves in {folder}: end it, or save in another folder") from None
-    except OSError:
+    except OSError:  # it belongs to someone else, say
         return False
     return True
 
 
-def opened_lock(path) -> int:
+def opened(lock) -> int:
     """-> a descriptor. Follows no link, and never blocks."""
-    if path.exists() and not path.is_file() or path.is_symlink():
+    if lock.exists() and not lock.is_file() or lock.is_symlink():
         raise FileExistsError(17, f"{LOCK} is no regular file: remove it")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-
-
-def lock_byte(descriptor, place):
-    """Lock a byte of the file. Locking it again is no conflict."""
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)  # struct flock
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def let_go():

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from guard.schema import described, lead_of
 
 from .boxes import box_of
-from .json_values import pack_apart, unpack, unpack_data
+from .json_values import pack_apart, unpack
 from .optimizers import (
-    Piece,
     all_params,
     check_hyperparameters,
     group_of,
@@ -27,13 +26,13 @@ from .optimizers import (
     itself,
     local,
     packed_groups,
-    pieces_in_whole,
     pieces_of,
+    placed,
     prepared,
-    refuse_outsider,
+    whole_piece,
 )
-from .ranks import all_gather, errors_on_all, rank_and_size
-from .states import agree_on_states, check_states, describe, fixed_paths, layout_of, local_states
+from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
+from .states import agree, check_states, describe, fixed_paths, layout_of, local_states, said, schemas_of, state_key
 
 TAG = 2**30 - 1  # of messages to rank 0: large enough that no user has it
 NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
@@ -55,10 +54,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
             be put together from the ranks' parts.
     """
     optimizer = itself(optimizer)
-    if to_all:
-        refuse_outsider(optimizer)
     group, dst = group_of(optimizer), None if to_all else 0
-    rank, _ = rank_and_size(group)
+    rank, _ = rank_in(group) if to_all else rank_and_size(group)
     if rank < 0:
         return {}
     params, state = all_params(optimizer), {}
@@ -67,8 +64,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
         states = local_states(optimizer, pieces)
     layouts, tensors = agreed(optimizer, states, pieces, NOT_READ, group)
     for index, wholes in sent(layouts, tensors, pieces, params, group, dst):
-        layout = layouts[index]
-        state[index] = filled(layout.tree, lambda path: on_cpu(wholes[path], layout.tensors[path], params[index]))
+        kept, param = layouts[index].tensors, params[index]
+        state[index] = unpack(layouts[index].tree, lambda _, key: on_cpu(wholes[key], kept[key], param))
     return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
 
 
@@ -82,9 +79,8 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
         ValueError: on every rank, before anything is changed; the state_dict is from another model or optimizer.
     """
     optimizer = itself(optimizer)
-    refuse_outsider(optimizer)
     group, params, plan, tensors = group_of(optimizer), all_params(optimizer), None, {}
-    if rank_and_size(group)[0] == 0:
+    if rank_in(group)[0] == 0:
         try:
             plan, tensors = plan_of(optimizer, state_dict)
             pickle.dumps(plan)  # fails now, and not while the others wait
@@ -96,17 +92,8 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     if isinstance(plan, ValueError):
         raise plan
     groups, layouts = copy.deepcopy(plan)  # without other ranks it is the caller's own, which a step would change
-    with errors_on_all(NOT_LOADED, group):  # takes all memory: what follows can't fail on one rank
-        pieces = pieces_of(optimizer)
-        states, rooms = room_for(layouts, pieces, params)
-        ready = prepared(optimizer, states, groups)
-    wholes_of_rank_0 = {index: whole_piece(params[index]) for index in layouts}
-    for index, wholes in sent(layouts, tensors, wholes_of_rank_0, params, group):
-        fill(rooms, index, wholes, layouts, pieces)
-        if "main_param" in wholes:
-            local(params[index]).copy_(wholes["main_param"].view(local(params[index]).shape))
-    with errors_on_all(NOT_LOADED, group):
-        install(optimizer, ready)
+    before = {index: whole_piece(params[index]) for index in layouts}
+    moved(optimizer, layouts, tensors, before, groups, NOT_LOADED, group)
 
 
 @torch.no_grad()
@@ -128,7 +115,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
-    params, before = all_params(optimizer), pieces_in_whole(optimizer)
+    params, before = all_params(optimizer), pieces_of(optimizer, in_whole=True)
     states = local_states(optimizer, before, all_main_params=True)
     sources, groups = agreed_sources(optimizer, process_group)
     layouts, tensors = agreed(optimizer, states, before, NOT_MOVED, None)
@@ -141,45 +128,64 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
             dist.broadcast(own if is_own else own.new_empty(sizes), src=source)
     del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
-    pieces = pieces_in_whole(optimizer)
-    states, rooms = room_for(layouts, pieces, params)
-    ready = prepared(optimizer, states, groups)
-    for index, wholes in sent(layouts, tensors, before, params, None):
-        fill(rooms, index, wholes, layouts, pieces)
-    install(optimizer, ready)
+    moved(optimizer, layouts, tensors, before, groups, NOT_MOVED, None, in_whole=True)
 
 
 # ------------------------------------------------------------------------------------------------- from ranks to ranks
 
 
+def key_of(index):
+    return state_key(f"parameter {index}")
+
+
 def agreed(optimizer, states, pieces, what, group):
-    """See `agree_on_states`."""
+    """-> index -> Layout; key -> this rank's tensor: see `agree`."""
     params = all_params(optimizer)
+    things = {key_of(index): (state, pieces[index]) for index, state in states.items()}
     names = [f"parameter {index}" for index in range(len(params))]
-    layouts, tensors = agree_on_states(optimizer, states, pieces, names, what, group)
+    by_key, tensors = agree(optimizer, things, names, what, group)
+    layouts = {index: by_key[key_of(index)] for index in range(len(params)) if key_of(index) in by_key}
     for index, layout in layouts.items():
-        stacked = [path for path, kept in layout.tensors.items() if kept.is_cut and kept.lead]
+        stacked = [key for key, kept in layout.tensors.items() if kept.is_cut and kept.lead]
         if stacked and is_meshed(params[index]):
-            raise ValueError(f"the state of {names[index]} has {stacked[0]}, which can't be kept: a stack of DTensors")
+            path = stacked[0].removeprefix(key_of(index))
+            raise ValueError(f"{said(key_of(index))} has {path}, which can't be kept: a stack of DTensors")
     return layouts, tensors
 
 
+def moved(optimizer, layouts, tensors, before, groups, what, group, in_whole=False):
+    """Install the states of `layouts`, of which this rank has `tensors` for its pieces `before`, and `groups`."""
+    params = all_params(optimizer)
+    with errors_on_all(what, group):  # takes all memory: what follows can't fail on one rank
+        pieces = pieces_of(optimizer, in_whole)
+        states, rooms = room_for(layouts, pieces, params)
+        ready = prepared(optimizer, states, groups)
+    for index, wholes in sent(layouts, tensors, before, params, group):
+        for key in wholes if index in pieces else ():
+            elements = slice(*pieces[index].in_whole) if layouts[index].tensors[key].is_cut else slice(None)
+            rooms[key].copy_(wholes[key][..., elements].reshape(rooms[key].shape))
+        if (key := f"{key_of(index)}main_param") in wholes and not in_whole:
+            local(params[index]).copy_(wholes[key].view(local(params[index]).shape))
+    with errors_on_all(what, group):
+        install(optimizer, ready)
+
+
 def sent(layouts, tensors, pieces, params, group, dst=None):
-    """-> iterator, on rank `dst` (None: all), over (index, path -> whole tensor) of each parameter's state. Collective.
+    """-> iterator, on rank `dst` (None: all), over (index, key -> whole tensor) of each parameter's state. Collective.
 
     `tensors`: what this rank has of them, for its `pieces`. A whole tensor is (*lead, elements), on the parameter's
-    device, and sent when the iterator reaches it. A DTensor's is the local part if pieces are those of `pieces_of`.
+    device, and sent when the iterator reaches it. A DTensor's is the local part if `pieces` have no base.
     """
     rank, _ = rank_and_size(group)
     is_receiver = dst in (None, rank)
     for index, layout in layouts.items():
         wholes, device = {}, params[index].device
-        for path, kept in layout.tensors.items():
+        for key, kept in layout.tensors.items():
             if is_receiver:
-                wholes[path] = torch.empty(*kept.lead, kept.owners[-1][2], dtype=kept.dtype, device=device)
+                wholes[key] = torch.empty(*kept.lead, kept.owners[-1][2], dtype=kept.dtype, device=device)
             for owner, start, stop in kept.owners:
-                part = kept.part(tensors[index][path], pieces[index], start, stop) if owner == rank else None
-                place = wholes[path][..., start:stop] if is_receiver else None
+                part = kept.part(tensors[key], pieces[index], start, stop) if owner == rank else None
+                place = wholes[key][..., start:stop] if is_receiver else None
                 travel(part, place, device, owner, group, dst)
         if is_receiver:
             yield index, wholes
@@ -205,33 +211,20 @@ def travel(part, place, device, owner, group, dst):
 
 
 def room_for(layouts, pieces, params):
-    """-> index -> state of each piece; index -> path -> its tensor there, uninitialized.
-
-    A tensor has the piece's strides, which fused kernels ignore, and a float its dtype, as in load_state_dict.
-    """
+    """-> index -> state of each piece; key -> its tensor there, uninitialized, as `prepared` wants it."""
     states, rooms, n_bytes = {}, {}, collections.Counter()
     for index, layout in layouts.items():
         of_all = [math.prod(kept.lead) * kept.owners[-1][2] * kept.dtype.itemsize for kept in layout.tensors.values()]
         n_bytes[params[index].device] = max(n_bytes[params[index].device], sum(of_all))
         if index in pieces:
-            main, rooms[index] = pieces[index].main, {}
-            for path, kept in layout.tensors.items():
-                dtype = main.dtype if kept.dtype.is_floating_point and path != "step" else kept.dtype
-                if kept.is_cut and not kept.lead:
-                    rooms[index][path] = torch.empty_like(main, dtype=dtype)
-                else:
-                    rooms[index][path] = torch.empty(kept.shape(main.shape), dtype=dtype, device=main.device)
-            states[index] = filled(layout.tree, rooms[index].get)
+            main = pieces[index].main
+            for key, kept in layout.tensors.items():
+                room = torch.empty(kept.shape(main.shape), dtype=kept.dtype, device=main.device)
+                rooms[key] = room if key == f"{key_of(index)}step" else placed(room, main)
+            states[index] = unpack(layout.tree, lambda _, key: rooms[key])
     for device, n in n_bytes.items():
         torch.empty(n, dtype=torch.uint8, device=device)  # there is memory for a whole parameter too
     return states, rooms
-
-
-def fill(rooms, index, wholes, layouts, pieces):
-    """Copy to the `rooms` of a parameter what belongs there."""
-    for path, room in rooms.get(index, {}).items():
-        kept, whole = layouts[index].tensors[path], wholes[path]
-        room.copy_((whole[..., slice(*pieces[index].in_whole)] if kept.is_cut else whole).reshape(room.shape))
 
 
 def on_cpu(whole, kept, param):
@@ -243,20 +236,11 @@ def on_cpu(whole, kept, param):
     return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
 
 
-def filled(tree, tensor_of):
-    """-> a packed state with its tensors. `tensor_of(path)` -> a tensor whose data is not in it."""
-    return unpack(tree, lambda name, what: unpack_data(what) if name == "data" else tensor_of(what))
-
-
-def whole_piece(param):
-    return Piece(0, local(param).numel(), local(param))
-
-
 # ---------------------------------------------------------------------------------------------- of a dict, of a move
 
 
 def plan_of(optimizer, state_dict):
-    """-> (groups, index -> Layout), index -> path -> tensor. Raises ValueError: they aren't this optimizer's."""
+    """-> (groups, index -> Layout), key -> tensor. Raises ValueError: they aren't this optimizer's."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
     params, states, groups = all_params(optimizer), state_dict["state"], state_dict["param_groups"]
@@ -265,13 +249,16 @@ def plan_of(optimizer, state_dict):
         raise ValueError(f"this state_dict has groups of {theirs} parameters, this optimizer has {ours}")
     if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    names, layouts, tensors = [f"parameter {index}" for index in range(len(params))], {}, {}
     check_hyperparameters(optimizer, groups)
-    schemas = check_states(optimizer, names, {names[i]: described(state) for i, state in states.items()}, groups)
+    schemas, layouts, tensors = schemas_of(optimizer, groups), {}, {}
+    check_states(schemas, [f"parameter {index}" for index in range(len(params))],
+                 {index: described(state) for index, state in states.items()},
+                 {index: param.shape for index, param in enumerate(params)})
     for index, state in sorted(states.items()):
-        part, tensors[index] = describe(state, whole_piece(params[index]), names[index])
-        refuse_other_parts(state, params[index], names[index])
-        layouts[index] = layout_of([(0, part)], fixed_paths(schemas[index]), names[index])
+        part, its = describe(state, whole_piece(params[index]), key_of(index))
+        refuse_other_parts(state, params[index], f"parameter {index}")
+        layouts[index] = layout_of([(0, *part)], fixed_paths(schemas[index]), key_of(index))
+        tensors.update(its)
     return (groups, layouts), tensors
 
 

@@ -1,7 +1,7 @@
 """Converts values to JSON and back, without pickle, so that no code in a checkpoint can run.
 
-A value that JSON doesn't have becomes a dict of one entry, whose key is its type: {"tuple": [1, 2]}. The caller decides
-what a tensor becomes, such as a reference to bytes in a file.
+A value that JSON doesn't have becomes a dict of one entry, whose key is its type: {"tuple": [1, 2]}. A small tensor is
+{"data": […]}; what stands for a larger one, such as the key of bytes in a file, is the caller's.
 """
 
 import base64
@@ -89,16 +89,16 @@ def no_tensor(path, tensor):
     raise NotPackable(tensor, path)
 
 
-def pack_apart(value, prefix="", with_small=False):
-    """-> `value` packed, with {"tensor": key} for each tensor; key -> tensor. A key is prefix + path.
+def pack_apart(value, prefix="", small=-1):
+    """-> `value` packed, with {"tensor": key} for each tensor of more than `small` elements; key -> tensor.
 
-    `with_small`: small tensors are packed with their data instead.
+    A key is prefix + path.
     """
     apart = {}
 
     def tensor(path, its):
-        if with_small and its.numel() <= SMALL:
-            return pack_data(its)
+        if its.numel() <= small:
+            return pack_data(path, its)
         key = prefix + path_of(path)
         if key in apart:
             raise NotPackable(its, path, "two of its keys read alike")  # {1: …, "1": …}
@@ -113,7 +113,7 @@ def path_of(path) -> str:
 
 
 def unpack(packed, tensor: Callable, depth=0):
-    """-> the value that was packed. `tensor(name, what)` -> the tensor for {name: what}, which stands for a tensor.
+    """-> the value that was packed. `tensor(name, what)` -> the tensor for {name: what}, unless its data is there.
 
     `depth`: number of containers around it.
 
@@ -132,17 +132,18 @@ def unpack(packed, tensor: Callable, depth=0):
     if name == "deque":
         maxlen, items = what
         return collections.deque(unpack(items, tensor, depth), maxlen)
+    if name == "data":
+        return unpack_data(*what)
     return BACK[name](unpack(what, tensor, depth)) if name in BACK else tensor(name, what)
 
 
-def pack_data(tensor) -> dict:
-    """-> a small tensor packed with its data."""
+def pack_data(_, tensor) -> dict:
+    """-> a small tensor packed with its data; for `pack`."""
     tensor = tensor.detach().cpu().contiguous()
     return {"data": [name_of(tensor.dtype), list(tensor.shape), to_text(bytes_of(tensor))]}
 
 
-def unpack_data(what) -> torch.Tensor:
-    name, shape, text = what
+def unpack_data(name, shape, text) -> torch.Tensor:
     content, dtype, shape = bytearray(from_text(text)), DTYPES[name], checked_shape(shape)
     need(len(content) == math.prod(shape) * dtype.itemsize,
          f"{len(content)} bytes for a tensor of shape {tuple(shape)} and {dtype}")

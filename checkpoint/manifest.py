@@ -14,32 +14,26 @@ import re
 import sys
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from .errors import DamagedCheckpoint, ForeignCheckpoint
-from .json_values import DTYPES, checked_shape, is_count, need, unpack, unpack_data, without_doubles
+from .json_values import DTYPES, checked_shape, is_count, need, unpack, without_doubles
 from .rank_files import CHUNK, Range, Stored, checked, damage_of, opened, tensors_in
 
 MANIFEST = "manifest.json"  # what a checkpoint is of, and the sizes and checksums of its files
 FORMAT, FORMATS_BEFORE = 3, (1, 2)
 MOST_BYTES, MOST_BYTES_A_TENSOR = 2**23, 2**15  # of a manifest: Python takes some thirty times as much to read it
 
-
-class Manifest(NamedTuple):
-    optimizer: str  # class
-    ranks: int
-    groups: list[dict]  # with the names of the parameters
-    model: list[str]  # names of its tensors, whose keys are f"model.{name}"
-    states: dict  # name of a parameter -> its state, packed
-    extra: list  # of each rank, packed
-    files: dict[str, dict]  # name -> bytes, crc32: what `write_rank_file` returned
-    tensors: dict[str, Stored]  # by key: from the headers of the files
-
-
 # Key -> what stands there: a class; a list of such; a dict of these keys, or of any (None). `object` is checked later.
-ENTRIES = {"format": int, "byteorder": str, "optimizer": str, "ranks": int, "model": [str], "extra": [object],
-           "groups": [{"params": [str], "options": object}], "states": {None: object},
-           "files": {None: {"bytes": int, "crc32": [int]}}}
+ENTRIES = {
+    "format": int, "byteorder": str, "ranks": int,
+    "optimizer": str,  # its class
+    "groups": [{"params": [str], "options": object}],  # names of the parameters; the rest of a group, packed
+    "model": [str],  # names of its tensors, whose keys are f"model.{name}"
+    "states": {None: object},  # name of a parameter -> its state, packed
+    "extra": [object],  # of each rank, packed
+    "files": {None: {"bytes": int, "crc32": [int]}},  # name -> what `write_rank_file` returned
+}
 ENTRIES_BEFORE = {**ENTRIES, "files": {None: {"bytes": int, "crc32": int}}, "tensors": {None: object}}
 
 
@@ -48,8 +42,8 @@ def most_bytes(n_tensors) -> int:
     return MOST_BYTES + n_tensors * MOST_BYTES_A_TENSOR
 
 
-def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
-    """-> the checked manifest of a checkpoint; a checksum of its text.
+def manifest_of(folder, limit=2**28) -> tuple[SimpleNamespace, int]:
+    """-> the checked manifest of a checkpoint, see ENTRIES, with its tensors by key; a checksum of its text.
 
     Raises OSError, DamagedCheckpoint or ForeignCheckpoint, in one line, if `save` can't have written it.
     """
@@ -64,7 +58,7 @@ def manifest_of(folder, limit=2**28) -> tuple[Manifest, int]:
         raw = unsealed(text)
         before = raw["format"] in FORMATS_BEFORE
         tensors = tensors_before(folder, raw) if before else tensors_in(folder, raw["files"], limit)
-        manifest = Manifest(**{**{name: raw[name] for name in Manifest._fields[:-1]}, "tensors": tensors})
+        manifest = SimpleNamespace(**{**raw, "tensors": tensors})
         check_entries(manifest)
         return manifest, zlib.crc32(text)
 
@@ -113,39 +107,32 @@ def check_entries(manifest):
     """Check the entries of the manifest, and that each tensor in the files belongs to exactly one entry."""
     need(len(manifest.extra) == manifest.ranks > 0, "as many `extra` as ranks")
     need(len(set(manifest.model)) == len(manifest.model), "a name of the model twice")
+    claimed = collections.Counter()
+
+    def claim(word, key, words=("tensor",), shape=None):
+        need(word in words, f"a tensor as {word!r:.20}")
+        stored = manifest.tensors[key]
+        need(word == "tensor" or stored.rest == shape, f"the shape of {key!r:.60}")
+        need(word == "piece" or stored.n_lead == 0, f"the dimensions of {key!r:.60}")
+        claimed[key] += 1
+
     for group in manifest.groups:
-        options = unpack(group["options"], data_only)
+        options = unpack(group["options"], lambda word, key: claim(word, key, ()))
         need(isinstance(options, dict) and all(isinstance(key, str) and key != "params" for key in options), "groups")
     names = [name for group in manifest.groups for name in group["params"]]
     need(len(set(names)) == len(names) and set(names) <= set(manifest.model), "parameters of the groups")
     need(manifest.states.keys() <= set(names), "a state of no parameter")
-    claimed = []
-
-    def claim(name, what, shape=None):
-        if name == "data":
-            return unpack_data(what)
-        need(name == "tensor" or name == "piece" and shape is not None, f"a tensor as {name!r:.20}")
-        stored = manifest.tensors[what]
-        need(name == "tensor" or stored.shape[stored.n_lead :] == shape, f"the shape of {what!r:.60}")
-        need(name == "piece" or stored.n_lead == 0, f"the dimensions of {what!r:.60}")
-        claimed.append(what)
-
     for name in manifest.model:
-        claim("piece", f"model.{name}", manifest.tensors[f"model.{name}"].shape)
+        claim("tensor", f"model.{name}")
     for name, state in manifest.states.items():
         shape = manifest.tensors[f"model.{name}"].shape
-        found = unpack(state, lambda kind, what, shape=shape: claim(kind, what, shape))
+        found = unpack(state, lambda word, key: claim(word, key, ("tensor", "piece"), shape))
         need(isinstance(found, dict) and found, f"the state of {name!r:.60}")
     for extra in manifest.extra:
         unpack(extra, claim)
-    need(len(set(claimed)) == len(claimed), "a tensor is claimed twice")
-    left = manifest.tensors.keys() - set(claimed)
+    need(set(claimed.values()) <= {1}, "a tensor is claimed twice")
+    left = manifest.tensors.keys() - claimed.keys()
     need(not left, f"nobody claims {min(left, default='')!r:.60}")
-
-
-def data_only(name, what):
-    need(name == "data", f"a tensor as {name!r:.20}")
-    return unpack_data(what)
 
 
 def tensors_before(folder, raw) -> dict[str, Stored]:

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from .boxes import box_of, cuts_of
 from .errors import UnfitModel
 from .json_values import DTYPES
-from .ranks import all_gather, rank_and_size
+from .ranks import all_gather, group_among, n_groups, rank_and_size
 
 # Hyperparameters about how this process computes, and not about the model, so they are saved but not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
-GROUPS: dict = {}  # (group of all ranks, some of the ranks) -> their group; torch never frees a group
 
 
 class Piece(NamedTuple):
     """What this rank updates of a parameter: flat elements `start` to `stop`, of a DTensor's local part."""
 
+    param: torch.Tensor
     start: int
     stop: int
     main: torch.Tensor  # what the inner optimizer has for it
@@ -32,6 +32,11 @@ class Piece(NamedTuple):
     @property
     def in_whole(self):
         return self.base + self.start, self.base + self.stop
+
+    @property
+    def has_main_param(self):
+        """Whether `main` is a parameter of its own, in fp32, and not memory of `param`."""
+        return self.main.dtype != self.param.dtype
 
 
 def all_params(optimizer) -> list[torch.Tensor]:
@@ -68,38 +73,29 @@ def ranks_of(optimizer):
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if is_meshed(param))
     if not meshes or rank_and_size(group)[0] < 0:
         return group
-    ranks, names = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, dist.distributed_c10d._world.pg_names
-    n_groups = {len(names)}
+    ranks, most_groups = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, n_groups()
     for along in dict.fromkeys(one for mesh in meshes for one in mesh.get_all_groups()):
-        for theirs, their_n in all_gather((ranks, n_groups), along):
-            ranks, n_groups = ranks | theirs, n_groups | their_n
-    if len(ranks) == dist.get_world_size():
-        return None
-    key = dist.group.WORLD, tuple(sorted(ranks))
-    if key not in GROUPS:  # The ranks outside don't call this. Then ...
-        while len(names) < max(n_groups):  # ... torch names a group by the number of groups that a rank is in
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        GROUPS[key] = dist.new_group(key[1], use_local_synchronization=True)
-    return GROUPS[key]
+        for theirs, their_n in all_gather((ranks, most_groups), along):
+            ranks, most_groups = ranks | theirs, max(most_groups, their_n)
+    return None if len(ranks) == dist.get_world_size() else group_among(sorted(ranks), most_groups)
 
 
-def pieces_in_whole(optimizer) -> dict[int, Piece]:
-    """-> `pieces_of(optimizer)`, each with its `base` in the whole parameter."""
-    params = all_params(optimizer)
-    return {index: piece._replace(base=box_of(params[index]).base) for index, piece in pieces_of(optimizer).items()}
-
-
-def pieces_of(optimizer) -> dict[int, Piece]:
-    """-> index -> Piece, without empty ones. With a plain torch optimizer, every rank has all parameters."""
+def pieces_of(optimizer, in_whole=False) -> dict[int, Piece]:
+    """-> index -> Piece, without empty ones, `in_whole`: each with its base. All are whole with a plain optimizer."""
     params = all_params(optimizer)
     if hasattr(optimizer, "pieces"):
-        pieces = optimizer.pieces()
+        pieces = [Piece(*one) for one in optimizer.pieces()]
     elif any(map(is_meshed, params)):
         raise UnfitModel("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
     else:
-        pieces = [(param, 0, param.numel(), param) for param in params]
+        pieces = map(whole_piece, params)
     index_of = {id(param): index for index, param in enumerate(params)}
-    return {index_of[id(param)]: Piece(start, stop, main) for param, start, stop, main in pieces if start < stop}
+    return {index_of[id(one.param)]: one._replace(base=box_of(one.param).base if in_whole else 0)
+            for one in pieces if one.start < one.stop}
+
+
+def whole_piece(param) -> Piece:
+    return Piece(param, 0, local(param).numel(), local(param))
 
 
 def steps_ranges(optimizer) -> bool:
@@ -131,46 +127,43 @@ def packed_groups(optimizer) -> list[dict]:
 def prepared(optimizer, states, groups):
     """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters.
 
-    -> for `install`, all on the right device, in the right dtype: [(main parameter, its value), …]; place -> state for
-    the inner optimizer's load_state_dict; main parameter -> values that load_state_dict would convert; the groups.
+    -> for `install`, all on the right device, in the right dtype: [(main parameter, its value), …]; main parameter ->
+    its state; the groups.
     """
-    inner, params = inner_of(optimizer), all_params(optimizer)
-    place_of = {id(main): place for place, main in enumerate(all_params(inner))}
-    mains, for_torch, ours = [], {}, {}
+    mains, ours = [], {}
     for index, piece in pieces_of(optimizer).items():
         state = dict(states.get(index, {}))
         main_param = state.pop("main_param", None)
-        if piece.main.dtype != params[index].dtype:
-            own = local(params[index]).reshape(-1)[piece.start : piece.stop]
+        if piece.has_main_param:
+            own = local(piece.param).reshape(-1)[piece.start : piece.stop]
             mains.append((piece.main, own if main_param is None else main_param))
-        ours[piece.main], rest = {}, {}
-        for key, value in state.items():
-            target = rest if is_for_torch(key, value) else ours[piece.main]
-            target[key] = value if key == "step" else placed(value, piece.main)
-        if rest:
-            for_torch[place_of[id(piece.main)]] = rest
+        ours[piece.main] = {key: value if key == "step" else placed(value, piece.main)
+                            for key, value in state.items()}
     taken = [hyperparameters(saved) for saved in groups]
     for group, its in zip(optimizer.param_groups, taken):
         for key in its.keys() & group.keys():
             if isinstance(its[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
                 its[key] = its[key].to(group[key].device)
-    return mains, for_torch, ours, taken
+    return mains, ours, taken
 
 
 @torch.no_grad()
 def install(optimizer, ready):
     """Replace the inner optimizer's state, and all hyperparameters."""
-    inner, (mains, for_torch, ours, groups) = inner_of(optimizer), ready
+    inner, (mains, ours, groups) = inner_of(optimizer), ready
     for main, value in mains:
         main.copy_(value)
     for group, taken in zip(optimizer.param_groups, groups):
         group.update(taken)
     if inner is not optimizer:
         optimizer.pass_on_hyperparameters()
-    inner.load_state_dict({"state": for_torch, "param_groups": inner.state_dict()["param_groups"]})
-    for main, kept in ours.items():
-        if kept:
-            inner.state[main].update(kept)
+    of_torch = {place: {key: value for key, value in ours[main].items() if is_for_torch(key, value)}
+                for place, main in enumerate(all_params(inner)) if ours.get(main)}
+    inner.load_state_dict({"state": of_torch, "param_groups": inner.state_dict()["param_groups"]})
+    for main, state in ours.items():
+        for key, value in state.items():
+            if not is_for_torch(key, value):
+                inner.state[main][key] = value
 
 
 def is_for_torch(key, value):
@@ -180,9 +173,12 @@ def is_for_torch(key, value):
 
 
 def placed(value, main):
-    """-> `value` with its tensors on the device of `main`, and floats in its dtype, as torch's load_state_dict does."""
+    """-> `value` with tensors on the device of `main`, in its strides, floats in its dtype; itself if they are so."""
     if isinstance(value, torch.Tensor):
-        return value.to(main.device, main.dtype if value.is_floating_point() else None)
+        dtype = main.dtype if value.is_floating_point() else value.dtype
+        if value.shape == main.shape and value.stride() != torch.empty_like(main, device="meta").stride():
+            return torch.empty_like(main, dtype=dtype).copy_(value)
+        return value.to(main.device, dtype)
     if isinstance(value, dict):
         return type(value)((key, placed(item, main)) for key, item in value.items())
     if isinstance(value, collections.deque):
@@ -193,10 +189,7 @@ def placed(value, main):
 
 
 def check_hyperparameters(optimizer, groups):
-    """Raise ValueError if a hyperparameter in `groups` has another kind than here, such as a text for a number.
-
-    None fits everything, because it means that nobody has chosen a value.
-    """
+    """Raise ValueError if a hyperparameter in `groups` has another kind than here, such as a text for a number."""
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
         for key, value in hyperparameters(saved).items():
             if key in group and not are_alike(group[key], value):
@@ -204,15 +197,16 @@ def check_hyperparameters(optimizer, groups):
 
 
 def are_alike(ours, theirs):
-    kinds = (numbers.Number, torch.Tensor), str, (list, tuple), dict
-    ours_is, theirs_is = ([isinstance(value, kind) for kind in kinds] for value in (ours, theirs))
-    if ours is None or theirs is None or not any(ours_is):
+    """None is like everything, because it means that nobody has chosen a value."""
+    if ours is None or theirs is None:
         return True
-    if ours_is[2] and theirs_is[2]:
-        return len(ours) == len(theirs) and all(map(are_alike, ours, theirs))
+    if isinstance(ours, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and len(ours) == len(theirs) and all(map(are_alike, ours, theirs))
     if isinstance(ours, bool) or isinstance(theirs, bool):  # a fused kernel knows the difference
         return type(ours) is type(theirs)
-    return ours_is == theirs_is and (not ours_is[0] or is_number(theirs) or not is_number(ours))
+    if isinstance(ours, (numbers.Number, torch.Tensor)):
+        return is_number(theirs) or isinstance(theirs, (numbers.Number, torch.Tensor)) and not is_number(ours)
+    return not isinstance(ours, (str, dict)) or isinstance(theirs, str if isinstance(ours, str) else dict)
 
 
 def is_number(value):
@@ -221,11 +215,6 @@ def is_number(value):
         return (not isinstance(value, torch.Tensor) or value.numel() == 1) and math.isfinite(value)
     except (OverflowError, TypeError):  # of too many digits, or complex
         return False
-
-
-def refuse_outsider(optimizer):
-    if getattr(optimizer, "rank", 0) < 0:
-        raise RuntimeError("this rank is in no process group since reshard(): it has no part in the state")
 
 
 # ---------------------------------------------- a model: its tensors, by the names that they have without wrappers
@@ -245,14 +234,6 @@ def state_of(model) -> dict:
         if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
             raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
     return state
-
-
-def untied(model) -> dict:
-    """-> state_of(model) with each tensor once, under the first of its names."""
-    names = {}
-    for name, tensor in state_of(model).items():
-        names.setdefault(id(tensor), (name, tensor))
-    return dict(names.values())
 
 
 def names_of(model, optimizer) -> list[str]:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from .boxes import boxes
+from .boxes import Box, boxes
 from .errors import CheckpointError, DamagedCheckpoint
-from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, is_count, need, without_doubles
+from .json_values import DTYPE_OF_CODE, bytes_of, checked_shape, is_count, need, unpack, without_doubles
 
 ALIGNMENT = 64  # bytes; aligns the first tensor for programs that map the file
 CHUNK = 2**18  # bytes written or read at once, few enough to stay in the processor's cache for the checksum
@@ -59,16 +59,16 @@ class Stored(NamedTuple):
     def lead(self):
         return self.shape[: self.n_lead]
 
+    @property
+    def rest(self):
+        return self.shape[self.n_lead :]
+
     def nbytes(self, one):
         return math.prod(self.lead) * (one.stop - one.start) * self.dtype.itemsize
 
 
 def whole(tensor) -> Part:
     return Part(tensor.reshape(-1), tuple(tensor.shape), 0)
-
-
-def name_of(rank) -> str:
-    return f"rank-{rank:05}.safetensors"
 
 
 def write_rank_file(path, parts) -> dict:
@@ -142,9 +142,8 @@ def parsed_header(text, name, written) -> dict[str, Stored]:
         n_lead, here = (len(shape) - 1, shape[-1]) if place else (0, math.prod(shape))
         start, end = end, end + math.prod(shape) * dtype.itemsize
         need(what["data_offsets"] == [start, end], f"{key!r:.60} doesn't lie behind the one before")
-        of = checked_shape(place["shape"]) if place else shape
+        of, first = checked_shape(place.get("shape", list(shape))), place.get("start", 0)
         need(of[:n_lead] == shape[:n_lead], f"dimensions of {key!r:.60}")
-        first = place.get("start", 0)
         ranges = [Range(first, first + here, name, begin + start, crc)] if here else []
         found[key] = Stored(dtype, of, n_lead, place.get("cuts", [[size] for size in of[n_lead:]]), ranges)
     need(begin + end == written["bytes"], "it has bytes of no tensor")
@@ -153,16 +152,15 @@ def parsed_header(text, name, written) -> dict[str, Stored]:
 
 def checked(key, stored) -> Stored:
     """-> `stored`. Raises ValueError: ranges have a gap or overlap, or cuts don't add up to the shape."""
-    end = 0
+    end, cuts = 0, stored.cuts
     for start, stop, *_ in stored.ranges:
         need(is_count(start) and start == end < stop, f"ranges of {key!r:.60}")
         end = stop
-    shape, cuts = stored.shape[stored.n_lead :], stored.cuts
-    need(end == math.prod(shape) or not math.prod(stored.shape), f"ranges of {key!r:.60} are not all of it")
+    need(end == math.prod(stored.rest) or not math.prod(stored.shape), f"ranges of {key!r:.60} are not all of it")
     need(type(cuts) is list and all(type(sizes) is list for sizes in cuts), f"cuts of {key!r:.60}")
     for sizes in cuts:
         need(all(map(is_count, sizes)) and (all(sizes) or len(sizes) == 1), f"cuts of {key!r:.60}")
-    need([sum(sizes) for sizes in cuts] == list(shape), f"the cuts of {key!r:.60} are not all of it")
+    need([*map(sum, cuts)] == [*stored.rest], f"the cuts of {key!r:.60} are not all of it")
     need(math.prod(map(len, cuts)) <= max(1, len(stored.ranges)), f"{key!r:.60} is cut into too many boxes")
     return stored
 
@@ -185,24 +183,23 @@ def opened(folder, name, n_bytes=None):
 
     It never blocks, as a FIFO would, and follows no link, even if the file is replaced after the check.
     """
-    path, flags = Path(folder) / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    path, flags, now = Path(folder) / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, "missing"
     if path.is_symlink():
         raise DamagedCheckpoint(f"{name} is damaged: it is a link")
-    if path.exists() and not path.is_file():
-        raise DamagedCheckpoint(f"{name} is damaged: it is no regular file")
     if path.exists():
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{name} is damaged: it is no regular file")
         with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
-            now = f"{os.fstat(file.fileno()).st_size} bytes"
-            if n_bytes is None or now == f"{n_bytes} bytes":
+            size = os.fstat(file.fileno()).st_size
+            if n_bytes in (None, size):
                 yield file
                 return
-    else:
-        now = "missing"
+            now = f"{size} bytes"
     raise DamagedCheckpoint(f"{name} is damaged: {n_bytes} bytes were written, now it is {now}")
 
 
 class Reader:
-    """Reads tensors of a checkpoint to the CPU: `box` and `part` return uninitialized memory; `run` fills it all.
+    """Reads tensors of a checkpoint to the CPU: its methods return uninitialized memory, and `run` fills it all.
 
     A range that is read completely is compared with its checksum. `rank` of `world_size` also checks the rest of its
     share of the files, so at least one rank checks each byte.
@@ -213,6 +210,14 @@ class Reader:
         self.share = sorted(manifest.files)[rank::world_size]
         self.jobs = []  # (range, bytes of it, memory for them, or None)
         self.copies = []  # (memory, what is copied there when it has been read)
+
+    def unpack(self, packed):
+        """-> a value of the manifest, with whole tensors."""
+        return unpack(packed, lambda _, key: self.whole(key))
+
+    def whole(self, key) -> torch.Tensor:
+        stored = self.tensors[key]
+        return self.box(stored, Box((0,) * len(stored.rest), tuple(stored.rest)))
 
     def box(self, stored, box) -> torch.Tensor:
         """-> a part of a tensor: (*lead, *sizes of the box)."""
@@ -273,8 +278,8 @@ class Reader:
                 chunk = content[: wanted - place][:CHUNK] if room is None else content[place : place + CHUNK]
                 if os.preadv(file.fileno(), [chunk], one.offset + place) != len(chunk):
                     raise DamagedCheckpoint(f"{one.file} is damaged: it ends too early")
-                crc = zlib.crc32(chunk, crc) if wanted == n_bytes else None
-        if None not in (crc, one.crc32) and crc != one.crc32:
+                crc = zlib.crc32(chunk, crc) if wanted == n_bytes else None  # of a part there is none to compare
+        if wanted == n_bytes and one.crc32 not in (None, crc):
             raise DamagedCheckpoint(f"{one.file} is damaged: a tensor with checksum {one.crc32:08x} was written, now "
                                     f"it has {crc:08x}")
         if room is not None and room.dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool

@@ -14,11 +14,19 @@ BEAT_S = 1.0
 LONGEST = 500  # letters of a line
 SILENT_S = 30  # a working rank that is silent for this long is considered dead
 MEETINGS = weakref.WeakKeyDictionary()  # process group -> how often its ranks have waited for each other
+GROUPS = weakref.WeakKeyDictionary()  # the group of all ranks -> see `group_among`
 
 
 def rank_and_size(group) -> tuple[int, int]:
     """Without a process group a program is rank 0 of 1."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def rank_in(group) -> tuple[int, int]:
+    rank, world_size = rank_and_size(group)
+    if rank < 0:
+        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
+    return rank, world_size
 
 
 def all_gather(what, group) -> list:
@@ -30,11 +38,22 @@ def all_gather(what, group) -> list:
     return everyone
 
 
-def rank_in(group):
-    rank, world_size = rank_and_size(group)
-    if rank < 0:
-        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
-    return rank, world_size
+def n_groups() -> int:
+    """-> the number of process groups that this rank is in."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def group_among(ranks, most_groups, **options):
+    """-> a process group of some `ranks`, of which none is in more than `most_groups`. The others don't call this.
+
+    The same ranks get the same one again, because torch never frees a group.
+    """
+    groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (*ranks, *options.values())
+    if key not in groups:
+        while n_groups() < most_groups:  # torch names a group by the number of groups that a rank is in
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        groups[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return groups[key]
 
 
 @contextlib.contextmanager
@@ -72,10 +91,6 @@ def at_own_pace(what, group):
         is_done.set()
         thread.join()
         say("waits")
-    wait_for_others(store, number, what, group)
-
-
-def wait_for_others(store, number, what, group):
     timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
     late = {str(rank): ("", time.monotonic()) for rank in range(dist.get_world_size(group))}
     pause = 0.001

@@ -5,7 +5,6 @@ its last dimensions are those of the rank's piece; what is before them, as in a 
 is common: the same on all ranks that step a part of the parameter. What is neither is refused on all of them.
 """
 
-import functools
 import math
 import zlib
 from typing import NamedTuple
@@ -14,10 +13,11 @@ import torch
 
 from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves, schema_of
 
-from .json_values import SMALL, NotPackable, bytes_of, pack, pack_apart, pack_data, path_of
+from .json_values import SMALL, NotPackable, bytes_of, pack_apart, pack_data, path_of
 from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
 from .ranks import all_gather, errors_on_all
 
+STATE = "optimizer.state."
 TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
 MOST_TRIED = 1000
 RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
@@ -27,8 +27,8 @@ class OfAll(Schema):
     """Of one state for all parameters: its vectors have as many elements as all of them, which is the `shape`."""
 
 
-class Tensor(NamedTuple):
-    """What one rank tells the others of a tensor in its state."""
+class Told(NamedTuple):
+    """What one rank tells the others of a tensor."""
 
     shape: tuple
     dtype: torch.dtype
@@ -36,17 +36,8 @@ class Tensor(NamedTuple):
     content: object  # the data of a small one, packed; a checksum of a larger one that isn't cut
 
 
-class Part(NamedTuple):
-    """What one rank tells the others of the state of its piece of a parameter."""
-
-    start: int
-    stop: int
-    tree: object  # packed, with {"tensor": path} for each tensor
-    tensors: dict[str, Tensor]
-
-
 class Kept(NamedTuple):
-    """A tensor of a state, as (*lead, elements). One that isn't cut is a single element with its shape as `lead`."""
+    """A tensor of all ranks, as (*lead, elements). One that isn't cut is a single element with its shape as `lead`."""
 
     lead: tuple
     dtype: torch.dtype
@@ -64,10 +55,15 @@ class Kept(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The state of a parameter, agreed on by all ranks."""
+    """A state, or a tensor of the model, agreed on by all ranks."""
 
-    tree: object  # packed, with {"tensor": path} for each tensor, or {"data": …} for a small one that isn't cut
-    tensors: dict[str, Kept]  # by path
+    tree: object  # packed, as it stands in the manifest: {"piece": key} for what is cut, {"tensor": key} for what isn't
+    tensors: dict[str, Kept]  # by key
+
+
+def state_key(name):
+    """What the keys of tensors in the state of a parameter begin with."""
+    return f"{STATE}{name}."
 
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
@@ -76,14 +72,14 @@ def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     Without `all_main_params`, that of a parameter that was never stepped is left out: torch would take it for a whole
     state. The model has its value, except what rounding lost if it was loaded in fp32.
     """
-    inner, params, states = inner_of(optimizer), all_params(optimizer), {}
-    has_main = {i for i, piece in pieces.items() if piece.main.dtype != params[i].dtype}
-    schemas = schemas_of(optimizer) if has_main else None
-    for index, (_, _, main, _) in pieces.items():
-        states[index] = dict(inner.state.get(main, {}))
-        keeps_nothing = index in has_main and schemas[index] and not schemas[index].entries  # as SGD without momentum
-        if index in has_main and (all_main_params or states[index] or keeps_nothing):
-            states[index]["main_param"] = main
+    inner, states = inner_of(optimizer), {}
+    schemas = schemas_of(optimizer) if any(piece.has_main_param for piece in pieces.values()) else None
+    for index, piece in pieces.items():
+        states[index] = dict(inner.state.get(piece.main, {}))
+        if piece.has_main_param:
+            keeps_nothing = schemas[index] and not schemas[index].entries  # as SGD without momentum
+            if all_main_params or states[index] or keeps_nothing:
+                states[index]["main_param"] = piece.main
     return states
 
 
@@ -96,105 +92,111 @@ def refuse_unclaimed(optimizer):
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
             raise ValueError(f"optimizer.state has an entry for {what}, which is no parameter that is stepped here: it "
                              "would be lost, remove it or keep it elsewhere")
-    added = inner.state_dict().keys() - {"state", "param_groups"}
-    if added:
+    if added := inner.state_dict().keys() - {"state", "param_groups"}:
         raise ValueError(f"{type(inner).__name__}.state_dict() has {', '.join(map(str, added))}, which is of no "
                          "parameter and would be lost: keep it elsewhere")
 
 
-def describe(state, piece, name) -> tuple[Part, dict[str, torch.Tensor]]:
-    """-> what the other ranks are told of a state, and its tensors by path. Raises ValueError: it can't be kept."""
-    try:
-        tree, tensors = pack_apart(state)
-    except NotPackable as refusal:
-        raise ValueError(f"the state of {name} has {refusal.path}, which can't be kept: {refusal}") from None
-    tensors = {path: local(tensor) for path, tensor in tensors.items()}
-    told = {path: tell(tensor, piece.main.shape) for path, tensor in tensors.items()}
-    return Part(*piece.in_whole, tree, told), tensors
+def agree(optimizer, things, names, what, group):
+    """-> first part of keys -> Layout, the same on all ranks; key -> this rank's tensor. Collective.
 
-
-def tell(value, shape) -> Tensor:
-    lead, content = lead_of(value.shape, shape), None
-    if value.numel() <= SMALL:
-        content = pack_data(value)
-    elif lead is None:
-        content = zlib.crc32(bytes_of(value.cpu().contiguous()))
-    return Tensor(tuple(value.shape), value.dtype, lead, content)
-
-
-def agree_on_states(optimizer, states, pieces, names, what, group):
-    """-> index -> Layout, the same on all ranks; and index -> path -> this rank's tensor. Collective.
-
-    Raises CheckpointError on every rank if a state can't be kept, RuntimeError if groups have different values.
+    `things`: first part of keys -> a state, see `state_key`, or a tensor; the piece that it is of. `names` of the
+    parameters. Raises CheckpointError on every rank if a state can't be kept, RuntimeError if groups have different
+    values.
     """
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
-    mine, tensors, layouts = {}, {}, {}
+    told, tensors = {}, {}
     with errors_on_all(what, group):
         refuse_unclaimed(optimizer)
-        for index, state in states.items():
-            mine[index], tensors[index] = describe(state, pieces[index], names[index])
-    everyone, schemas = all_gather(mine, group), functools.cache(lambda: schemas_of(optimizer))
+        for key, (value, piece) in things.items():
+            told[key], its = describe(value, piece, key)
+            tensors.update(its)
+        schemas = schemas_of(optimizer) if steps_ranges(optimizer) else []  # whole ones are of the whole's shape
+        fixed = {state_key(name): fixed_paths(schema) for name, schema in zip(names, schemas)}
+    everyone, layouts = all_gather(told, group), {}
     with errors_on_all(what, group):
-        for index, name in enumerate(names):
+        for key in dict.fromkeys(key for theirs in everyone for key in theirs):
             parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
             for rank, theirs in enumerate(everyone):
-                if index in theirs:
-                    parts.setdefault(theirs[index][:2], (rank, theirs[index]))
-            if any(part.tree != pack({}, None) for _, part in parts.values()):
-                schema = schemas()[index] if steps_ranges(optimizer) else None  # whole ones are of the whole's shape
-                layouts[index] = layout_of(list(parts.values()), fixed_paths(schema), name)
+                if key in theirs:
+                    parts.setdefault(theirs[key][:2], (rank, *theirs[key]))
+            if any(tree != {"dict": []} for *_, tree, _ in parts.values()):
+                layouts[key] = layout_of(list(parts.values()), fixed.get(key, ()), key)
     return layouts, tensors
 
 
-def layout_of(parts, fixed, name) -> Layout:
-    """`fixed`: paths of what is common, whatever its shape says. Raises ValueError: the parts don't fit each other."""
-    owners, small, kept = owners_of([(rank, part.start, part.stop) for rank, part in parts]), {}, {}
-    for path in dict.fromkeys(path for _, part in parts for path in part.tensors):
-        have = [(rank, part.tensors[path]) for rank, part in parts if path in part.tensors]
+def describe(value, piece, key) -> tuple[tuple, dict[str, torch.Tensor]]:
+    """-> (start, stop, packed, key -> Told) for the other ranks; key -> tensor. Raises ValueError: it can't be kept."""
+    try:
+        tree, tensors = pack_apart(value, key)
+    except NotPackable as refusal:
+        raise ValueError(f"{said(key)} has {refusal.path}, which can't be kept: {refusal}") from None
+    told, tensors = {}, {its: local(tensor) for its, tensor in tensors.items()}
+    for its, tensor in tensors.items():
+        lead, content = lead_of(tensor.shape, piece.main.shape), None
+        if tensor.numel() <= SMALL:
+            content = pack_data(None, tensor)
+        elif lead is None:
+            content = zlib.crc32(bytes_of(tensor.cpu().contiguous()))
+        told[its] = Told(tuple(tensor.shape), tensor.dtype, lead, content)
+    return (*piece.in_whole, tree, told), tensors
+
+
+def said(key):
+    return f"the state of {key[len(STATE) : -1]}"
+
+
+def layout_of(parts, fixed, prefix) -> Layout:
+    """-> what `parts`, [(rank, start, stop, packed, key -> Told), …], are together.
+
+    `fixed`: paths of what is common, whatever its shape says. Raises ValueError: the parts don't fit each other.
+    """
+    ranges, stands_for, kept = [part[:3] for part in parts], {}, {}
+    for key in dict.fromkeys(key for *_, told in parts for key in told):
+        have, path = [(rank, told[key]) for rank, *_, told in parts if key in told], key[len(prefix) :]
         (first_rank, first), *others = have
         if first.lead is not None and all(its.lead == first.lead for _, its in others) and path not in fixed:
             if len(have) < len(parts):
-                raise ValueError(f"the state of {name} has {path} for some of its elements only: some ranks have "
-                                 "stepped it and others not, or cleared it")
-            kept[path] = Kept(first.lead, first.dtype, True, owners)
+                raise ValueError(f"{said(prefix)} has {path} for some of its elements only: some ranks have stepped it "
+                                 "and others not, or cleared it")
+            stands_for[key] = {"piece": key}
+            kept[key] = Kept(first.lead, first.dtype, True, owners_of(ranges) or ranges[:1])
             continue
         for rank, its in others:
             if its[:2] != first[:2] or its.content != first.content and math.prod(first.shape) > 1:
-                raise ValueError(f"{path} in the state of {name} is another on rank {rank} than on rank {first_rank}, "
-                                 "and no tensor of the parameter's shape: it can't be put together")
+                raise ValueError(f"{path} in {said(prefix)} is another on rank {rank} than on rank {first_rank}, and "
+                                 "no tensor of the parameter's shape: it can't be put together")
         if isinstance(first.content, dict):
-            small[path] = first.content
+            stands_for[key] = first.content
         else:
-            kept[path] = Kept(first.shape, first.dtype, False, [(first_rank, 0, 1)])
-    tree = next((part.tree for _, part in parts if part.tensors), parts[0][1].tree)
-    return Layout(with_data(tree, small), kept)
+            kept[key] = Kept(first.shape, first.dtype, False, [(first_rank, 0, 1)])
+    tree = next((tree for *_, tree, told in parts if told), parts[0][3])
+    return Layout(replaced(tree, stands_for), kept)
 
 
-def owners_of(parts) -> list[tuple[int, int, int]]:
-    """-> `parts`, [(rank, start, stop), …], in order and without the overlaps that tensor-parallel ranks have."""
+def owners_of(ranges) -> list[tuple[int, int, int]]:
+    """-> `ranges`, [(rank, start, stop), …], in order and without the overlaps that tensor-parallel ranks have."""
     found, end = [], 0
-    for start, stop, rank in sorted((start, stop, rank) for rank, start, stop in parts):
+    for start, stop, rank in sorted((start, stop, rank) for rank, start, stop in ranges):
         if stop > end:
             found.append((rank, max(start, end), stop))
             end = stop
     return found
 
 
-def with_data(tree, small):
-    """The packed tree with the data of small tensors in it."""
+def replaced(tree, stands_for):
+    """-> the packed tree with what `stands_for` a tensor, by key."""
     if isinstance(tree, list):
-        return [with_data(item, small) for item in tree]
+        return [replaced(item, stands_for) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if tree.keys() == {"tensor"}:
-        return small.get(tree["tensor"], tree)
-    return {name: with_data(what, small) for name, what in tree.items()}
+        return stands_for.get(tree["tensor"], tree)
+    return {name: replaced(what, stands_for) for name, what in tree.items()}
 
 
-def kind_of(dtype):
-    """Floats stand for each other; of others each is a kind of its own."""
-    return "float" if dtype.is_floating_point else dtype
+# ------------------------------------------------------------------------------------------------------------- schemas
 
 
 def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
@@ -206,8 +208,9 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
     for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
         make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
-        if isinstance(owner, torch.optim.LBFGS):
-            schemas += schemas_of_lbfgs(group["params"])
+        if isinstance(owner, torch.optim.LBFGS):  # it can't be tried with one parameter: the first one's is of all
+            of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in group["params"]),))
+            schemas += [of_all, *(Schema({}, False, tuple(param.shape)) for param in group["params"][1:])]
             continue
         options = hyperparameters(group), hyperparameters(saved)
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
@@ -224,38 +227,25 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     return schemas
 
 
-def schemas_of_lbfgs(params) -> list[Schema]:
-    """It can't be tried with one parameter: the first one's state is of all, and the others have none.
-
-    Its vectors are there from the first step on, unless that has found nothing to do.
-    """
-    of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in params),))
-    return [of_all, *(Schema({}, False, tuple(param.shape)) for param in params[1:])]
-
-
 def with_sign_of_lr(options):
     """A schedule's next value makes no other state; one that is negative, say, is refused."""
     return {key: value > 0 if key in ("lr", "initial_lr") and type(value) is float else value
             for key, value in options.items()}
 
 
-def check_states(optimizer, names, states, saved_groups):
-    """Raise ValueError unless `states`, name -> described state, are what this optimizer keeps. -> its schemas."""
-    schemas = schemas_of(optimizer, saved_groups)
-    for name, param, schema in zip(names, all_params(optimizer), schemas):
-        state = states.get(name, {})
+def check_states(schemas, names, states, shapes):
+    """Raise ValueError unless described states fit their schemas, and the `shapes` of parameters, or of pieces of them.
+
+    `states` and `shapes` are by index; a parameter without shape is not looked at.
+    """
+    for index, shape in shapes.items():
+        name, schema, state = names[index], schemas[index], states.get(index, {})
         if isinstance(state, dict) and "main_param" in state:
             main_param, state = state["main_param"], {key: state[key] for key in state if key != "main_param"}
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE
-            if not is_tensor or main_param.shape != param.shape:
-                raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {param.shape}")
-        check_kept(schema, state, param.shape, name)
-    return schemas
-
-
-def check_kept(schema, state, shape, name):
-    """Raise ValueError unless a described state is what a schema says of a parameter of this shape."""
-    check_state(schema, state, schema.shape if isinstance(schema, OfAll) else shape, name)
+            if not is_tensor or main_param.shape != tuple(shape):
+                raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {shape}")
+        check_state(schema, state, schema.shape if isinstance(schema, OfAll) else shape, name)
 
 
 def fixed_paths(schema) -> set[str]:

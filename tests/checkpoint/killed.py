@@ -28,7 +28,7 @@ def die():
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from checkpoint import ranks, writing
+from checkpoint import files, ranks
 
 
 def dies_at_call(last):
@@ -44,8 +44,8 @@ def in_step(last):
 
 
 def while_saving():
-    write, hook = writing.write_rank_file, dies_at_call(2)
-    writing.write_rank_file = lambda *args: (write(*args), hook())[0]  # some of it is written
+    write, hook = files.write_rank_file, dies_at_call(2)
+    files.write_rank_file = lambda *args: (write(*args), hook())[0]  # some of it is written
 
 
 # A nano model calls 21 modules in forward; it is evaluated on 11 batches before the first step.

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import checkpoint
 from checkpoint import convert as converts
 from checkpoint import full_state_dict, load_full_state_dict, reshard
-from checkpoint.json_values import bytes_of
 from checkpoint.manifest import manifest_of, sealed
 from harness.memory import Memory
 from tests.checkpoint import (
@@ -593,8 +592,8 @@ def test_whole_parameters_stay_where_they_are(rank, stage):
         reshard(a_run(rank, stage)[1], None)
 
 
-# ---------------------------------------------------------------------------------------------- the format before this
-# Stage 3 saved these on 2 ranks, when it was in use.
+# --------------------------------------------------------------------------------------------- the formats before this
+# Stage 3 saved these on 2 ranks, when format 1 was in use. Format 2 had a checksum in its manifest.
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 
@@ -603,13 +602,13 @@ def pattern(shape, scale):
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) * scale
 
 
-@on_ranks(2, 3, stage=STAGES[1:], name=["adamw", "stack", "with code"])
-def test_the_format_before_this_one_is_loaded(rank, stage, name, tmp_path):
-    """And code in its `.metadata`, which torch's tools needed, does not run: it is never read."""
+@on_ranks(2, 3, stage=STAGES[1:], name=["adamw", "stack", "with code", "format 2"])
+def test_the_formats_before_this_one_are_loaded(rank, stage, name, tmp_path):
+    """And code in the `.metadata`, which torch's tools needed, does not run: it is never read."""
     cls, path = Stack if name == "stack" else torch.optim.AdamW, FORMAT_1 / name
-    if name == "with code":
-        path = tmp_path / stage
-        on_rank_0(rank, with_code, path)
+    if name in ("with code", "format 2"):
+        path = tmp_path / f"{stage}{name}"
+        on_rank_0(rank, with_code if name == "with code" else as_format_2, path)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(rank.device, B)
     optimizer = wrapped(stage, model.parameters(), cls)
     extra = checkpoint.load(path, model, optimizer)
@@ -634,40 +633,21 @@ def with_code(path):
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_damage_of_the_format_before_is_found(tmp_path):
-    path = shutil.copytree(FORMAT_1 / "adamw", tmp_path / "one")
-    flip_a_bit(path / "__1_0.distcp")
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="__1_0.distcp is damaged"):
-        converts.converted(path)
+def as_format_2(path, seal=sealed):
+    shutil.copytree(FORMAT_1 / "adamw", path)
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    (path / "manifest.json").write_bytes(seal({**manifest, "format": 2}))
+
+
+def test_damage_of_the_formats_before_is_found(tmp_path):
+    as_format_2(tmp_path / "bare", lambda manifest: json.dumps(manifest).encode())
     with pytest.raises(checkpoint.DamagedCheckpoint, match="it has no checksum of itself"):
-        converts.converted(path)
-
-
-def test_the_format_of_raw_files_is_loaded_and_its_damage_found(tmp_path):
-    """What format 2 wrote: bytes in a raw file, and where they are in the manifest, with its checksum."""
-    model, optimizer = alone(torch.nn.Linear(3, 2, bias=False))
-    checkpoint.save(tmp_path / "one", model, optimizer)
-    its, raw, tensors, content = optimizer.state[model[0].weight], tmp_path / "one" / "rank-00000.bin", {}, b""
-    for key, value in (("model.0.weight", model[0].weight), *((f"optimizer.state.0.weight.{name}", its[name])
-                                                              for name in ("exp_avg", "exp_avg_sq"))):
-        tensors[key] = {"dtype": "float32", "shape": [2, 3], "n_lead": 0, "ranges": [[0, 6, raw.name, len(content)]]}
-        content += bytes_of(value.detach())
-    raw.write_bytes(content)
-    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
-    del manifest["crc32"]
-    (tmp_path / "one" / "rank-00000.safetensors").unlink()
-    files = {raw.name: {"bytes": len(content), "crc32": zlib.crc32(content)}}
-    text = sealed({**manifest, "format": 2, "files": files, "tensors": tensors})
-    (tmp_path / "one" / "manifest.json").write_bytes(text)
-    again = alone(torch.nn.Linear(3, 2, bias=False))
-    again[0][0].weight.data.zero_()
-    checkpoint.load(tmp_path / "one", *again)
-    assert equal(weights(again[0]), weights(model)) and equal(full(again[1]), full(optimizer))
-    flip_a_bit(raw)
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="rank-00000.bin is damaged: its checksum was"):
-        converts.converted(tmp_path / "one")
+        converts.converted(tmp_path / "bare")
+    as_format_2(tmp_path / "two")
+    for path in (tmp_path / "two", shutil.copytree(FORMAT_1 / "adamw", tmp_path / "one")):
+        flip_a_bit(path / "__1_0.distcp")
+        with pytest.raises(checkpoint.DamagedCheckpoint, match="__1_0.distcp is damaged: its checksum was"):
+            converts.converted(path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="pip install '.[frameworks]'")

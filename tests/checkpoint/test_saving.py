@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import re
@@ -22,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+from checkpoint import files, full_state, load_full_state_dict, manifest, rank_files, ranks, reshard, states
 from checkpoint import folder as folders
-from checkpoint import full_state, load_full_state_dict, manifest, rank_files, ranks, reading, reshard, states, writing
 from checkpoint.folder import LOCK
 from checkpoint.ranks import LONGEST, at_own_pace, first_line
 from harness.meeting import Rank
@@ -124,19 +125,19 @@ def test_what_nobody_here_has_left_is_not_removed_and_a_lock_that_was_is_taken_a
     assert (tmp_path / LOCK).exists()
 
 
-@pytest.mark.parametrize("name, number", [("opened_lock", errno.EACCES), ("lock_byte", errno.ENOLCK)])
-def test_without_locks_it_saves_all_the_same_and_two_runs_at_once_never_mix(name, number, tmp_path, monkeypatch):
+@pytest.mark.parametrize("module, name, number", [(folders, "opened", errno.EACCES), (fcntl, "fcntl", errno.ENOLCK)])
+def test_without_locks_two_runs_at_once_save_all_the_same_and_never_mix(module, name, number, tmp_path, monkeypatch):
     """The second saves the same step as a whole while the first is in the middle of it."""
     def second_in_between(*args):
-        monkeypatch.setattr(writing, "write_rank_file", write)
+        monkeypatch.setattr(files, "write_rank_file", write)
         answer = write(*args)
         checkpoint.save(tmp_path / "step-1", *alone(), 2)
         return answer
 
-    monkeypatch.setattr(folders, name, raising(OSError(number, os.strerror(number))))
+    monkeypatch.setattr(module, name, raising(OSError(number, os.strerror(number))))
     (tmp_path / "step-3.0-0123456789ab-0.partial").mkdir()
-    write = writing.write_rank_file
-    monkeypatch.setattr(writing, "write_rank_file", second_in_between)
+    write = files.write_rank_file
+    monkeypatch.setattr(files, "write_rank_file", second_in_between)
     assert error_of(lambda: checkpoint.save(tmp_path / "step-1", *alone(), 1)).endswith("it exists already")
     assert checkpoint.load(tmp_path / "step-1", *alone()) == 2
     assert left_in(tmp_path) - {LOCK} == {"step-1", "step-3.0-0123456789ab-0.partial"}
@@ -159,9 +160,9 @@ def test_what_lies_in_the_place_of_the_lock_is_not_waited_for_and_not_followed(w
 @contextlib.contextmanager
 def held_back():
     """Writing begins when the event that is yielded is set; and a patch that ends then."""
-    let_go, write = threading.Event(), writing.write_rank_file
+    let_go, write = threading.Event(), files.write_rank_file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "write_rank_file", lambda *args: (let_go.wait(30), write(*args))[1])
+        patch.setattr(files, "write_rank_file", lambda *args: (let_go.wait(30), write(*args))[1])
         yield let_go, patch
 
 
@@ -182,7 +183,7 @@ def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
             extra["step"], _ = 2, extra["average"].fill_(7)
             optimizer.param_groups[0]["lr"].fill_(9)
             train(rank, model, optimizer, (2, 3))
-            patch.setattr(writing, "wait", lambda savings: (let_go.set(), wait(savings)))  # for the one before
+            patch.setattr(files, "wait", lambda savings: (let_go.set(), wait(savings)))  # for the one before
             line = error_of(lambda: checkpoint.save(folder / "one", model, optimizer))
         assert line.endswith("exists already") and saving.result(30) is None
     finally:
@@ -199,7 +200,7 @@ def test_a_failed_asynchronous_save_is_told_by_the_next(rank, stage, tmp_path):
     folder = tmp_path / stage
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
-            patch.setattr(writing, "write_rank_file", raising(OSError(28, "No space left on device")))
+            patch.setattr(files, "write_rank_file", raising(OSError(28, "No space left on device")))
         for name in ("one", "two"):
             saving = checkpoint.save(folder / name, model, optimizer, asynchronous=True)
             wait([saving])
@@ -262,7 +263,7 @@ def test_new_process_groups_and_optimizers_leave_nothing_behind(rank, stage, tmp
         assert kept() is None  # nor what it may have of the tensors, if it has failed
     assert len(set(n_groups)) == 1 and all(last <= first for first, last in zip(found[1], found[4])), found
     checkpoint.save(tmp_path / f"{stage}last", model, optimizer, asynchronous=True).result()
-    _, group = writing.writer_of(optimizer, None)  # the one that has written it
+    _, group = files.writer_of(optimizer, None)  # the one that has written it
     ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
     assert ours == writers != dist.distributed_c10d.default_pg_timeout
 
@@ -278,9 +279,8 @@ def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(rank, stage, t
         checkpoint.save(path, model, optimizer, asynchronous=True).result(30)
 
     save(None)
-    told = in_group(rank, [0, 1, 2], lambda group: error_of(lambda: save(group)))
-    assert (tmp_path / f"{stage}all").exists() and not (tmp_path / f"{stage}some").exists()
-    assert told is None or "process groups: save without asynchronous" in told
+    in_group(rank, [0, 1, 2], save)
+    assert (tmp_path / f"{stage}all").exists() and (tmp_path / f"{stage}some").exists()
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -301,7 +301,7 @@ def test_a_checkpoint_whose_group_is_gone_is_none(tmp_path):
     """As the thread of an asynchronous save finds it: here there is no group, and there were two ranks."""
     (tmp_path / "one.partial").mkdir()
     parts = {"a": rank_files.whole(torch.ones(2))}
-    line = error_of(lambda: writing.write(tmp_path / "one", tmp_path / "one.partial", parts, {"ranks": 2}, None))
+    line = error_of(lambda: files.write(tmp_path / "one", tmp_path / "one.partial", parts, {"ranks": 2}, None))
     assert "the process group was destroyed meanwhile" in line and not (tmp_path / "one").exists()
 
 
@@ -326,10 +326,10 @@ def slow(rank, folder):
         return lambda *args, **kwargs: (time.sleep(2.2), function(*args, **kwargs))[1]
 
     model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=2)))
-    of_rank_1 = ((writing, "collect"), (states, "refuse_unclaimed"), (writing, "write_rank_file"),
-                 (rank_files.Reader, "run"), (reading, "install"))
+    of_rank_1 = ((files, "collect"), (states, "refuse_unclaimed"), (files, "write_rank_file"),
+                 (rank_files.Reader, "run"), (files, "install"))
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in of_rank_1 if rank.rank else [(writing, "finish")]:
+        for module, name in of_rank_1 if rank.rank else [(files, "finish")]:
             patch.setattr(module, name, late(getattr(module, name)))
         checkpoint.save(folder / "one", model, optimizer)
         checkpoint.load(folder / "one", model, optimizer)
@@ -353,7 +353,7 @@ def missing(rank, folder, where):
         if where == "not there":
             stop()
         else:
-            patch.setattr(writing, where, stop)
+            patch.setattr(files, where, stop)
             with pytest.raises(RuntimeError):  # rank 0 has gone on
                 checkpoint.save(folder / "one", model, optimizer)
         dist.barrier()
@@ -374,14 +374,14 @@ def test_a_slow_rank_is_waited_for_and_a_missing_one_is_named(run, where, second
 # -------------------------------------------------------------------------- an error on one rank is an error on all
 # What save and load call, one after the other; what only rank 0 does is named so.
 
-OF_SAVE = [(writing, "names_of"), (writing, "packed"), (writing, "local_states"), (states, "refuse_unclaimed"),
-           (states, "describe"), (writing, "check_states"), (writing, "collect"), (writing, "packed_states"),
-           (writing, "write_rank_file")]
-OF_RANK_0 = [(writing, "claim"), (writing, "sealed"), (writing, "sync_folder")]
-OF_LOAD = [(reading, "names_of"), (reading, "pieces_of"), (reading, "manifest_of"), (manifest, "opened"),
-           (manifest, "tensors_in"), (reading, "check"), (reading, "room_for"),
+OF_SAVE = [(files, "names_of"), (files, "packed"), (files, "local_states"), (states, "refuse_unclaimed"),
+           (states, "describe"), (files, "check_states"), (files, "collect"),
+           (files, "write_rank_file")]
+OF_RANK_0 = [(files, "claim"), (files, "sealed"), (files, "sync_folder")]
+OF_LOAD = [(files, "names_of"), (files, "pieces_of"), (files, "manifest_of"), (manifest, "opened"),
+           (manifest, "tensors_in"), (files, "check"), (files, "room_for"),
            (rank_files.Reader, "run"), (rank_files.Reader, "read"),
-           (reading, "check_piece"), (reading, "prepared"), (reading, "install")]
+           (files, "check_states"), (files, "prepared"), (files, "install")]
 OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("what nobody thought of"),
           RuntimeError("several\nlines")]
@@ -430,7 +430,7 @@ def test_an_interrupt_in_a_save_stays_one(rank, stage, tmp_path):
     path = tmp_path / stage / "one"
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 0:
-            patch.setattr(writing, "write_rank_file", raising(KeyboardInterrupt()))
+            patch.setattr(files, "write_rank_file", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt if rank.rank == 0 else checkpoint.CheckpointError) as caught:
             checkpoint.save(path, model, optimizer)
     assert rank.rank == 0 or "rank 0: KeyboardInterrupt" in str(caught.value)
