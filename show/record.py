@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from . import clock, labels, loop, replicated
+from . import clock, labels, loop
 from .trace import Trace
 from .wires import Wires
 
