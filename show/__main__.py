@@ -8,7 +8,6 @@ The ranks are processes, and the core is the stage's own, recorded from outside.
 Exit code: 0; 1 when a rank fails; 2 when there is nothing to show.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -21,39 +20,31 @@ from harness import command_line
 if __name__ == "__main__":
     command_line.begin()
 
-from harness.workers import WorkerError
+from harness.workers import WorkerError, Workers
 
-from . import browser, hero, page, programs, record, replicated, terminal
+from . import browser, frames, hero, page, programs, record, replicated, terminal
 
 fail = functools.partial(command_line.fail, "show")
-RESULTS = programs.ROOT / "results"
 MAX_RANKS, MAX_ELEMENTS, MAX_STEPS = 8, 48, 4  # more is no picture any more
 
 
 def package_of(stage):
     """-> the package of a stage's number, or `stage` itself."""
-    if stage == "0":
-        return replicated.__name__
-    if stage.isdecimal():
-        found = [name for name in programs.STAGES if name.startswith(f"stage{stage}_")]
-        return found[0] if found else fail(f"STAGE={stage}: there are stages 0 to 4, and packages of yours")
-    package, found = stage.removesuffix("/").replace("/", "."), None
+    numbered = {"0": replicated.__name__} | {str(number): name for number, name in enumerate(programs.STAGES, 1)}
+    package = numbered.get(stage, stage.removesuffix("/").replace("/", "."))
     with contextlib.suppress(ImportError, ValueError):
-        found = importlib.util.find_spec(package)
-    return package if found else fail(f"STAGE={stage}: there are stages 0 to 4, and no package {package} here")
+        if importlib.util.find_spec(package):
+            return package
+    return fail(f"STAGE={stage}: there are stages 0 to 4, and no package {package} here")
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        prog="show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = lambda message: fail(f"{message} (--help shows all options)")
+    parser = command_line.Parser("show", __doc__)
     add = parser.add_argument
     add("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
     add("--ranks", type=int, default=4, help="processes (default 4)")
     add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
-    add("--grad-dtype", choices=["float32"], help="of the gradients, in stage 3 (default: that of the parameters)")
     add("--optimizer", choices=list(record.OPTIMIZERS), default="momentum", help="default: SGD with momentum")
     add("--buckets", type=int, default=3, help="of stage 4, by the nearest cap (default 3)")
     add("--steps", type=int, default=1, help="default 1")
@@ -63,18 +54,15 @@ def parse_args():
     add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
     args = parser.parse_args()
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
-    for name, least, most in (("ranks", 1, MAX_RANKS), ("steps", 1, MAX_STEPS), ("buckets", 1, MAX_ELEMENTS)):
-        if not least <= getattr(args, name) <= most:
-            fail(f"--{name} {getattr(args, name)}: it must be from {least} to {most}")
+    for name, most in (("ranks", MAX_RANKS), ("steps", MAX_STEPS), ("buckets", MAX_ELEMENTS)):
+        if not 1 <= getattr(args, name) <= most:
+            fail(f"--{name} {getattr(args, name)}: it must be from 1 to {most}")
     if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
         fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")
-    args.package = package_of(args.stage)
-    if args.grad_dtype and args.package != programs.STAGES[2]:
-        fail("--grad-dtype: only stage 3 keeps gradients in another dtype")
+    args.package, args.params = package_of(args.stage), tuple(sizes)
     for option in ("html", "json"):
         if getattr(args, option):
             command_line.check_writable(f"--{option}", getattr(args, option), fail)
-    args.params = tuple(sizes)
     return args
 
 
@@ -83,10 +71,10 @@ def main():
     if args.pages:
         return write_pages()
     program = record.Program(
-        args.package, args.ranks, args.params, args.dtype, args.grad_dtype, args.optimizer, args.buckets, args.steps
-    )
+        args.package, args.ranks, args.params, args.dtype, args.optimizer, args.buckets, args.steps)
     title = next((one.title for one in programs.SHOWN if one.id == args.stage), f"{args.package}.")
-    made = programs.recording_of(program, title=title)
+    with Workers(args.ranks, timeout_s=60) as workers:
+        made = frames.recording(workers.run(record.record_rank, program), program, title)
     if args.json:
         args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
     if args.html:
@@ -97,18 +85,18 @@ def main():
 
 def write_pages():
     """docs/watch.html, the picture of README.md, and the figures of the chapters, by the page's own renderer."""
-    write(browser.PAGE, page.page(programs.all_recordings(), programs.stamp()))
-    write(RESULTS / "watch.svg", hero.picture())
-    if browser.missing():
-        print(f"results/show_*.svg stay as they are: {browser.missing()}")
+    write("docs/watch.html", page.page(programs.all_recordings(), programs.stamp()))
+    write("results/watch.svg", hero.picture())
+    if browser.MISSING:
+        print(f"results/show_*.svg stay as they are: {browser.MISSING}")
     else:
         for name, text in browser.figures().items():
-            write(RESULTS / name, text)
+            write(f"results/{name}", text)
 
 
-def write(path, text):
-    path.write_text(text, encoding="utf-8")
-    print(f"{path.relative_to(programs.ROOT)}: {len(text.encode()) / 1000:.0f} kB")
+def write(name, text):
+    (programs.ROOT / name).write_text(text, encoding="utf-8")
+    print(f"{name}: {len(text.encode()) / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -211,40 +211,39 @@ BEATS = {
 }
 
 
-def line_text(recording, place):
-    function, line = place
-    return recording["files"][recording["functions"][function][1]][1].splitlines()[line - 1].strip()
-
-
 def visits(recording, text):
     """-> (frame, function, line) of each time that rank 0 comes to a line with `text`, when it is done."""
-    found, last = [], None
+    found, before = [], None
     for index, frame in enumerate(recording["frames"]):
-        for rank, stack in frame["at"]:
-            place = recording["stacks"][stack][-1] if recording["stacks"][stack] else None
-            if rank == 0 and place:
-                if text in line_text(recording, place):
-                    found[len(found) - (last == place) :] = [(index, *place)]
-                last = place
+        at = dict(frame["at"])
+        for function, line in recording["stacks"][at[0]][-1:] if 0 in at else ():
+            if text in lines_of(recording, function)[line - 1]:
+                found[len(found) - (before == (function, line)) :] = [(index, function, line)]
+            before = function, line
     return found
 
 
-def resolved(beat, recording, right=None):
-    """-> {says, frame, function, lines, look} as the page reads it; `right`: frame of the run without the bug."""
-    try:
-        frame, function, line = visits(recording, beat.at)[beat.visit]
-        made = {"says": beat.says, "frame": frame, "function": function, "lines": [line], "look": beat.look}
-        _, file, first, end, _ = recording["functions"][function]
-        source = recording["files"][file][1].splitlines()
-        made["lines"] += [
-            next(number for number in range(first, end + 1) if text in source[number - 1]) for text in beat.also
-        ]
-        if right is not None:
-            at, visit = beat.right or (beat.at, beat.visit)
-            made["right"] = visits(right, at)[visit][0]
-    except (IndexError, StopIteration) as error:
-        raise ValueError(f"no such line in {recording['title']!r}: {beat}") from error
-    made["lines"].sort()
+def lines_of(recording, function):
+    """-> the lines of the file that a function is in."""
+    return recording["files"][recording["functions"][function][1]][1].splitlines()
+
+
+def resolved(id, recording, right=None):
+    """-> {says, frame, function, lines, look} of each beat, as the page reads it; `right`: frame of the right run."""
+    made = []
+    for beat in BEATS.get(id, ()):
+        try:
+            frame, function, line = visits(recording, beat.at)[beat.visit]
+            _, _, first, last, _ = recording["functions"][function]
+            source = lines_of(recording, function)
+            also = [next(n for n in range(first, last + 1) if text in source[n - 1]) for text in beat.also]
+            made.append({"says": beat.says, "frame": frame, "function": function, "lines": sorted([line, *also]),
+                         "look": beat.look})
+            if right:
+                at, visit = beat.right or (beat.at, beat.visit)
+                made[-1]["right"] = visits(right, at)[visit][0]
+        except (IndexError, StopIteration) as error:
+            raise ValueError(f"no such line in {recording['title']!r}: {beat}") from error
     return made
 
 

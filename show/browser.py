@@ -1,7 +1,4 @@
-"""The page in a real browser: Debian's chromium, headless, driven by playwright (`pip install .[browser]`).
-
-python -m show.browser           two screenshots in results/, of docs/watch.html
-"""
+"""The page in a real browser: Debian's chromium, headless, driven by playwright (`pip install .[browser]`)."""
 
 import contextlib
 import importlib.util
@@ -11,18 +8,9 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "watch.html"
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
            "--disable-component-update", "--disable-sync"]
-
-
-def program():
-    """-> where chromium is, or None."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-def missing():
-    """-> what keeps the page from being opened here, or ""."""
-    if program() is None:
-        return "no chromium"
-    return "" if importlib.util.find_spec("playwright") else "no playwright: pip install .[browser]"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HAS_PLAYWRIGHT = importlib.util.find_spec("playwright")
+MISSING = "no chromium" if not CHROMIUM else "" if HAS_PLAYWRIGHT else "no playwright: pip install .[browser]"
 
 
 @contextlib.contextmanager
@@ -30,13 +18,12 @@ def browser():
     """A browser that was started for this, with a profile of its own."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        with playwright.chromium.launch(executable_path=program(), args=OPTIONS) as started:
-            yield started
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS) as started:
+        yield started
 
 
 @contextlib.contextmanager
-def opened(started, place="", path=PAGE, width=1280, height=800, **settings):
+def opened(started, place="", width=1280, height=800, **settings):
     """The page at `place`, like "4.7" or "4/118": program, and beat or line.
 
     -> (playwright's page, what went wrong, requests)
@@ -46,7 +33,7 @@ def opened(started, place="", path=PAGE, width=1280, height=800, **settings):
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(f"{path.as_uri()}#{place}")
+        page.goto(f"{PAGE.as_uri()}#{place}")
         page.wait_for_selector("body[data-ready]")
         yield page, wrong, requests
 
@@ -58,15 +45,3 @@ def figures():
         if wrong:
             raise RuntimeError("; ".join(wrong))
         return made
-
-
-def main():
-    with browser() as started:
-        for scheme in ("light", "dark"):
-            with opened(started, "4.7", color_scheme=scheme, reduced_motion="reduce") as (page, _, _):
-                page.screenshot(path=PAGE.parents[1] / "results" / f"watch_{scheme}.png")
-                print(f"results/watch_{scheme}.png")
-
-
-if __name__ == "__main__":
-    main()

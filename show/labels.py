@@ -4,25 +4,25 @@ Kinds of a label (kind, element, origin): element counts from 0 over all paramet
 
     gradient    of rank `origin`, from its own batch
     share       the same, divided by d: what travels
-    sum         of the shares of ranks 0 to `origin`
     average     of all ranks; `origin`: in which step
-    parameter   as it is before step `origin`, from 0 on
+    parameter   as it is before step `origin`, from 0 on; a recording has these in its place:
+    old, new, stale    before this step, after it, and before it where the next one has begun
     moment      what the inner optimizer remembers
     zero        0, where an element has a place, or will have
     padding     a cell that no element ever gets
-    garbage     what nobody reads before it is written or released; a cell of a recording only, as are
-    old, new, stale    parameters before this step, after it, and before it where the next one has begun
+    garbage     what nobody reads before it is written or released
     unset       memory that nobody has written yet
     mixture     anything else
 """
 
 import bisect
-import itertools
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
 
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # rows of moments; the first is the average itself after a step
+NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
 
 
 class Label(NamedTuple):
@@ -42,20 +42,14 @@ class Table:
 
     def __init__(self, weights, grads, later, dtype):
         self.tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-        entries = []
-        for version, values in enumerate([weights, *later]):
-            entries += [(v, Label("parameter", e, version)) for e, v in enumerate(values.tolist())]
+        known = [("parameter", version, values) for version, values in enumerate([weights, *later])]
         for step, of_ranks in enumerate(grads):
             shares = of_ranks.float() / len(of_ranks)
-            for rank, (own, share) in enumerate(zip(of_ranks, shares)):
-                entries += [(v, Label("gradient", e, rank)) for e, v in enumerate(own.tolist())]
-                if len(of_ranks) > 1:
-                    entries += [(v, Label("share", e, rank)) for e, v in enumerate(share.tolist())]
-            sums = list(itertools.accumulate(shares))
-            for rank, values in enumerate(sums[1:-1], 1):
-                entries += [(v, Label("sum", e, rank)) for e, v in enumerate(values.tolist())]
-            entries += [(v, Label("average", e, step)) for e, v in enumerate(sums[-1].tolist())]
-        self.entries = sorted(entries)
+            known += [("gradient", rank, values) for rank, values in enumerate(of_ranks)]
+            known += [("share", rank, values) for rank, values in enumerate(shares) if len(shares) > 1]
+            known += [("average", step, shares.sum(0))]
+        self.entries = sorted((value, Label(kind, element, origin)) for kind, origin, values in known
+                              for element, value in enumerate(values.tolist()))
         self.values = [value for value, _ in self.entries]
 
     def find(self, value, element):
@@ -67,23 +61,22 @@ class Table:
         return min(at_home or near)[1] if near else None
 
 
-def label_all(trace, table):
-    """-> for each event {storage: labels of its cells}."""
-    known, views = {}, {}
-    for storage in trace.storages.values():
-        views.update(((storage.uid, cell), element) for cell, element in storage.elements.items())
-    homes = dict(views)  # (storage, cell) -> the element that is seen there; None where several are, in turn
-    rows = {storage.uid: storage.row for storage in trace.storages.values()}
-    for event in trace.events:
-        for uid, values in event.memory.items():
-            if (uid, id(values)) not in known:
-                places = [(uid, cell) for cell in range(len(values))]
-                known[uid, id(values)] = [label_of(table, *one, homes) for one in zip(values, places)]
-    final = {  # now that all is seen: a zero where never an element comes is padding
-        (uid, number): tuple(final_label(one, (uid, cell), homes, views, rows[uid]) for cell, one in enumerate(labels))
-        for (uid, number), labels in known.items()
-    }
-    return [{uid: final[uid, id(values)] for uid, values in event.memory.items()} for event in trace.events]
+def labels_of(trace, table):
+    """-> {(storage, what it holds): labels of its cells}."""
+    views = {(uid, cell): element for uid, storage in trace.storages.items()
+             for cell, element in storage.elements.items()}
+    homes, known = dict(views), {}  # homes: cell -> the element that is seen there; None where several are, in turn
+    for uid, memory in (item for event in trace.events for item in event.memory.items()):
+        if (uid, memory) not in known:
+            values = trace.storages[uid].values(memory)
+            known[uid, memory] = [label_of(table, value, (uid, cell), homes) for cell, value in enumerate(values)]
+    for (uid, _), labels in known.items():  # now that all is seen: a zero where never an element comes is padding
+        for cell, label in enumerate(labels):
+            if label.kind == "zero":
+                labels[cell] = Label("zero", views.get((uid, cell))) if (uid, cell) in homes else Label("padding")
+            elif trace.storages[uid].row in STATES and label.kind != "unset":
+                labels[cell] = Label("moment", label.element if trace.storages[uid].row == STATES[0] else None)
+    return known
 
 
 def label_of(table, value, place, homes):
@@ -99,9 +92,41 @@ def label_of(table, value, place, homes):
     return label
 
 
-def final_label(label, place, homes, views, row):
-    if label.kind == "zero":
-        return Label("zero", views.get(place)) if place in homes else Label("padding")
-    if row not in STATES or label.kind == "unset":
+def put_cells(trace, labels, telling, steps):
+    """Make `memory` of each event of `trace` {storage: its cells, (value, kind, element, origin) each}.
+
+    telling: events of the labelled run, for each one of `trace`. Cells that nobody reads before they are written or
+    released are garbage. The end of the recording counts as such. Whoever likes may read the model's own parameters:
+    they never are.
+    """
+    nexts, log = defaultdict(dict), list(trace.log)  # nexts: storage -> {byte: how it is accessed next}
+    for event, told in zip(reversed(trace.events), reversed(telling)):
+        while len(log) > event.time:
+            uid, start, end, how = log.pop()
+            nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
+        cells = {}
+        for uid, memory in event.memory.items():
+            storage, itemsize = trace.storages[uid], trace.storages[uid].dtype.itemsize
+            cells[uid] = tuple(
+                (plain(value), *as_seen(label, storage.is_model or nexts[uid].get(cell * itemsize) == "read",
+                                        event.step, steps))
+                for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, told.memory[uid]]))
+            )
+        event.memory = cells
+
+
+def as_seen(label, is_read, step, steps):
+    if not is_read and label.kind not in NOTHING:
+        return Label("garbage", label.element)
+    if label.kind != "parameter":
         return label
-    return Label("moment", label.element if row == STATES[0] else None)
+    is_new = label.origin > min(step, steps - 1)
+    return label._replace(kind="stale" if label.origin < step else "new" if is_new else "old")
+
+
+def plain(value):
+    """A number as json and a reader take it: six digits are enough for what 32 bits hold here. NaN is None."""
+    if value != value:
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short == int(short) else short

@@ -2,29 +2,24 @@
 
 
 class Memory:
-    """After `take`: cells, storage -> [value, label of each]; gone, storages that were released; at, rank -> stack."""
+    """Attributes:
+        cells: storage -> (value, kind, element, origin) of each of its cells; None when it has been released.
+        at: rank -> stack.
+    """
 
-    def __init__(self, recording):
-        self.recording, self.cells, self.gone, self.at = recording, {}, set(), {}
+    def __init__(self, recording, last=-1):
+        """As it is after frame `last`."""
+        self.recording, self.cells, self.at = recording, {}, {}
         self.params = [index for index, numel in enumerate(recording["params"]) for _ in range(numel)]
+        for frame in recording["frames"][: last + 1]:
+            self.take(frame)
 
     def take(self, frame):
         """-> the storages in which something has changed."""
-        for storage, start, values, labels in frame["cells"]:
-            if storage in self.gone or storage not in self.cells:
-                self.cells[storage] = []
-                self.gone.discard(storage)
-            self.cells[storage][start : start + len(values)] = list(zip(values, labels))
-        self.gone.update(frame["gone"])
+        for storage, cells in frame["memory"]:
+            self.cells[storage] = cells and [tuple(self.recording["cells"][number]) for number in cells]
         self.at.update(map(tuple, frame["at"]))
-        return {storage for storage, *_ in frame["cells"]} | set(frame["gone"])
-
-    def label(self, storage, cell):
-        """-> kind, element, origin."""
-        return self.recording["labels"][self.cells[storage][cell][1]]
-
-    def kind(self, storage, cell):
-        return "freed" if storage in self.gone else self.label(storage, cell)[0]
+        return {storage for storage, _ in frame["memory"]}
 
     def rows(self):
         """-> {row: {rank: storages, by part}}, in the order in which they came."""

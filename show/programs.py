@@ -6,8 +6,8 @@ from pathlib import Path
 from harness import STAGES
 from harness.workers import Workers
 
-from . import beats, frames, page, record, replicated
-from .record import Program
+from . import beats, frames, page, replicated
+from .record import CORE_FILES, Program, record_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE, TWO, THREE, FOUR = STAGES
@@ -62,13 +62,6 @@ SHOWN = (
 SMALL = Shown("3-small", "", "What `make show STAGE=3` prints, for the picture of chapter 3.", Program(THREE))
 
 
-def recording_of(program, workers=None, title=""):
-    """Runs `program`, and makes a recording of it."""
-    with record.edited(program) as package:
-        sources = frames.sources_of(record.core_files(package))
-    return frames.recording(record.record(program, workers), program, sources, title)
-
-
 def all_recordings():
     """-> the recordings of SHOWN, with what the page says of them; then the hidden ones that it needs too."""
     ids = {one.program: one for one in (*SHOWN, SMALL)}
@@ -76,11 +69,12 @@ def all_recordings():
         if one.right:
             ids.setdefault(one.right, Shown(f"{one.id}-right", "", "The right run.", one.right))
     with Workers(4, timeout_s=300) as workers:
-        made = {program: recording_of(program, workers, one.title) for program, one in ids.items()}
+        made = {program: frames.recording(workers.run(record_rank, program), program, one.title)
+                for program, one in ids.items()}
     for program, one in ids.items():
         recording, right = made[program], made.get(one.right)
-        resolved = [beats.resolved(beat, recording, right) for beat in beats.BEATS.get(one.id, ())]
-        recording |= {"id": one.id, "short": one.short, "bug": bool(right), "hidden": not one.short, "beats": resolved}
+        recording |= {"id": one.id, "short": one.short, "bug": bool(right), "hidden": not one.short,
+                      "beats": beats.resolved(one.id, recording, right)}
         if right:
             recording |= {"right": ids[one.right].id, "edit": beats.edit_of(program, recording, right)}
         elif one.id in beats.FORMULAS:
@@ -93,6 +87,5 @@ RECORDER = ("beats", "clock", "frames", "labels", "loop", "programs", "record", 
 
 def stamp():
     """-> a hash of what recordings are made from: the cores, and the recorder."""
-    cores = [ROOT / stage / name for stage in STAGES for name in record.CORE_FILES]
-    recorder = [ROOT / "show" / f"{name}.py" for name in RECORDER]
-    return page.stamp_of([path for path in cores + recorder if path.exists()], ROOT)
+    paths = [ROOT / stage / name for stage in STAGES for name in CORE_FILES if (ROOT / stage / name).exists()]
+    return page.stamp_of([*paths, *(ROOT / "show" / f"{name}.py" for name in RECORDER)], ROOT)

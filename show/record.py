@@ -1,8 +1,10 @@
-"""Runs a program on N real processes, and records each rank's lines and memory -> what show/clock.py puts in order."""
+"""Runs a program on one rank of several, and records its lines and memory -> what show/frames.py makes a recording of.
+"""
 
 import contextlib
-import importlib.util
+import importlib
 import inspect
+import itertools
 import shutil
 import sys
 import tempfile
@@ -13,14 +15,12 @@ from unittest import mock
 
 import torch
 
-from harness.workers import Workers
-
-from . import labels, loop, replicated
+from . import clock, labels, loop
 from .trace import Trace
 from .wires import Wires
 
-ROOT = Path(__file__).resolve().parents[1]
 CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
+GRADIENTS, PARAMETERS = {"gradient", "share", "average"}, {"old", "new", "stale"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Program:
     ranks: int = 4
     params: tuple = (5, 2, 9)
     dtype: str = "float32"
-    grad_dtype: str | None = None
     optimizer: str = "momentum"
     buckets: int = 3
     steps: int = 1
@@ -53,14 +52,14 @@ OPTIMIZERS = {
 
 
 def plain_inputs(program):
-    """Values that a reader can check -> weights (n,), gradients (steps + 1, d, n), in fp32.
+    """Values that a reader can check -> weights (n,), gradients (steps + 1, d, n).
 
     A step more than is shown: its first lines are, and the rest tells what is read again.
     """
     elements = torch.arange(1.0, sum(program.params) + 1)
     ranks = 100 * torch.arange(float(program.ranks))
     steps = 20 * torch.arange(program.steps + 1.0)
-    return 500 + 2 * elements, elements + ranks[:, None] + steps[:, None, None]
+    return in_dtype(program, 500 + 2 * elements, elements + ranks[:, None] + steps[:, None, None])
 
 
 def telling_inputs(program):
@@ -75,19 +74,20 @@ def telling_inputs(program):
     def draw(*shape):
         return (1 + torch.rand(*shape, n, generator=generator)) * scale
 
-    return 64 * draw(), draw(program.steps + 1, program.ranks)
+    return in_dtype(program, 64 * draw(), draw(program.steps + 1, program.ranks))
+
+
+def in_dtype(program, *tensors):
+    return [tensor.to(getattr(torch, program.dtype)) for tensor in tensors]
 
 
 def core_files(package):
     """-> {path: name} of the files that are watched, the loop's first."""
     module = importlib.import_module(package)
-    folder = Path(module.__file__).parent
-    if package == replicated.__name__:
-        paths = [Path(replicated.__file__)]
-    elif (folder / "optimizer.py").exists():
-        paths = [folder / name for name in CORE_FILES if (folder / name).exists()]
-    else:
-        paths = sorted(folder.glob("*.py")) if Path(module.__file__).name == "__init__.py" else [Path(module.__file__)]
+    paths = [Path(module.__file__)]
+    if hasattr(module, "__path__"):
+        folder = paths[0].parent
+        paths = [folder / name for name in CORE_FILES if (folder / name).exists()] or sorted(folder.glob("*.py"))
     return {loop.__file__: "loop.py"} | {str(path): path.name for path in paths}
 
 
@@ -102,54 +102,26 @@ def core_class(package):
     raise ValueError(f"{package} has no ShardedOptimizer")
 
 
-def buffer_module(package):
-    """-> the module `buffer` of a core, or None. `package` may name a module of it."""
-    if not hasattr(importlib.import_module(package), "__path__"):
-        package = package.rpartition(".")[0]
-    name = f"{package}.buffer"
-    return importlib.import_module(name) if package and importlib.util.find_spec(name) else None
-
-
-def cap_for(program):
+def cap_for(program, layouts):
     """-> the bucket_cap_mb that makes about as many buckets as are asked for; or a bucket for each parameter."""
-    layout = getattr(buffer_module(program.package), "bucket_layout", None)
-    if layout is None:
-        return 1e-9
     dtype = getattr(torch, program.dtype)
     nbytes = [n * dtype.itemsize for n in program.params]
 
     def missed_by(cap):
-        return abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets)
+        return sum(abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets) for layout in layouts)
 
     return min((1e-3, *range(1, 4 * sum(nbytes) + 1)), key=missed_by) / 2**20
 
 
 @contextlib.contextmanager
-def one_element_aligned(package, itemsize):
-    """Shards that cut through parameters, and no padding that isn't needed, in a model of few elements."""
-    module = buffer_module(package)
-    aligned = hasattr(module, "ALIGNMENT")
-    with mock.patch.object(module, "ALIGNMENT", itemsize) if aligned else contextlib.nullcontext():
-        yield
-
-
-def on_native_transport(core):
-    """Stage 4 as it is on NCCL: reduce-scatters and all-gathers, whatever carries them here."""
-    if not hasattr(core, "transport_for"):
-        return contextlib.nullcontext()
-    transport = importlib.import_module(f"{core.__module__.rpartition('.')[0]}.transport").Transport
-    return mock.patch.object(core, "transport_for", staticmethod(lambda group, device, dtype: transport(group)))
-
-
-@contextlib.contextmanager
 def edited(program):
-    """The package of `program`; where it has edits, a changed copy of that. -> its name"""
+    """The package of `program`; where it has edits, a changed copy of that, of another name -> the name."""
     if not program.edits:
         yield program.package
         return
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(importlib.import_module(program.package).__file__).parent
-        copy = Path(folder) / f"edited_{program.package}"
+    source = Path(importlib.import_module(program.package).__file__).parent
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", [folder, *sys.path]):
+        copy = Path(folder, f"edited_{Path(folder).name}")
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "guard"))
         (copy / "__init__.py").write_text("")
         for name, before, after in program.edits:
@@ -157,60 +129,54 @@ def edited(program):
             if text.count(before) != 1:
                 raise ValueError(f"{name} of {program.package} has {text.count(before)} times {before!r}")
             (copy / name).write_text(text.replace(before, after), encoding="utf-8")
-        sys.path.insert(0, folder)
-        try:
-            yield copy.name
-        finally:
-            sys.path.remove(folder)
-            for name in [name for name in sys.modules if name.split(".")[0] == copy.name]:
-                del sys.modules[name]
+        yield copy.name
 
 
-def run_traced(rank, program, package, inputs):
+def run_traced(rank, program, package, weights, grads):
     """Trains on one rank -> its Trace."""
-    dtype = getattr(torch, program.dtype)
-    weights, grads = (tensor.to(dtype) for tensor in inputs)
     order = dict(program.orders).get(rank.rank, range(len(program.params)))
     model = loop.Model([part.clone() for part in weights.split(program.params)], order)
     batches = [list(of_step[rank.rank].split(program.params)) for of_step in grads]
-    cls = core_class(package)
+    cls, files = core_class(package), core_files(package)
     torch_class, options = OPTIMIZERS[program.optimizer]
-    offered = inspect.signature(cls.__init__).parameters
-    if "bucket_cap_mb" in offered:
-        options = options | {"bucket_cap_mb": cap_for(program)}
-    if program.grad_dtype:
-        options = options | {"grad_dtype": getattr(torch, program.grad_dtype)}
-    files = core_files(package)
-    folder = str(Path(list(files)[-1]).parent) + "/"
-    unwatched = (loop.Weigh.forward.__code__,)
-    trace = Trace(files, folder if package != replicated.__name__ else replicated.__file__, unwatched, model)
-    itemsize = min(dtype.itemsize, options.get("grad_dtype", dtype).itemsize)
+
+    def all_of(name):
+        modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in files]
+        return [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
+
+    if "bucket_cap_mb" in inspect.signature(cls.__init__).parameters:
+        options = options | {"bucket_cap_mb": cap_for(program, [layout for _, layout in all_of("bucket_layout")])}
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
     try:
-        with one_element_aligned(package, itemsize), on_native_transport(cls), Wires(trace):
-            with trace:
+        with contextlib.ExitStack() as patches:
+            # Shards that cut through parameters, and no padding that isn't needed, in a model of few elements.
+            for module, _ in all_of("ALIGNMENT"):
+                patches.enter_context(mock.patch.object(module, "ALIGNMENT", weights.itemsize))
+            # Stage 4 as it is on NCCL: reduce-scatters and all-gathers, whatever carries them here.
+            for _, transport in all_of("Transport") if hasattr(cls, "transport_for") else ():
+                native = staticmethod(lambda group, device, dtype, transport=transport: transport(group))
+                patches.enter_context(mock.patch.object(cls, "transport_for", native))
+            trace = Trace(files, model)
+            with Wires(trace), trace:
                 optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
-                trace.here = ()
                 if hasattr(optimizer, "prefetch_params"):
                     optimizer.prefetch_params(model)
                 getattr(loop, program.loop)(model, optimizer, batches)
-            if hasattr(optimizer, "finish_param_sync"):
-                optimizer.finish_param_sync()
+                getattr(optimizer, "finish_param_sync", lambda: None)()
     finally:
         torch.use_deterministic_algorithms(False)
     return trace
 
 
-def replicated_steps(program, inputs):
+def replicated_steps(program, weights, grads):
     """-> for each step all elements after it, (n,) each: what one process gets from the averaged gradients.
 
     16-bit parameters are stepped in fp32, and rounded.
     """
-    weights, grads = (tensor.to(getattr(torch, program.dtype)).float() for tensor in inputs)
     torch_class, options = OPTIMIZERS[program.optimizer]
-    param = torch.nn.Parameter(weights.clone())
+    param = torch.nn.Parameter(weights.float().clone())
     optimizer, later = torch_class([param], **options), []
-    for of_ranks in grads:
+    for of_ranks in grads.float():
         param.grad = (of_ranks / program.ranks).sum(0)
         optimizer.step()
         later.append(param.detach().clone())
@@ -218,26 +184,55 @@ def replicated_steps(program, inputs):
 
 
 def record_rank(rank, program):
-    """-> {events, storages, owned} of one rank, all plain data."""
+    """-> what a rank did, in plain data.
+
+    events: see show/trace.py; of the steps that are shown, and of the forward pass after them.
+    storages: uid -> as `described`. owned: elements that its inner optimizer steps. sources: name -> text of a file.
+    """
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
-    with edited(program) as package:
-        trace = run_traced(rank, program, package, plain_inputs(program))
-        telling = run_traced(rank, program, package, telling_inputs(program))
     inputs = telling_inputs(program)
+    with edited(program) as package:
+        trace = run_traced(rank, program, package, *plain_inputs(program))
+        telling = run_traced(rank, program, package, *inputs)
+        sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     if [event.stack for event in trace.events] != [event.stack for event in telling.events]:
         # Whose lines depend on values is labelled by the values that are shown, of which some are equal.
         telling, inputs = trace, plain_inputs(program)
-    weights, grads = (tensor.to(getattr(torch, program.dtype)) for tensor in inputs)
-    table = labels.Table(weights, grads, replicated_steps(program, inputs), weights.dtype)
-    for event, labelled in zip(trace.events, labels.label_all(telling, table)):
-        event.labels = labelled
-    trace.mark_garbage()
-    return {"events": trace.events, "storages": list(trace.storages.values()), "owned": trace.owned()}
+    table = labels.Table(*inputs, replicated_steps(program, *inputs), inputs[0].dtype)
+    labels.put_cells(trace, labels.labels_of(telling, table), telling.events, program.steps)
+    in_loop = itertools.dropwhile(lambda one: not one.stack or one.stack[0].file != "loop.py", trace.events)
+    shown = itertools.takewhile(lambda one: one.step < program.steps or one.phase == "forward", in_loop)
+    events, storages = clock.folded(list(shown)), {}
+    for event in events:
+        event.starts = [with_contents(operation, event.memory, trace.storages) for operation in event.starts]
+        for uid in event.memory.keys() - storages.keys():
+            storages[uid] = described(trace.storages[uid], rank.rank, len(event.memory[uid]), program.ranks)
+    spans = [(trace.uid_of(param), param.storage_offset(), param.numel()) for param in trace.stepped()]
+    owned = {cell[2] for uid, start, numel in spans for cell in events[0].memory.get(uid, ())[start : start + numel]}
+    return {"events": events, "storages": storages, "owned": owned, "sources": sources}
 
 
-def record(program, workers=None):
-    """Runs `program` -> what `record_rank` returns, for each rank. Raises WorkerError when a rank fails."""
-    if workers is not None:
-        return workers.run(record_rank, program)
-    with Workers(program.ranks, timeout_s=60) as workers:
-        return workers.run(record_rank, program)
+def with_contents(operation, memory, storages):
+    cells = []
+    for uid, start, end in operation.spans:
+        if uid in memory:
+            itemsize = storages[uid].dtype.itemsize
+            cells += memory[uid][start // itemsize : end // itemsize]
+    kinds = {kind for _, kind, *_ in cells}
+    what = "parameters" if kinds & PARAMETERS else "gradients" if kinds & GRADIENTS else ""
+    elements = frozenset(element for _, kind, element, _ in cells if kind in GRADIENTS | PARAMETERS)
+    return operation._replace(what=what, elements=elements)
+
+
+def described(storage, rank, numel, d):
+    """A storage as plain data. shards: of memory that is cut into d, bucket after bucket, the length of one in each."""
+    cuts = {(offset, shape[1]) for offset, shape in storage.views if len(shape) == 2 and shape[0] == d and shape[1]}
+    if not cuts and any(shape == (numel // d,) for _, shape in storage.views):
+        cuts = {(0, numel // d)}
+    shards = []
+    for offset, shard in sorted(cuts, key=lambda one: (one[0], -one[1])):
+        if offset == d * sum(shards):
+            shards.append(shard)
+    is_cut = d > 1 and d * sum(shards) == numel
+    return {"rank": rank, "row": storage.row, "part": storage.part, "numel": numel,
+            "nbytes": numel * storage.dtype.itemsize, "shards": shards if is_cut else []}

@@ -16,37 +16,34 @@ again before it is written. │: another parameter, shard or piece begins."""
 
 def short(value):
     """At most five characters: three digits where they fit."""
-    if value is None:
-        return "?"
-    texts = [f"{value:.{digits}g}" for digits in (5, 4, 3, 2, 1)]
+    texts = ["?"] if value is None else [f"{value:.{digits}g}" for digits in (5, 4, 3, 2, 1)]
     return next((text for text in texts if len(text) <= 5), "…")
 
 
 def draw_row(memory, rank, numbers):
     """-> the line of one rank."""
-    line = rich.text.Text(f"  rank {rank} ")
-    alive = [number for number in numbers if number in memory.cells and number not in memory.gone]
+    line, recording = rich.text.Text(f"  rank {rank} "), memory.recording
+    alive = [number for number in numbers if memory.cells.get(number)]
     for number in alive:
-        starts, before, d = {0}, None, memory.recording["ranks"]
-        for shard in memory.recording["storages"][number]["shards"]:
-            starts |= {max(starts) + shard * (1 + rank) for rank in range(d)}
-        for cell, (value, _) in enumerate(memory.cells[number]):
-            kind, element, _ = memory.label(number, cell)
-            owner = -1 if element is None else memory.recording["owners"][element]
-            param = None if element is None else memory.params[element]
+        starts, before = {0}, None
+        for shard in recording["storages"][number]["shards"]:
+            starts |= {max(starts) + shard * (1 + rank) for rank in range(recording["ranks"])}
+        for cell, (value, kind, element, _) in enumerate(memory.cells[number]):
+            owner, param = -1, None
+            if element is not None:
+                owner, param = recording["owners"][element], memory.params[element]
             style = f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
             style = "grey50" if kind in ("garbage", "mixture", "unset") else style
             line.append("│" if cell in starts or before is not None and param not in (None, before) else " ")
             line.append(f"{'·' if kind == 'padding' else short(value):>5}", style)
             before = before if param is None else param
-    return line if alive else line.append("released" if set(numbers) & memory.gone else "–")
+    return line if alive else line.append("released" if memory.cells.keys() & numbers else "–")
 
 
-def play(recording, console=None, every=False):
+def play(recording, every=False):
     """Prints the frames in which memory changes or a message leaves; with `every` also the others."""
-    console = console or rich.console.Console(highlight=False)
-    say, escape = functools.partial(console.print, soft_wrap=True), rich.markup.escape
-    memory, frames = Memory(recording), recording["frames"]
+    say = functools.partial(rich.console.Console(highlight=False).print, soft_wrap=True)
+    escape, memory, frames = rich.markup.escape, Memory(recording), recording["frames"]
     say(f"[bold]{escape(recording['title'])}[/]\n{EXPLANATION}\n")
     for index, frame in enumerate(frames):
         changed = memory.take(frame)

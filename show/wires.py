@@ -6,6 +6,7 @@ what was there before, each time. Everything that is read and written is noted t
 what nobody reads again.
 """
 
+from collections import Counter
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -17,9 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness import ledger
 
-# Operator -> kind, and its arguments that are read and that are written.
-OPERATORS = {name: ({"recv": "receive"}.get(kind, kind.replace("_", "-")), *used)
-             for name, (kind, *used) in ledger.OPERATORS.items() if any(used) and name != "recv_any_source_"}
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
 
@@ -28,13 +26,15 @@ class Operation(NamedTuple):
 
     kind: "all-reduce" and so on; between two ranks "send" or "receive".
     arrows: (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes.
-    spans: (storage, first byte, end) of what is sent.
+    spans: (storage, first byte, end) of what is sent; what, elements: what lies there, known when labels are.
     """
 
     key: tuple
     kind: str
     arrows: tuple
-    spans: tuple
+    spans: tuple = ()
+    what: str = ""
+    elements: frozenset = frozenset()
 
 
 class Wires(TorchDispatchMode):
@@ -42,7 +42,7 @@ class Wires(TorchDispatchMode):
 
     def __init__(self, recorder):
         super().__init__()
-        self.recorder, self.counts = recorder, {}
+        self.recorder, self.counts = recorder, Counter()
         self.works = []  # kept: without its Python half a Work waits for ever
         self.divisor = 1  # of what a reduce-scatter sums
         native = dist.reduce_scatter_tensor
@@ -65,42 +65,31 @@ class Wires(TorchDispatchMode):
             self.divisor = 1
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function._schema.name
-        if name.removeprefix("c10d::") in OPERATORS:
-            return self.communicate(function, args, kwargs)
-        self.note(function, args, kwargs)
-        return function(*args, **kwargs)
-
-    def note(self, function, args, kwargs):
-        """Tell the recorder what an operator of torch reads, and then what it writes."""
-        arguments = function._schema.arguments
-        values = [*zip(arguments, args), *((one, kwargs[one.name]) for one in arguments if one.name in kwargs)]
+        kwargs, schema = kwargs or {}, function._schema
+        named = [*zip(schema.arguments, args), *((one, kwargs[one.name]) for one in schema.arguments
+                                                 if one.name in kwargs)]
+        kind, *used = ledger.OPERATORS.get(schema.name.removeprefix("c10d::"), ("",))
+        if any(used):
+            return self.communicate(function, args, kwargs, kind, *used, {one.name: value for one, value in named})
         written = []
-        for argument, value in values:
-            alias = argument.alias_info
-            tensors = tensors_of(value)
+        for argument, value in named:
+            alias, tensors = argument.alias_info, tensors_of(value)
             written += tensors if alias and alias.is_write else []
-            if not alias or alias.is_write and argument.name != "out" and function._schema.name not in WRITES_ONLY:
+            if not alias or alias.is_write and argument.name != "out" and schema.name not in WRITES_ONLY:
                 self.recorder.touches(tensors, "read")
         self.recorder.touches(written, "write")
+        return function(*args, **kwargs)
 
-    def communicate(self, function, args, kwargs):
-        kind, read, written = OPERATORS[function._schema.name.removeprefix("c10d::")]
-        arguments = {argument.name: value for argument, value in zip(function._schema.arguments, args)} | kwargs
+    def communicate(self, function, args, kwargs, kind, read, written, arguments):
         sources, targets = tensors_of(arguments.get(read)), tensors_of(arguments.get(written))
         operation = self.operation(kind, arguments, sources, targets)
         self.recorder.starts(operation)
         copies = {}  # tensor -> its copy; one that is read and written has one
-
-        def copied(tensor):
-            return copies.setdefault(id(tensor), tensor.clone())
-
-        args = tree_map_only(torch.Tensor, copied, args)
+        args = tree_map_only(torch.Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), args)
         for source in sources if self.divisor > 1 else ():
             copies[id(source)] /= self.divisor
         result = function(*args, **kwargs)
-        work = dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+        is_pair = isinstance(result, (tuple, list))
 
         def deliver():
             self.recorder.ends(operation.key)
@@ -109,33 +98,33 @@ class Wires(TorchDispatchMode):
             for target in targets:
                 target.copy_(copies[id(target)])
 
-        self.works.append(Delayed(work, deliver))
+        self.works.append(Delayed(dist.Work.unbox(result[-1] if is_pair else result), deliver))
         boxed = self.works[-1].boxed()
-        return [arguments[written], boxed] if isinstance(result, (tuple, list)) else boxed
+        return [arguments[written], boxed] if is_pair else boxed
 
     def operation(self, kind, arguments, sources, targets):
         group = dist.ProcessGroup.unbox(arguments["process_group"])
         rank, d = group.rank(), group.size()
         others = [other for other in range(d) if other != rank]
         sent, received = sum(t.nbytes for t in sources), sum(t.nbytes for t in targets)
-        if kind in ("send", "receive"):
-            pair = (rank, arguments["dst"]) if kind == "send" else (arguments["src"], rank)
-            key = ("message", *pair, arguments["tag"])
-            arrows = [(*pair, sent)] if kind == "send" else []
-        else:
-            key = ("collective", group.group_name)
-            root, is_root = arguments.get("root_rank"), arguments.get("root_rank") == rank
-            arrows = {
-                "all-reduce": [(rank, other, 2 * sent // d) for other in others],
-                "broadcast": [(rank, other, sent) for other in others if is_root],
-                "all-gather": [(rank, other, sent) for other in others],
-                "reduce": [(rank, root, sent)] if not is_root else [],
-                "gather": [(rank, root, sent)] if not is_root else [],
-                "scatter": [(rank, other, received) for other in others if is_root],
-            }.get(kind, [(rank, other, sent // d) for other in others])
+        root = arguments.get("root_rank")
+        arrows = {
+            "all_reduce": [(rank, other, 2 * sent // d) for other in others],
+            "broadcast": [(rank, other, sent) for other in others if rank == root],
+            "all_gather": [(rank, other, sent) for other in others],
+            "reduce": [(rank, root, sent)] if rank != root else [],
+            "gather": [(rank, root, sent)] if rank != root else [],
+            "scatter": [(rank, other, received) for other in others if rank == root],
+            "send": [(rank, arguments.get("dst"), sent)],
+            "recv": [],
+        }.get(kind, [(rank, other, sent // d) for other in others])
         # The n-th collective of a group is the same on all of its ranks; and so is the n-th message between two.
-        number = self.counts[key] = self.counts.get(key, -1) + 1
-        return Operation((*key, number), kind, tuple(arrows), tuple(map(self.recorder.span, sources)))
+        key = ("collective", group.group_name)
+        if kind in ("send", "recv"):
+            key = ("message", arguments.get("src", rank), arguments.get("dst", rank), arguments["tag"])
+        self.counts[key] += 1
+        spans = tuple(map(self.recorder.span, sources))
+        return Operation((*key, self.counts[key]), kind.replace("_", "-"), tuple(arrows), spans)
 
 
 class Delayed(dist.Work):
@@ -151,9 +140,6 @@ class Delayed(dist.Work):
             self.deliver()
             self.deliver = None
         return True
-
-    def is_completed(self):
-        return self.deliver is None or self.work.is_completed()
 
 
 def tensors_of(value):

@@ -4,11 +4,10 @@
 let DATA, beatMs = 3500;
 const $ = (id) => document.getElementById(id);
 const WORDS = {
-  gradient: "own gradient", share: "gradient ÷ d", sum: "sum of some ranks", average: "average", old: "old parameter",
-  new: "new parameter", stale: "stale parameter", moment: "moment", zero: "zero", padding: "padding",
-  unset: "not written", mixture: "nonsense", garbage: "garbage", freed: "released",
+  gradient: "own gradient", share: "gradient ÷ d", average: "average", old: "old parameter", new: "new parameter",
+  stale: "stale parameter", moment: "moment", zero: "zero", padding: "padding", unset: "not written",
+  mixture: "nonsense", garbage: "garbage", freed: "released",
 };
-const STRIPED = ["gradient", "share", "moment"];
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const isNarrow = () => window.innerWidth < 800;
 const escape = (text) => `${text}`.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
@@ -16,6 +15,7 @@ const total = (numbers) => numbers.reduce((sum, one) => sum + one, 0);
 const mean = (numbers) => Math.round(total(numbers) / numbers.length);
 const last = (list) => list[list.length - 1];
 const clamp = (n, most) => Math.max(0, Math.min(most, n));
+const isAlive = (cells) => Boolean(cells) && cells[0].kind !== "freed";
 
 // ------------------------------------------------------------------------------------------------ recordings
 
@@ -24,27 +24,25 @@ class Player {
   constructor(recording) {
     Object.assign(this, recording);
     this.param = this.params.flatMap((n, p) => Array(n).fill(p));
-    this.states = [];
-    let state = { cells: [], gone: new Set(), at: [] };
-    this.frames.forEach((frame, k) => {
-      const gone = new Set(state.gone), cells = [...state.cells], at = [...state.at];
+    let cells = [], at = [];
+    this.states = this.frames.map((frame, k) => {
+      [cells, at] = [[...cells], [...at]];
       for (const [rank, stack] of frame.at) at[rank] = stack;
-      for (const s of frame.gone) gone.add(s);
-      for (const [s, start, values, labels] of frame.cells) {
-        if (cells[s] === state.cells[s]) cells[s] = gone.delete(s) || !cells[s] ? [] : [...cells[s]];
-        values.forEach((value, i) => {
-          const before = cells[s][start + i], [kind, element, origin] = this.labels[labels[i]];
-          const by = before && before.value === value ? before.by : k;
-          cells[s][start + i] = { value, kind, element, origin, by };
-        });
+      for (const [s, numbers] of frame.memory) {
+        const before = cells[s] && isAlive(cells[s]) ? cells[s] : [];
+        cells[s] = numbers ? numbers.map((number, i) => {
+          const [value, kind, element, origin] = this.cells[number], isSame = before[i] && before[i].value === value;
+          return { value, kind, element, origin, by: isSame ? before[i].by : k };
+        }) : before.map((cell) => ({ ...cell, kind: "freed" }));
       }
-      state = { cells, gone, at };
-      this.states.push(state);
+      return { cells, at };
     });
-    this.held = this.states.map((one) => this.bytesHeld(one));
-    this.collectives = this.operations.map((one) => ({
-      ...one, start: Math.min(...one.arrows.map((a) => a[3])), end: Math.max(...one.arrows.map((a) => a[4])),
-    }));
+    this.held = this.states.map((state) => Array.from({ length: this.ranks }, (_, rank) =>
+      total(this.storages.map((one, s) => (one.rank === rank && isAlive(state.cells[s]) ? one.nbytes : 0)))));
+    for (const one of this.operations) {
+      one.start = Math.min(...one.arrows.map((a) => a[3]));
+      one.end = Math.max(...one.arrows.map((a) => a[4]));
+    }
     this.rows = this.makeRows();
     this.phases = this.makePhases();
   }
@@ -54,8 +52,7 @@ class Player {
     const first = ["parameters", "ParameterBuffer.flat", "gradients"], rows = new Map();
     const order = ({ row }) => first.indexOf(row) + 1 || (/moment|exp_avg/.test(row) ? 9 : 5);
     this.wide = Math.max(this.param.length < 32 ? 8 : 16, ...this.storages.map(({ shards }) => total(shards)));
-    const used = Object.keys(Object.assign({}, ...this.states.map(({ cells }) => cells))).map(Number);
-    for (const s of used.sort((a, b) => order(this.storages[a]) - order(this.storages[b]) || a - b)) {
+    for (const s of [...this.storages.keys()].sort((a, b) => order(this.storages[a]) - order(this.storages[b]))) {
       const { row, rank, part } = this.storages[s];
       if (!rows.has(row)) rows.set(row, { name: row, lines: 1, slots: this.held[0].map(() => ({})) });
       (rows.get(row).slots[rank][part] ||= []).push(s);
@@ -95,14 +92,6 @@ class Player {
     return phases;
   }
 
-  bytesHeld({ cells, gone }) {
-    const held = Array(this.ranks).fill(0);
-    this.storages.forEach(({ counted, rank, numel, itemsize }, s) => {
-      if (counted && cells[s] && !gone.has(s)) held[rank] += numel * itemsize;
-    });
-    return held;
-  }
-
   /** Bytes that each rank gives and gets in some collectives. */
   traffic(arrows) {
     const give = Array(this.ranks).fill(0), get = [...give];
@@ -110,9 +99,12 @@ class Player {
     return [give, get];
   }
 
-  cell(s, cell, k) {
-    const one = this.states[k].cells[s][cell];
-    return this.states[k].gone.has(s) ? { ...one, kind: "freed" } : one;
+  /** Operations that have brought a rank something in frame k, each with the ranks that it comes from. */
+  arrivals(rank, k) {
+    return this.operations.flatMap(({ kind, arrows }) => {
+      const from = arrows.filter((a) => a[1] === rank && a[4] === k).map((a) => a[0]);
+      return from.length ? [{ kind, senders: [...new Set(from)] }] : [];
+    });
   }
 
   /** What is drawn of a row on a rank: of each part the storage that came last. */
@@ -121,24 +113,23 @@ class Player {
     return Object.values(row.slots[rank]).map((some) => last(some.filter((s) => cells[s]))).filter((s) => s >= 0);
   }
 
-  place(rank, k) { return last(this.stacks[this.states[k].at[rank]] || []) || [0, 1]; }
-
-  placeText(rank, k) {
-    const [f, line] = this.place(rank, k), [name, file] = this.functions[f];
-    return `${this.files[file][0]}:${line} in ${name}`;
+  /** What is drawn of a row on a rank and has the same part as storage `s` of `player`, be it another run's. */
+  twin(row, rank, k, s, player) {
+    return this.drawn(row, rank, k).find((one) => this.storages[one].part === player.storages[s].part);
   }
+
+  place(rank, k) { return last(this.stacks[this.states[k].at[rank]] || []) || [0, 1]; }
 
   /** What a rank holds in a row, in words. */
   describe(row, rank, k) {
     const counts = new Map();
     for (const s of this.drawn(row, rank, k)) {
-      if (this.states[k].gone.has(s)) continue;
       for (const { kind, element, origin } of this.states[k].cells[s]) {
         let words = WORDS[kind];
         if (kind === "gradient" && origin !== rank) words = `gradient of rank ${origin}`;
         if (kind === "share") words = origin === rank ? "own gradient ÷ d" : "gradient ÷ d of others";
         if (["average", "new"].includes(kind) && this.owners[element] === rank) words += " (own)";
-        if (kind !== "padding") counts.set(words, (counts.get(words) || 0) + 1);
+        if (kind !== "padding" && kind !== "freed") counts.set(words, (counts.get(words) || 0) + 1);
       }
     }
     const order = (words) => Object.values(WORDS).findIndex((word) => words.startsWith(word));
@@ -149,10 +140,7 @@ class Player {
   waits(rank, k) { return k + 1 < this.frames.length && !this.frames[k].at.some(([one]) => one === rank); }
 
   /** Collectives that are in flight in frame k, or have been since frame `from`. */
-  inFlight(from, k) {
-    const some = this.collectives.filter((one) => one.start <= k && one.end > from);
-    return some.map((one) => ({ ...one, live: k < one.end }));
-  }
+  inFlight(from, k) { return this.operations.filter((one) => one.start <= k && one.end > from); }
 }
 
 const players = new Map();
@@ -183,23 +171,27 @@ function patterns(ranks) {
   return tag("defs", {}, all.flat().join(""));
 }
 
+const STRIPED = ["gradient", "share", "moment"];
+const cellRect = (kind, owner, x, y, width, height, written = "", more = {}) => tag("rect", {
+  class: `cell ${kind}${written}${owner < 0 ? "" : ` o${owner % 8}`}`, x, y, width, height,
+  rx: kind === "new" ? (height + 1) / 3 : 1, ...more, ...(STRIPED.includes(kind) && { fill: `url(#${kind}${owner})` }),
+});
+
 function drawCell(p, s, cell, k, from, x, y, size, high) {
-  const { value, kind, element, by } = p.cell(s, cell, k), before = cell && p.cell(s, cell - 1, k).element;
+  const cells = p.states[k].cells[s], { value, kind, element, by } = cells[cell];
+  const before = cell && cells[cell - 1].element;
   const isShared = kind === "moment" && p.owners[0] >= 0;
   const owner = isShared ? p.storages[s].rank : element === null ? -1 : p.owners[element];
-  const written = by > from && kind !== "freed" ? " written" : "", striped = kind === "sum" ? "share" : kind;
-  const rect = {
-    class: `cell ${kind}${written}${owner < 0 ? "" : ` o${owner % 8}`}`, x, y, width: size - 1, height: high - 1,
-    rx: kind === "new" ? high / 3 : 1, "data-s": s, "data-cell": cell, tabindex: -1,
-  };
-  if (STRIPED.includes(striped)) rect.fill = `url(#${striped}${owner})`;
+  const written = by > from && kind !== "freed" ? " written" : "";
   const isNext = kind !== "freed" && cell && ![element, before].includes(null) && p.param[element] !== p.param[before];
-  const line = tag("path", { class: "gap", d: `M${x - 0.5} ${y}v${high}` });
-  const gap = isNext && p.storages[s].place[cell][0] ? line : "";
+  const hasGap = isNext && p.storages[s].place[cell][0];
+  const gap = hasGap ? tag("path", { class: "gap", d: `M${x - 0.5} ${y}v${high}` }) : "";
   const text = kind === "freed" || size < 20 ? "" : kind === "padding" ? "·" : number(value);
   const small = Math.min(11, (1.6 * size) / Math.max(3, text.length));
   const style = small < 11 && { style: `font-size:${small}px` };
-  return tag("rect", rect) + gap + (text && write(x + size / 2 - 0.5, y + high - 5, `value ${kind}`, text, style));
+  const at = { "data-s": s, "data-cell": cell, tabindex: -1 };
+  const rect = cellRect(kind, owner, x, y, size - 1, high - 1, written, at);
+  return rect + gap + (text && write(x + size / 2 - 0.5, y + high - 5, `value ${kind}`, text, style));
 }
 
 function number(value) {
@@ -235,7 +227,7 @@ function drawMemory(p, k, from, width, height, looks, lanes, rows) {
       + write(x, 18, "rank", `rank ${rank}`) + waits + write(x, 31, "soft", `${bytes} B`, { "data-held": rank });
   });
   const moving = p.inFlight(from, k), lanesOf = moving.length > lanes ? [together(moving)] : moving;
-  out.push(...lanesOf.map((one, i) => drawLane(p, one, 38 + i * 20, width)));
+  out.push(...lanesOf.map((one, i) => drawLane(p, one, k < one.end, 38 + i * 20, width)));
   if (!moving.length) out.push(write(0, 51, "soft", "nothing is in flight"));
   let y = 42 + 20 * lanes;
   for (const row of rows) {
@@ -255,18 +247,18 @@ function drawMemory(p, k, from, width, height, looks, lanes, rows) {
 
 const together = (some) => ({
   ...some[0], kind: `${some.length} ${some[0].kind}s`, params: some.flatMap((one) => one.params),
-  arrows: some.flatMap((one) => one.arrows), live: some.some((one) => one.live),
+  arrows: some.flatMap((one) => one.arrows), end: Math.max(...some.map((one) => one.end)),
 });
 
 /** A collective is one bar over all ranks. */
-function drawLane(p, one, y, width) {
+function drawLane(p, one, isLive, y, width) {
   const [give, get] = p.traffic(one.arrows), isSame = give.every((n, r) => n === give[0] && get[r] === get[0]);
   const root = `rank ${give.findIndex((n) => n)} gives ${Math.max(...give)} B, the others get ${Math.max(...get)}`;
   const sizes = isSame ? `each rank gives ${give[0]} B, gets ${get[0]}` : root;
   const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((i) => `p${i}`).join(" ");
-  const words = width < 500 ? [one.kind, one.live ? "in flight" : `each rank gives ${mean(give)} B`]
-    : [one.kind, `${one.what || "values"} of ${params}`, sizes, ...(one.live ? ["in flight"] : [])];
-  return tag("g", { class: `lane ${one.what || "other"}${one.live ? " live" : ""}` },
+  const words = width < 500 ? [one.kind, isLive ? "in flight" : `each rank gives ${mean(give)} B`]
+    : [one.kind, `${one.what || "values"} of ${params}`, sizes, ...(isLive ? ["in flight"] : [])];
+  return tag("g", { class: `lane ${one.what || "other"}${isLive ? " live" : ""}` },
     tag("rect", { x: 0, y, width, height: 17, rx: 4 }) + write(6, y + 12.5, "", words.join(" · ")));
 }
 
@@ -279,7 +271,7 @@ function drawOverlap(p, width, high, now) {
       tag("rect", { x: x(start), y: 0, width: Math.max(1, wide - 1), height: 15 })
       + (wide > 6.4 * phase.length ? write(x(start) + wide / 2, 11, "", phase) : ""));
   });
-  p.collectives.forEach((one, i) => {
+  p.operations.forEach((one, i) => {
     const y = 18 + i * high, isLate = one.start > p.frames.length / 2;
     const words = `${one.kind} of ${one.params.map((i) => `p${i}`).join(", ")}`;
     const anchor = { "text-anchor": isLate ? "end" : "start" };
@@ -397,36 +389,24 @@ function play(on) {
 
 /** Cells that a collective has brought between two frames fly from the ranks that they come from. */
 function fly(p, from, k) {
-  const layer = document.querySelector(".panel .flying"), groups = new Map();
+  const layer = document.querySelector(".panel .flying");
   const rectOf = (s, cell) => document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
-  const flyTo = (rank, f, { kind, arrows }) => {
-    const senders = [...new Set(arrows.filter((a) => a[1] === rank).map((a) => a[0]))];
-    for (const row of p.rows) {
-      for (const s of p.drawn(row, rank, k)) {
-        p.states[k].cells[s].forEach(({ by, element }, cell) => {
-          const owner = element === null ? -1 : p.owners[element];
-          const from = by !== f ? [] : /reduce/.test(kind) ? senders : senders.filter((one) => one === owner);
-          for (const sender of from) {
-            const other = last((row.slots[sender][p.storages[s].part] || []).filter((one) => p.states[k].cells[one]));
-            const there = rectOf(other, cell), here = rectOf(s, cell);
-            if (!there || !here) continue;
-            const key = [sender, rank, here.getAttribute("y"), row.name].join();
-            const dx = there.x.baseVal.value - here.x.baseVal.value;
-            if (!groups.has(key)) groups.set(key, { dx, rects: [] });
-            groups.get(key).rects.push(here.cloneNode());
-          }
-        });
-      }
-    }
-  };
-  for (let f = from + 1; f <= k; f++) for (const [rank, o] of p.frames[f].ended) flyTo(rank, f, p.operations[o]);
-  for (const { dx, rects } of groups.values()) {
-    const flying = document.createElementNS("http://www.w3.org/2000/svg", "g");
-    for (const one of rects) for (const name of ["tabindex", "data-s"]) one.removeAttribute(name);
-    flying.append(...rects);
+  const flyFrom = (sender, row, s, cell) => {
+    const here = rectOf(s, cell), there = rectOf(p.twin(row, sender, k, s, p), cell);
+    if (!here || !there) return;
+    const flying = here.cloneNode(), dx = there.x.baseVal.value - here.x.baseVal.value;
+    for (const name of ["tabindex", "data-s"]) flying.removeAttribute(name);
     layer.append(flying);
     const path = [`translate(${dx}px,0)`, `translate(${dx / 2}px,-14px)`, "none"].map((transform) => ({ transform }));
     flying.animate(path, { duration: 550, easing: "ease-in-out" }).onfinish = () => flying.remove();
+  };
+  for (const row of p.rows) {
+    row.slots.forEach((_, rank) => p.drawn(row, rank, k).forEach((s) => p.states[k].cells[s].forEach((one, cell) => {
+      for (const { kind, senders } of one.by > from ? p.arrivals(rank, one.by) : []) {
+        const isFrom = (sender) => /reduce/.test(kind) || (one.element !== null && p.owners[one.element] === sender);
+        for (const sender of senders.filter(isFrom)) flyFrom(sender, row, s, cell);
+      }
+    })));
   }
 }
 
@@ -526,11 +506,10 @@ function markDifferences([p, k], [q, m]) {
   for (const row of p.rows) {
     const theirs = q.rows.find((one) => one.name === row.name);
     for (const s of theirs ? row.slots.flatMap((_, rank) => p.drawn(row, rank, k)) : []) {
-      const { rank, part } = p.storages[s];
-      const other = q.drawn(theirs, rank, m).find((one) => q.storages[one].part === part);
-      (other === undefined ? [] : p.states[k].cells[s]).forEach(({ value }, cell) => {
-        const right = q.cell(other, cell, m);
-        if (isNothing(p.cell(s, cell, k)) || isNothing(right) || value === right.value) return;
+      const other = q.twin(theirs, p.storages[s].rank, m, s, p);
+      (other === undefined ? [] : p.states[k].cells[s]).forEach((mine, cell) => {
+        const right = q.states[m].cells[other][cell];
+        if (isNothing(mine) || isNothing(right) || mine.value === right.value) return;
         const drawn = document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
         if (drawn) drawn.classList.add("wrong");
       });
@@ -539,23 +518,20 @@ function markDifferences([p, k], [q, m]) {
 }
 
 function inspect(p, k, from, title, s, cell) {
-  const { rank, row, part } = p.storages[s], { value, kind, element: e, origin, by } = p.cell(s, cell, k);
+  const { rank, row, part } = p.storages[s], { value, kind, element: e, origin, by } = p.states[k].cells[s][cell];
   const whose = e === null ? "no element of the model" : `element ${e - p.param.indexOf(p.param[e])} of p${p.param[e]}`;
   const owner = e === null ? "" : p.owners[e] === -1 ? "; every rank updates it" : `; rank ${p.owners[e]} updates it`;
   const what = {
     gradient: `gradient of rank ${origin}`, share: `gradient of rank ${origin} ÷ ${p.ranks}`,
-    sum: `sum of ranks 0 to ${origin}`,
     average: "average over the ranks", garbage: "garbage: nobody reads it before it is written or released",
     stale: "stale parameter: a newer one is on its way",
   }[kind] || WORDS[kind];
-  const came = p.frames[by].ended.filter(([r]) => r === rank).flatMap(([, o]) => {
-    const senders = p.operations[o].arrows.filter((a) => a[1] === rank).map((a) => a[0]);
-    return senders.length ? [`${p.operations[o].kind} from rank ${[...new Set(senders)].join(", ")}`] : [];
-  });
-  const written = by ? `written at ${p.placeText(rank, by)} (line ${by + 1})` : "there from the start";
+  const came = p.arrivals(rank, by).map((one) => `${one.kind} from rank ${one.senders.join(", ")}`);
+  const [f, line] = p.place(rank, by), [writer, file] = p.functions[f];
+  const place = `written at ${p.files[file][0]}:${line} in ${writer} (line ${by + 1})`;
   const name = `rank ${rank} · ${escape(row)}${part && ` ${part}`}[${cell}] = ${number(value)}`;
   $("inspector").innerHTML = `<b>${name}</b> · ${what} · ${whose}${owner} · `
-    + written + (by && came.length ? `, arrived by ${came.join("; ")}` : "");
+    + (by ? place : "there from the start") + (by && came.length ? `, arrived by ${came.join("; ")}` : "");
 }
 
 function drawFooter(p) {
@@ -621,24 +597,22 @@ function keys(event) {
     event.preventDefault();
     return;
   }
-  const isLine = now.beat < 0;
-  const action = {
-    " ": () => play(!now.playing), ArrowRight: () => step(1), ArrowLeft: () => step(-1),
-    ArrowDown: () => toFrame(now.k + 1), ArrowUp: () => toFrame(now.k - 1), "?": () => $("help").click(),
-    Home: () => (isLine ? toFrame(0) : toBeat(0)), End: () => (isLine ? toFrame(Infinity) : toBeat(Infinity)),
-  }[key];
-  if (!action) return;
+  const arrows = { ArrowRight: "forward", ArrowLeft: "back", ArrowDown: "down", ArrowUp: "up" };
+  const button = { " ": "play", "?": "help", ...arrows }[key], end = { Home: 0, End: Infinity }[key];
+  if (button) $(button).click();
+  else if (end !== undefined) paused(() => (now.beat < 0 ? toFrame(end) : toBeat(end)))();
+  else return;
   event.preventDefault();
-  if (key !== " ") play(false);
-  action();
 }
+
+const paused = (action) => (...event) => { play(false); action(...event); };
 
 function swipes() {
   let from = null;
   document.body.addEventListener("touchstart", ({ touches: [at] }) => { from = at; }, { passive: true });
   document.body.addEventListener("touchend", ({ changedTouches: [to] }) => {
     const x = to.clientX - from.clientX, y = to.clientY - from.clientY;
-    if (Math.abs(x) > 50 && Math.abs(x) > 2 * Math.abs(y)) { play(false); step(x < 0 ? 1 : -1); }
+    if (Math.abs(x) > 50 && Math.abs(x) > 2 * Math.abs(y)) $(x < 0 ? "forward" : "back").click();
   });
 }
 
@@ -653,30 +627,21 @@ function follow() {
 async function start() {
   const packed = Uint8Array.from(atob($("data").textContent), (sign) => sign.charCodeAt(0));
   DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
-  const sample = (kind) => {
-    const rect = { class: `cell ${kind} o0`, x: 1, y: 1, width: 20, height: 10, rx: kind === "new" ? 4 : 1 };
-    if (STRIPED.includes(kind)) rect.fill = `url(#${kind}0)`;
-    return `<span>${tag("svg", { width: 22, height: 12 }, patterns(1) + tag("rect", rect))}${WORDS[kind]}</span>`;
-  };
+  const picture = (kind) => tag("svg", { width: 22, height: 12 }, patterns(1) + cellRect(kind, 0, 1, 1, 20, 10));
+  const sample = (kind) => `<span>${picture(kind)}${WORDS[kind]}</span>`;
   const kinds = ["gradient", "share", "average", "old", "new", "stale", "moment", "garbage"];
   $("legend").innerHTML = `<span>colour: the rank that updates it</span>${kinds.map(sample).join("")}`;
-  $("helptext").innerHTML = DATA.help;
-  const isLine = () => now.beat < 0 && beats().length;
   const actions = {
     back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
-    lines: () => (isLine() ? toBeat(nearest(now.k)) : toFrame(now.k)),
+    lines: () => (now.beat < 0 && beats().length ? toBeat(nearest(now.k)) : toFrame(now.k)),
   };
-  for (const [id, action] of Object.entries(actions)) $(id).onclick = () => { play(false); action(); };
+  for (const [id, action] of Object.entries(actions)) $(id).onclick = paused(action);
   $("play").onclick = () => play(!now.playing);
-  $("slider").oninput = () => { play(false); toFrame(+$("slider").value); };
-  $("bugs").onchange = () => { play(false); if ($("bugs").value) select($("bugs").value); };
-  $("help").onclick = () => {
-    $("helptext").hidden = !$("helptext").hidden;
-    $("help").setAttribute("aria-expanded", !$("helptext").hidden);
-  };
+  $("slider").oninput = paused(() => toFrame(+$("slider").value));
+  $("bugs").onchange = paused(() => select($("bugs").value || now.id));
   $("band").onclick = ({ target }) => {
     const phase = target.closest(".phase");
-    if (phase) { play(false); toFrame(+phase.dataset.k); }
+    if (phase) paused(toFrame)(+phase.dataset.k);
   };
   $("panels").addEventListener("focusin", (event) => $("panels").onfocus(event));
   document.addEventListener("keydown", keys);
