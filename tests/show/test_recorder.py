@@ -175,7 +175,7 @@ def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
     ("3 --ranks 99", "--ranks 99: it must be from 1 to 8"),
     ("3 --steps 0", "--steps 0"),
     ("3 --dtype int8", "int8"),
-    ("3 --json docs", "folder")])
+    ("3 --json docs", "Is a directory")])
 def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["show", *args.split()])
     with pytest.raises(SystemExit) as exit:
