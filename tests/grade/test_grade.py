@@ -136,8 +136,8 @@ def parameters_shown(stage, options, folder):
     made = json.loads((folder / "made").read_text(encoding="utf-8"))
     names = {number: (one["rank"], one["part"]) for number, one in enumerate(made["storages"])
              if one["row"] == "parameters"}
-    return {(*names[number], start + offset): value for frame in made["frames"]
-            for number, start, values, _ in frame["cells"] if number in names for offset, value in enumerate(values)}
+    return {(*names[number], place): made["cells"][cell][0] for frame in made["frames"]
+            for number, cells in frame["memory"] if number in names for place, cell in enumerate(cells or ())}
 
 
 @pytest.mark.parametrize("what, options", [
