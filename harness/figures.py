@@ -81,6 +81,8 @@ def main():
             path.unlink(missing_ok=True)  # or links that are not measured any more would stay in it
         print(f"\n--- {step.name}", flush=True)
         run([*shlex.split(step.command), "--faults-json" if step.file == "faults.json" else "--json", str(path)])
+        if path.exists():
+            path.write_text(saved.to_json(saved.load(step.file)), encoding="utf-8")  # as it will be read: 1 is 1.0
     for command in REPORT:
         run(shlex.split(command))
 
