@@ -50,7 +50,7 @@ help:
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
-	@echo 'make figures                all figures of results/ anew, of one commit: an hour, root, iproute2'
+	@echo 'make figures                all figures of results/ anew, of one commit: 70 minutes, root, iproute2'
 	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
