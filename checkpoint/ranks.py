@@ -46,13 +46,23 @@ def n_groups() -> int:
 def group_among(ranks, most_groups, **options):
     """-> a process group of some `ranks`, of which none is in more than `most_groups`. The others don't call this.
 
-    The same ranks get the same one again, because torch never frees a group.
+    The same ranks get the same one again, because torch never frees a group. It names a group by its ranks and by the
+    number of groups that a rank is in, so ranks first make that number equal, and larger where the name is an older
+    group's: a group made after that one is gone.
     """
     groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (*ranks, *options.values())
-    if key not in groups:
-        while n_groups() < most_groups:  # torch names a group by the number of groups that a rank is in
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        groups[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
+    fillers = []
+    while key not in groups:
+        while n_groups() < most_groups:
+            fillers.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+        try:
+            groups[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
+        except ValueError as error:
+            if "already been created" not in str(error):
+                raise
+            most_groups += 1  # on each of `ranks`
+    for filler in fillers:
+        dist.destroy_process_group(filler)
     return groups[key]
 
 

@@ -283,6 +283,18 @@ def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(rank, stage, t
     assert (tmp_path / f"{stage}all").exists() and (tmp_path / f"{stage}some").exists()
 
 
+@on_ranks(2)
+def test_a_group_of_the_same_ranks_after_another_is_gone(rank):
+    """Both are made by ranks that are in as many groups, so torch would give them one name, and refuses that."""
+    users, made = dist.new_group([0, 1]), []
+    for seconds in (1001, 1002):
+        most_groups = max(ranks.all_gather(ranks.n_groups(), None))
+        made.append(ranks.group_among([0, 1], most_groups, timeout=timedelta(seconds=seconds), backend="gloo"))
+        if not made[1:]:
+            dist.destroy_process_group(users)
+    assert [said for group in made for said in ranks.all_gather(rank.rank, group)] == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("stage", SHARDED)
 def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
     optimizer = None
