@@ -207,10 +207,10 @@ def beside_sheet(name, mine, theirs):
 # ----------------------------------------------------------- Tables and pictures of the pages, anew from results/*.json
 
 
-def rewritten(text):
+def rewritten(text, blocks=BLOCKS):
     """`text` of a markdown file, with all its blocks and figures made anew. An unknown name raises KeyError."""
     text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)",
-                  lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n\n{block[3]}", text, flags=re.DOTALL)
+                  lambda block: f"{block[1]}\n{blocks[block[2]]()}\n\n{block[3]}", text, flags=re.DOTALL)
     in_prose = r"<!--(\w+)-->.*?<!--end-->"
     found = figures() if re.search(in_prose, text) else {}
     return re.sub(in_prose, lambda mark: f"<!--{mark[1]}-->{found[mark[1]]}<!--end-->", text)

@@ -80,6 +80,14 @@ def sheet_text(sheet, columns=100):
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
+def markdown(sheet):
+    """A sheet as a page has it. Columns that say where their figures come from stand to the right."""
+    titles = [" ".join(name.split()) or sheet.title for name, _ in sheet.columns]
+    sides = ["--:" if source else "---" for _, source in sheet.columns]
+    lines = [f"| {' | '.join(cells)} |" for cells in (titles, sides, *sheet.rows)]
+    return "\n".join([*lines, *(f"\n{textwrap.fill(note, 118)}" for note in sheet.notes)])
+
+
 def print_sheets(sheets, *below):
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
@@ -628,9 +636,7 @@ def ladder_block():
             "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
             f"`DistributedOptimizer`, divided by {words}. Two emulated hosts, a link of "
             f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
-    titles = [name for name, _ in sheet.columns]
-    lines = [" | ".join(titles), "|".join(["---"] * len(titles)), *map(" | ".join, sheet.rows)]
-    return "\n".join(lines) + "\n\n" + textwrap.fill(note, 118)
+    return markdown(sheet._replace(notes=[note]))
 
 
 # ------------------------------------------------------------------------------ All tables of a result, in the terminal

@@ -6,7 +6,7 @@
 """
 
 import functools
-import re
+from operator import itemgetter
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +24,8 @@ from harness.examine import Settings, adamw
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
-from harness.tables import NONE, code_lines, core_lines, loss_sheet, rate_words
+from harness.pages import rewritten
+from harness.tables import code_lines, core_lines, loss_sheet, markdown, rate_words, sheet_of
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 
@@ -83,27 +84,27 @@ def measured(kind="variants"):
 def time_cell(name, base, result):
     """Of a base milliseconds a step, of a variant how many times its base takes, round by round."""
     own, other = result and result.timed(name), result and result.timed(base or name)
-    return NONE if own is None or other is None else f"× {own.over(other):.2f}" if base else f"{own.median_ms:.0f} ms"
-
-
-def markdown(titles, rows):
-    """`titles`: of columns; what ends with a colon is text."""
-    line = "|".join("---" if title.endswith(":") else "--:" for title in titles)
-    head, *others = (f"| {' | '.join(map(str, cells))} |" for cells in [[title.rstrip(":") for title in titles], *rows])
-    return [head, f"|{line}|", *others]
+    return own and other and (f"× {own.over(other):.2f}" if base else f"{own.median_ms:.0f} ms")
 
 
 def table():
-    places, rows = measured(), []
+    places = measured()
     of_own = {f"variants {kind}": measured(kind) for kind in ("muon", "hybrid")}  # beside other rows, on other ranks
-    for name, (base, elsewhere, when) in ROWS.items():
-        (sent, messages, held, *_), idea = counted(name), name.removeprefix("variants ")
-        folder = PAGE.parents[1] / ("stage3_gradbuffer" if name == STAGE_3 else "stage4_overlap")
-        lines = core_lines(folder) if name == idea else len(code_lines(PAGE.with_name(f"{idea}.py")))
-        times = [time_cell(name, base, of_own.get(name, places).get(place)) for place in places]
-        rows.append([idea, lines, elsewhere, f"{sent:.2f}", messages, f"{held:.2f}", *times, when])
-    return markdown(["idea:", "lines", "called elsewhere:", "sent", "messages", "held",
-                     *(f"time, {place}" for place in places), "take it when:"], rows)
+
+    def lines(name):
+        idea = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
+        stage = catalogue.STAGE_3 if name == STAGE_3 else catalogue.STAGE_4
+        return len(code_lines(idea)) if idea.exists() else core_lines(saved.ROOT / stage)
+
+    def time(place):
+        return lambda name: time_cell(name, ROWS[name][0], of_own.get(name, places).get(place))
+    return sheet_of("", ROWS, [
+        ("idea", "", lambda name: name.removeprefix("variants ")), ("lines", "counted", lines),
+        ("called elsewhere", "", lambda name: ROWS[name][1]),
+        *((title, "counted", lambda name, at=at: counted(name)[at], form)
+          for at, (title, form) in enumerate((("sent", ".2f"), ("messages", ""), ("held", ".2f")))),
+        *((f"time, {place}", "measured", time(place)) for place in places),
+        ("take it when", "", lambda name: ROWS[name][2])])
 
 
 def balance(layers, width, d):
@@ -118,49 +119,41 @@ def balance(layers, width, d):
 
 
 def balance_table():
-    return markdown(["model:", "d", "muon", "at least", "a stack a shape"],
-                    [[name, d, *(f"{ratio:.2f}" for ratio in balance(*of, d))] for name, of in GPTS.items()
-                     for d in (2, 8, 64)])
+    rows = [(name, d, *balance(*of, d)) for name, of in GPTS.items() for d in (2, 8, 64)]
+    works = [(name, "counted", itemgetter(at), ".2f")
+             for at, name in enumerate(("muon", "at least", "a stack a shape"), start=2)]
+    return sheet_of("", rows, [("model", "", itemgetter(0)), ("d", "counted", itemgetter(1)), *works])
 
 
 def muon_table():
     """DDP's reducer doesn't run in the fake group: what it sends is its formula, and nobody counts what it holds."""
-    times, rows = measured("muon"), []
-    for name, words in MUONS.items():
-        both = [counted(name, d) if "ddp" not in name else (8 * (d - 1) / d, 0, None) for d in (8, 64)]
-        figures = [NONE if one[at] is None else f"{one[at]:.2f}" for at in (0, 2) for one in both]
-        rows.append([words, *figures, *(time_cell(name, None, result) for result in times.values())])
-    return markdown(["matrices by Muon:", "sent, d = 8", "64", "held, d = 8", "64",
-                     *(f"time, d = 2, {place}" for place in times)], rows)
+    def of(at, d):
+        replicated = 8 * (d - 1) / d, None, None
+        return lambda name: (replicated if name == "ddp + muon" else counted(name, d))[at]
+    return sheet_of("", MUONS, [
+        ("matrices by Muon", "", MUONS.get), ("sent, d = 8", "counted", of(0, 8), ".2f"),
+        ("64", "counted", of(0, 64), ".2f"), ("held, d = 8", "counted", of(2, 8), ".2f"),
+        ("64", "counted", of(2, 64), ".2f"),
+        *((f"time, d = 2, {place}", "measured", lambda name, result=result: time_cell(name, None, result))
+          for place, result in measured("muon").items())])
 
 
-def loss_table():
-    """Empty where nothing was measured."""
-    lines = []
-    for sheet in map(loss_sheet, saved_in("losses.json")):
-        titles = [f"{sheet.title}:", *(" ".join(name.split()) for name, _ in sheet.columns[1:])]
-        lines += [*markdown(titles, sheet.rows), *(line for note in sheet.notes for line in ("", note))]
-    return lines
+def loss_tables():
+    """None where nothing was measured."""
+    return map(loss_sheet, saved_in("losses.json"))
 
 
-TABLES = {"table": table, "balance": balance_table, "muon": muon_table, "losses": loss_table}
-
-
-def with_tables(text):
-    """A page: what stands between <!-- variants: NAME --> and <!-- end --> anew."""
-    def block(match):
-        lines = TABLES[match[2]]()
-        return "\n".join([match[1], *["", *lines, ""] * bool(lines), "<!-- end -->"])
-    return re.sub(r"(<!-- variants: (\w+) -->)\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+BLOCKS = {"table": lambda: markdown(table()), "balance": lambda: markdown(balance_table()),
+          "muon": lambda: markdown(muon_table()), "losses": lambda: "\n".join(map(markdown, loss_tables()))}
 
 
 def main():
     parser = command_line.Parser("variants", __doc__)
     parser.add_argument("--page", action="store_true", help="put the tables into variants/README.md")
     if parser.parse_args().page:
-        command_line.write("--page", PAGE, with_tables(PAGE.read_text(encoding="utf-8")), parser.error)
+        command_line.write("--page", PAGE, rewritten(PAGE.read_text(encoding="utf-8"), BLOCKS), parser.error)
     else:
-        print("\n".join(line for made in TABLES.values() for line in [*made(), ""]))
+        print(*(make() for make in BLOCKS.values()), sep="\n\n")
 
 
 if __name__ == "__main__":

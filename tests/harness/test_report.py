@@ -199,7 +199,7 @@ def test_the_curve_has_the_figures_of_its_rows_and_dashes_for_those_that_it_lack
 
 def ladder():
     """-> title -> cells of README's table."""
-    lines = [line.split(" | ") for line in pages.BLOCKS["ladder"]().split("\n\n")[0].splitlines()]
+    lines = [line.strip("| ").split(" | ") for line in pages.BLOCKS["ladder"]().split("\n\n")[0].splitlines()]
     return {title: rest for title, *rest in lines[2:]}
 
 

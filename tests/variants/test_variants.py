@@ -21,6 +21,7 @@ from checkpoint import full_state_dict, load_full_state_dict
 from grade.variants import BlockSGD
 from harness import results, rows, two_hosts
 from harness.ledger import Ledger
+from harness.pages import rewritten
 from harness.results import LossConditions, LossResult, LossRow, Row
 from harness.tables import code_lines
 from tests.checkpoint import test_checkpoint
@@ -31,7 +32,7 @@ from tests.stages import test_contract, test_cores
 from tests.stages.test_cores import core_of
 from tests.variants import on_pairs
 from variants import hybrid, moments16, remainder16, wire16
-from variants.__main__ import ROWS, balance, counted, loss_table, measured, table, time_cell, with_tables
+from variants.__main__ import BLOCKS, ROWS, balance, counted, measured, time_cell
 
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py"))
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
@@ -367,24 +368,24 @@ def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
     files = {f"variants {path.stem}" for path in FILES} - {"variants by_bucket"}
     page = (ROOT / "variants" / "README.md").read_text()
     assert files == {name for name in ROWS if name.startswith("variants")}
-    assert with_tables(page) == page and "\n".join(table()) in page
+    assert rewritten(page, BLOCKS) == page and BLOCKS["table"]() in page
 
 
 def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     """Of a variant over its base, round by round; with nothing measured there is none."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    assert not measured() and not loss_table()
+    assert not measured() and not BLOCKS["losses"]()
     result = results.read(ROOT / "results" / "bench.json")
     result.rows = [Row("stage 4 overlap", rounds_ms=[10.0, 20.0]), Row("variants wire16", rounds_ms=[5.0, 10.0]),
                    Row("variants blocks", error="wrong")]
     cells = [time_cell(name, base, result) for name, base in (
         ("variants wire16", "stage 4 overlap"), ("variants blocks", "stage 4 overlap"), ("stage 4 overlap", None))]
-    assert cells == ["× 0.50", "–", "15 ms"]
+    assert cells == ["× 0.50", None, "15 ms"]
     (tmp_path / "results").mkdir()
     conditions = LossConditions("machine", "2", "abc", "today", "gloo", 2, "nano", 9, 8, 64, 300)
     losses = LossResult(conditions, [LossRow("fp32", "fp32", 0.9, [2.0, 4.0]), LossRow("b", "fp32", 0.9, [2.5, 4.25])])
     (tmp_path / "results" / "losses.json").write_text(results.to_json(losses))
-    assert "| b | 3.3750 | +0.5000 +0.2500 |" in loss_table()
+    assert "| b | 3.3750 | +0.5000 +0.2500 |" in BLOCKS["losses"]()
 
 
 # --------------------------------------------------------------------------------------------------------------- muon
