@@ -102,7 +102,7 @@ class Pools:
     def run(self, world_size, function, *args, **kwargs):
         with self.locks[world_size]:
             if world_size not in self.started:
-                self.started[world_size] = Workers(world_size, timeout_s=300)
+                self.started[world_size] = Workers(world_size, timeout_s=300, limit_s=1200)
             self.n_calls[world_size] += 1
             if self.n_calls[world_size] % RENEWED_AFTER == 0:
                 self.started[world_size].kill()

@@ -46,7 +46,7 @@ from .optimizers import (
     whole_piece,
 )
 from .rank_files import Part, Reader, whole, write_rank_file
-from .ranks import all_gather, at_own_pace, errors_on_all, first_line, group_among, n_groups, rank_and_size, rank_in
+from .ranks import all_gather, at_own_pace, errors_on_all, first_line, group_among, rank_and_size, rank_in
 from .states import agree, check_states, fixed_paths, local_states, schemas_of, state_key
 
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
@@ -278,10 +278,9 @@ def writer_of(optimizer, group):
     """-> a thread that writes one checkpoint after the other; its own process group, so that messages can't mix."""
     own_group = None
     if dist.is_initialized():
-        training, most_groups = group or dist.group.WORLD, max(all_gather(n_groups(), group))
+        training = group or dist.group.WORLD
         timeout = training._get_backend(all_params(optimizer)[0].device).options._timeout
-        ranks = dist.get_process_group_ranks(training)
-        own_group = group_among(ranks, most_groups, timeout=timeout, backend="gloo")  # of CPUs
+        own_group = group_among(dist.get_process_group_ranks(training), timeout=timeout, backend="gloo")  # of CPUs
     return WRITERS.setdefault(own_group or optimizer, ThreadPoolExecutor(1)), own_group
 
 

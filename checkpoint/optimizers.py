@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .boxes import box_of, cuts_of
 from .errors import UnfitModel
 from .json_values import DTYPES
-from .ranks import all_gather, group_among, n_groups, rank_and_size
+from .ranks import all_gather, group_among, rank_and_size
 
 # Hyperparameters about how this process computes, and not about the model, so they are saved but not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
@@ -73,11 +73,10 @@ def ranks_of(optimizer):
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if is_meshed(param))
     if not meshes or rank_and_size(group)[0] < 0:
         return group
-    ranks, most_groups = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, n_groups()
+    ranks = {*dist.get_process_group_ranks(group or dist.group.WORLD)}
     for along in dict.fromkeys(one for mesh in meshes for one in mesh.get_all_groups()):
-        for theirs, their_n in all_gather((ranks, most_groups), along):
-            ranks, most_groups = ranks | theirs, max(most_groups, their_n)
-    return None if len(ranks) == dist.get_world_size() else group_among(sorted(ranks), most_groups)
+        ranks = ranks.union(*all_gather(ranks, along))
+    return None if len(ranks) == dist.get_world_size() else group_among(sorted(ranks))
 
 
 def pieces_of(optimizer, in_whole=False) -> dict[int, Piece]:

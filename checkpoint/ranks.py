@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 import weakref
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -38,31 +39,17 @@ def all_gather(what, group) -> list:
     return everyone
 
 
-def n_groups() -> int:
-    """-> the number of process groups that this rank is in."""
-    return len(dist.distributed_c10d._world.pg_names)
+def group_among(ranks, **options):
+    """-> a process group of some `ranks`. The others don't call this.
 
-
-def group_among(ranks, most_groups, **options):
-    """-> a process group of some `ranks`, of which none is in more than `most_groups`. The others don't call this.
-
-    The same ranks get the same one again, because torch never frees a group. It names a group by its ranks and by the
-    number of groups that a rank is in, so ranks first make that number equal, and larger where the name is an older
-    group's: a group made after that one is gone.
+    The same ranks get the same one again, because torch never frees a group. torch would name it after its ranks and
+    the number of groups that a rank is in. That may differ between ranks, and an older group may have the name.
     """
-    groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (*ranks, *options.values())
-    fillers = []
-    while key not in groups:
-        while n_groups() < most_groups:
-            fillers.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
-        try:
+    groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (tuple(ranks), *options.values())
+    if key not in groups:
+        name = f"checkpoint {ranks} {sum(key[0] == its[0] for its in groups)}"
+        with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
             groups[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
-        except ValueError as error:
-            if "already been created" not in str(error):
-                raise
-            most_groups += 1  # on each of `ranks`
-    for filler in fillers:
-        dist.destroy_process_group(filler)
     return groups[key]
 
 

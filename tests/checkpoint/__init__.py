@@ -5,8 +5,10 @@ import contextlib
 import copy
 import json
 import resource
+import sys
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -203,11 +205,12 @@ def sealed_text(text):
 
 @contextlib.contextmanager
 def full_disk(n_bytes):
-    """The limit that a file of this process may have stands for the disk."""
+    """The limit that a file of this process may have stands for the disk: Python would write broken bytecode, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
-        yield
+        with mock.patch.object(sys, "dont_write_bytecode", True):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

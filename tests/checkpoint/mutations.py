@@ -232,6 +232,7 @@ def watch(folder):
 def run(number, seed, folder):
     """-> kind -> Counter of "refused", "loaded" and "wrong"."""
     torch.set_num_threads(1)
+    sys.dont_write_bytecode = True  # of a stage that is imported on the way: such a file would count as written
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     seen, table = watch(folder), collections.defaultdict(collections.Counter)
     for turn in range(number):

@@ -185,8 +185,6 @@ WAYS = {
         "codec can't decode byte 0x80"),
     "a list for a manifest": (written(lambda *_: b"[]"), "it is no dict"),
     "a manifest without its checksum": (written(lambda m, _: text_of(m).encode()), "it has no checksum of itself"),
-    "another weight decay": (written(lambda _, folder: (folder / "manifest.json").read_bytes().replace(
-        b'["weight_decay", 0.1]', b'["weight_decay", 0.9]')), "its checksum is that of another"),
     "10,000 lists in each other": (instead("[" * 10_000 + "]" * 10_000), "RecursionError in it"),
     "60 MB of lists": (instead("[" + "[]," * 20_000_000 + "0]"), "it has more than 8749056 bytes"),
     "a number of a million digits": (instead("9" * 1_000_000), "Exceeds the limit (4300 digits)"),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import math
 import os
 import re
 import signal
@@ -185,7 +186,7 @@ def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
             train(rank, model, optimizer, (2, 3))
             patch.setattr(files, "wait", lambda savings: (let_go.set(), wait(savings)))  # for the one before
             line = error_of(lambda: checkpoint.save(folder / "one", model, optimizer))
-        assert line.endswith("exists already") and saving.result(30) is None
+        assert line.endswith("exists already") and saving.result() is None
     finally:
         os.chdir(here)
     again = a_run(rank, stage, seed=1, lr=torch.tensor(0.1))
@@ -250,16 +251,17 @@ def test_new_process_groups_and_optimizers_leave_nothing_behind(rank, stage, tmp
         group = dist.new_group([0, 1])
         reshard(optimizer, group)
         future = checkpoint.save(tmp_path / f"{stage}{number}", model, optimizer, asynchronous=True)
-        future.result(30)
+        future.result()
         kept = weakref.ref(future)
         del future
         reshard(optimizer, None)
         dist.destroy_process_group(group)
-        found.append(resources())
         n_groups.append(len(dist.distributed_c10d._world.pg_names))
-        deadline = time.monotonic() + 120
-        while kept() is not None and time.monotonic() < deadline:  # the thread has yet to turn to something else
+        most, deadline = found[1] if 1 < number < 5 else (math.inf, math.inf), time.monotonic() + 120
+        while time.monotonic() < deadline and (  # threads have yet to turn to something else, or to end
+                kept() is not None or any(now > then for now, then in zip(resources(), most))):
             gc.collect()
+        found.append(resources())
         assert kept() is None  # nor what it may have of the tensors, if it has failed
     assert len(set(n_groups)) == 1 and all(last <= first for first, last in zip(found[1], found[4])), found
     checkpoint.save(tmp_path / f"{stage}last", model, optimizer, asynchronous=True).result()
@@ -276,7 +278,7 @@ def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(rank, stage, t
     def save(group):
         model, optimizer = a_run(rank, stage, group)
         path = tmp_path / f"{stage}{'some' if group else 'all'}"
-        checkpoint.save(path, model, optimizer, asynchronous=True).result(30)
+        checkpoint.save(path, model, optimizer, asynchronous=True).result()
 
     save(None)
     in_group(rank, [0, 1, 2], save)
@@ -285,11 +287,10 @@ def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(rank, stage, t
 
 @on_ranks(2)
 def test_a_group_of_the_same_ranks_after_another_is_gone(rank):
-    """Both are made by ranks that are in as many groups, so torch would give them one name, and refuses that."""
+    """Both are made by ranks that are in as many groups, so torch would give them one name, and refuse that."""
     users, made = dist.new_group([0, 1]), []
     for seconds in (1001, 1002):
-        most_groups = max(ranks.all_gather(ranks.n_groups(), None))
-        made.append(ranks.group_among([0, 1], most_groups, timeout=timedelta(seconds=seconds), backend="gloo"))
+        made.append(ranks.group_among([0, 1], timeout=timedelta(seconds=seconds), backend="gloo"))
         if not made[1:]:
             dist.destroy_process_group(users)
     assert [said for group in made for said in ranks.all_gather(rank.rank, group)] == [0, 1, 0, 1]
@@ -303,7 +304,7 @@ def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
         try:
             if optimizer is None:
                 model, optimizer = small(ONE, stage)
-            checkpoint.save(tmp_path / name, model, optimizer, asynchronous=True).result(30)
+            checkpoint.save(tmp_path / name, model, optimizer, asynchronous=True).result()
         finally:
             dist.destroy_process_group()
         assert (tmp_path / name / "manifest.json").exists()
@@ -335,9 +336,10 @@ def test_ranks_wait_for_each_other_at_the_end_of_their_work(rank, tmp_path):
 def slow(rank, folder):
     """On each rank each disk is slower than any collective of this group would wait."""
     def late(function):
-        return lambda *args, **kwargs: (time.sleep(2.2), function(*args, **kwargs))[1]
+        return lambda *args, **kwargs: (time.sleep(4.4), function(*args, **kwargs))[1]
 
-    model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=2)))
+    small(rank, STAGES[3])  # tries AdamW out, which a rank does once: it takes a while
+    model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=4)))
     of_rank_1 = ((files, "collect"), (states, "refuse_unclaimed"), (files, "write_rank_file"),
                  (rank_files.Reader, "run"), (files, "install"))
     with pytest.MonkeyPatch.context() as patch:
@@ -353,6 +355,7 @@ def missing(rank, folder, where):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     everyone = [None, None]
+    small(rank, STAGES[3])  # as in `slow`
     dist.all_gather_object(everyone, os.getpid())
     model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3)))
     with pytest.MonkeyPatch.context() as patch:
@@ -395,8 +398,8 @@ OF_LOAD = [(files, "names_of"), (files, "pieces_of"), (files, "manifest_of"), (m
            (rank_files.Reader, "run"), (rank_files.Reader, "read"),
            (files, "check_states"), (files, "prepared"), (files, "install")]
 OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
-ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("what nobody thought of"),
-          RuntimeError("several\nlines")]
+ERRORS = [(MemoryError, "too little memory"), (ValueError, "embedded null byte"), (KeyError, "nobody thought of it"),
+          (RuntimeError, "several\nlines")]
 
 
 @on_ranks(2, case=[(None, 1), (STAGES[3], 0), (STAGES[3], 1)])
@@ -409,7 +412,7 @@ def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, c
     def line_of(call, module, name, error):
         with situation(name), pytest.MonkeyPatch.context() as patch:
             if rank.rank == bad_rank:
-                patch.setattr(module, name, raising(error))
+                patch.setattr(module, name, raising(error[0](error[1])))
             return said_by_all(error_of(call, checkpoint.CheckpointError))
 
     for number, (module, name) in enumerate(OF_SAVE + OF_RANK_0 * (bad_rank == 0)):

@@ -39,7 +39,7 @@ class Block(nn.Module):
         return x * self.scale
 
 
-@functools.lru_cache(maxsize=3)
+@functools.cache  # without a limit: each rank would drop another one, and wait for the others to make it again
 def mesh_of(rank, shape=(2, 2)):
     return init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
 
