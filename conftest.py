@@ -30,7 +30,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # what a test asks of make is no part of `make test`
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS",  # what a test asks of make is no part of `make test`
+                 "FORCE_COLOR"):  # nor are colours of what it compares
         os.environ.pop(name, None)
     # Several files of tests at once, each with up to four ranks: whoever waits for a message would wait for a core.
     os.environ.setdefault("GLOO_PRIORITY", "normal")

@@ -48,7 +48,7 @@ def group_among(ranks, **options):
     groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (tuple(ranks), *options.values())
     if key not in groups:
         name = f"checkpoint {ranks} {sum(key[0] == its[0] for its in groups)}"
-        with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name, create=True):
             groups[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
     return groups[key]
 

@@ -305,8 +305,8 @@ def play(candidate, run, ranks=None, factor=lambda step, micro: 1):
                 grads = [param.grad for param in params if param.grad is not None]
                 seen.inner = SimpleNamespace(model=flat(model.parameters()), own=flat(params),
                                              grads=flat(grads) if grads else None)
-        if run.prefetch and rank == 1:
-            time.sleep(0.1)
+        if run.prefetch and rank == 1 and one is not optimizer:
+            time.sleep(0.2)
 
     def begin(seed):
         model = run.model(seed)

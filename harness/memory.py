@@ -68,12 +68,12 @@ class StorageMemory(TorchDispatchMode):
         self.peak = self.live
 
     def settled(self):
-        """`live`, when it has not changed for 20 ms: gloo's threads let go of a tensor a moment after wait()."""
-        before = None
-        while before != self.live:
-            before = self.live
+        """`live`, when three looks in 60 ms found the same: gloo's threads let go of a tensor a moment after wait()."""
+        looks = []
+        while len(looks) < 4 or len(set(looks[-4:])) > 1:
+            looks.append(self.live)
             threading.Event().wait(0.02)
-        return before
+        return looks[-1]
 
     def track(self, tensors):
         """Counts tensors, also those that were there before: the parameters of a model, say."""

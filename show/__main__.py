@@ -73,7 +73,7 @@ def main():
     program = record.Program(
         args.package, args.ranks, args.params, args.dtype, args.optimizer, args.buckets, args.steps)
     title = next((one.title for one in programs.SHOWN if one.id == args.stage), f"{args.package}.")
-    with Workers(args.ranks, timeout_s=60) as workers:
+    with Workers(args.ranks, timeout_s=300) as workers:
         made = frames.recording(workers.run(record.record_rank, program), program, title)
     if args.json:
         args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -29,6 +29,7 @@ def opened(started, place="", width=1280, height=800, **settings):
     -> (playwright's page, what went wrong, requests)
     """
     with started.new_context(viewport={"width": width, "height": height}, **settings) as context:
+        context.set_default_timeout(300_000)  # ms: of a busy machine
         page, wrong, requests = context.new_page(), [], []
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -38,9 +39,9 @@ def opened(started, place="", width=1280, height=800, **settings):
         yield page, wrong, requests
 
 
-def figures():
-    """-> {file name: text} of the SVG files that the chapters show, as the page draws them."""
-    with browser() as started, opened(started) as (page, wrong, _):
+def figures(started=None):
+    """-> {file name: text} of the SVG files that the chapters show, as the page draws them; by a browser that runs."""
+    with contextlib.nullcontext(started) if started else browser() as started, opened(started) as (page, wrong, _):
         made = page.evaluate("() => figures()")
         if wrong:
             raise RuntimeError("; ".join(wrong))

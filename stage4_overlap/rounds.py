@@ -3,7 +3,7 @@
 The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
 and on whether something is wrong with a gradient. The host knows all this, and sends it over a group of the hosts: no
 host waits for its GPU. Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and
-tests/stages/test_overlap.py, `test_unused_parameters_like_ddp`.
+tests/stages/test_drawn.py.
 """
 
 import collections

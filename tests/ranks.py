@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -121,6 +122,15 @@ def _run(environments, script, args, cwd, limit_s=LIMIT_S):
                     process.join()
         return [Ended(process.exitcode, *(file.read_text() for file in outputs))
                 for process, outputs in zip(processes, files)]
+
+
+def git(folder, *command):
+    """-> what it prints, in a repository of its own: not in that of a hook which runs these tests."""
+    settings = "user.name=a", "user.email=a@b.example", "commit.gpgsign=false"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    run = subprocess.run(["git", *(word for one in settings for word in ("-c", one)), *command], cwd=folder,
+                         env=environment, capture_output=True, text=True, check=True, timeout=300)
+    return run.stdout.strip()
 
 
 def _environment(changes):

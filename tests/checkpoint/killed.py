@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.nn.modules.module import register_module_forward_pre_hook, register_module_full_backward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-STOPPED_S = 12
+STOPPED_S = 20
 number = signal.SIGKILL  # that rank 1 sends itself
 
 

@@ -79,8 +79,7 @@ def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, case):
     assert all(value.device.type == "cpu" for state in on_all["state"].values() for value in state.values())
 
 
-@on_ranks(2, 3, stage=STAGES)
-def test_a_run_goes_on_in_plain_torch_and_back(rank, stage):
+def to_plain_and_back(rank, stage):
     """Two steps in the stage, one in plain torch, two in a new instance of the stage: as five in plain torch."""
     reference = Replicated(rank, **ADAMW)
     for step in range(5):
@@ -99,6 +98,11 @@ def test_a_run_goes_on_in_plain_torch_and_back(rank, stage):
     assert optimizer.param_groups[0]["lr"] == ADAMW["lr"]
     train(rank, model, optimizer, (3, 4), alike=False)
     assert_same(model, reference.model, exact=rank.world_size <= 2)
+
+
+@on_ranks(2, 3, stage=STAGES)
+def test_a_run_goes_on_in_plain_torch_and_back(rank, stage):
+    to_plain_and_back(rank, stage)
 
 
 DTYPES = [(F, torch.optim.AdamW, ADAMW), (B, torch.optim.AdamW, ADAMW), (H, torch.optim.SGD, {"lr": 1e-3})]

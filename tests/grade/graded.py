@@ -136,7 +136,7 @@ class RoundRobin(Right):
 class Slow(Right):
     """One rank computes for a while, and the other waits for it: no hang."""
     def step(self):
-        until = time.monotonic() + 5 * (self.rank == 0)
+        until = time.monotonic() + 12 * (self.rank == 0)
         while time.monotonic() < until:
             pass
         super().step()

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import resource
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,6 +24,7 @@ from harness.results import Result, Row
 from harness.rows import Choice
 from harness.tables import conditions_line
 from tests.common import STAGES, on_ranks, one_rank_of, optimizer_of
+from tests.ranks import git
 
 pytestmark = pytest.mark.waits
 
@@ -91,18 +91,14 @@ def test_the_model_is_one_that_shows_something_on_the_device(quick, capsys):
 
 def test_a_result_says_of_which_code_it_is(result, tmp_path):
     """A file of the code that has changed since is a +, one of the results is none; without git there is no answer."""
-    def git(*command):
-        run = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *command], cwd=tmp_path,
-                             capture_output=True, text=True, check=True, timeout=300)
-        return run.stdout.strip()
     assert result.conditions.commit == examine.commit()
     for name in ("code.py", "table.json"):
         (tmp_path / name).write_text("1")
-    git("init", "--quiet")
+    git(tmp_path, "init", "--quiet")
     assert examine.commit(tmp_path) == "unknown"  # nothing is committed yet
-    git("add", ".")
-    git("commit", "--quiet", "-m", "first")
-    head = git("rev-parse", "--short", "HEAD")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    head = git(tmp_path, "rev-parse", "--short", "HEAD")
     (tmp_path / "table.json").write_text("2")
     assert examine.commit(tmp_path) == head
     (tmp_path / "code.py").write_text("2")

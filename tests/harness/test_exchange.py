@@ -1,14 +1,12 @@
 """The reduce-scatter and the all-gather of the rows: gloo's results, and for the sum half of gloo's bytes."""
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from harness import exchange, rows
-from harness.examine import Settings, adamw, make_batches, make_model
+from harness import exchange
 from harness.ledger import Ledger
 from harness.memory import Memory
 from tests.common import on_ranks
@@ -61,23 +59,6 @@ def test_it_holds_pieces_and_no_second_input(rank):
     with Memory("cpu") as memory, exchange.in_place_of_gloos():
         dist.reduce_scatter_tensor(full.view(rank.world_size, -1)[rank.rank], full)
     assert memory.peak - full.nbytes <= (2 * rank.world_size + 2) * exchange.PIECE_BYTES
-
-
-@on_ranks(2, case=[("stage 2 all-gather", 0, 1), ("stage 3 grad buffer", 1, 1), ("fsdp2", 3, 3),
-                   ("fsdp2 reshard", 3, 6), ("stage 2, gloo's own", 0, 0), ("stage 3, gloo's own", 0, 0),
-                   ("fsdp2, gloo's own", 0, 0)])
-def test_stages_2_and_3_and_fsdp2_go_through_it(rank, case):
-    """How often a step sums, and gathers. nano has two blocks: FSDP2's units are those, and the rest."""
-    base, *expected = case
-    way, settings = rows.find(base), Settings("nano", 2, 16, 1, 1)
-    sum_spy = mock.patch.object(exchange, "reduce_scatter", wraps=exchange.reduce_scatter)
-    gather_spy = mock.patch.object(exchange, "all_gather", wraps=exchange.all_gather)
-    with sum_spy as sums, gather_spy as gathers, way.inside():
-        training = way.build(make_model(settings, rank, way.dtype), adamw(settings))
-        before = sums.call_count, gathers.call_count
-        training.step(make_batches(settings, rank)[0])
-        training.finish()
-    assert [sums.call_count - before[0], gathers.call_count - before[1]] == expected
 
 
 @on_ranks(2)

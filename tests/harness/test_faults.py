@@ -71,7 +71,7 @@ def undisturbed(tmp_path_factory):
 def test_random_kills_lose_nothing(in_full, tmp_path):
     """Again and again one rank is ended, after a random time; torchrun starts all of them anew."""
     kills, chance = in_full or 1, random.Random(0)
-    steps, killed, while_saving, newest = kills * 200, 0, 0, ""  # more than an attempt gets done on average
+    steps, killed, while_saving, newest = max(400, kills * 200), 0, 0, ""  # more than attempts get done on average
     with Run(TRAIN_4, 2, steps, tmp_path / "killed", max_restarts=kills) as run:
         for start in run.starts():
             assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
@@ -108,7 +108,7 @@ def test_whatever_happens_to_one_rank_the_others_say_so_in_one_line_and_nothing_
     after the step under way, or, too late for the step's own exchange, after the next one: all save it.
     """
     folder, stage, signalled = tmp_path / "run", STAGES[number - 1], moment.partition(":")[2]
-    more = ["--timeout", "3"] if signalled == "SIGSTOP" else []
+    more = ["--timeout", "10"] if signalled == "SIGSTOP" else []
     ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *command(folder, 3), *more)
     assert [rank.code for rank in ended] == codes, ended[0].stderr + ended[1].stderr
     if codes == SAVED_BY_ALL:

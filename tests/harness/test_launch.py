@@ -43,7 +43,7 @@ def gone(pid, limit_s=0):
 
 
 def test_ranks_are_started_once_and_reused():
-    with Workers(2, timeout_s=60) as workers:
+    with Workers(2, timeout_s=300) as workers:
         first, second = workers.run(add, 1, b=2), workers.run(add, 3, b=4)
     assert [total for total, pid in first] == [7.0, 7.0] and [total for total, pid in second] == [15.0, 15.0]
     assert [pid for total, pid in first] == [pid for total, pid in second]
@@ -118,7 +118,7 @@ def where(rank):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_first_choice_that_works_is_taken(world_size):
-    with Workers(world_size, timeout_s=30, enter=knows_no_meta_device) as workers:
+    with Workers(world_size, timeout_s=300, enter=knows_no_meta_device) as workers:
         assert workers.run(where) == [("cpu", "gloo")] * world_size
 
 

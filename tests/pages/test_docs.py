@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -140,7 +141,8 @@ def mistakes(command):
         found += option_mistakes(shlex.split(values.pop("ARGS", "")))
         given = [word.replace("my_package", "stage4_overlap") for word in rest if word.partition("=")[0] != "ARGS"]
         given = [word for word in given if not is_placeholder(word.partition("=")[2])]
-        done = subprocess.run(["make", "--dry-run", *given, "PYTHON=true"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(["make", "--dry-run", *given, "PYTHON=true"], cwd=ROOT,
+                              env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True)
         return found or (done.stderr.strip().splitlines()[-1:] if done.returncode else [])
     if program == "cp":
         return [f"there is no {word}" for word in rest[:-1] if not word.startswith("-") and not has(word)]

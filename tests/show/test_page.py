@@ -82,7 +82,7 @@ def test_bytes_stand_in_the_order_of_the_ladder():
 
     The ladder's peak is of 2 ranks, where rungs 0 and 3 peak alike.
     """
-    rows = re.findall(r"^[0-4] [a-z].*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| ([0-4] [a-z].*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
     assert [row[0][0] for row in cells] == STAGES
     ladder = {"after": [float(row[2].split("·")[-1]) for row in cells], "peak": [float(row[3]) for row in cells]}
@@ -143,8 +143,8 @@ def where(shown):
 
 
 @in_a_browser
-def test_the_figures_are_drawn_by_the_page():
-    for name, text in browser.figures().items():
+def test_the_figures_are_drawn_by_the_page(started):
+    for name, text in browser.figures(started).items():
         assert (ROOT / "results" / name).read_text(encoding="utf-8") == text, f"{name}: {NEW}"
 
 

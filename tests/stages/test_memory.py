@@ -167,7 +167,7 @@ def test_the_peak_is_that_of_the_process():
 
     What else the process holds may differ by 16 MiB, 5 %.
     """
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     counted, measured = map(int, run.stdout.split())
     assert 5 * 64 * MB <= counted < 5 * 64 * MB + MB

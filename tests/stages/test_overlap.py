@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Ledger
@@ -21,7 +20,7 @@ from stage4_overlap.awaited import Awaited
 from stage4_overlap.drops import UNDER_WAY
 from stage4_overlap.transport import Transport
 from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, one_rank_of, situation
-from tests.pairs import SMALL, Pair, assert_same, deliver_when_asked, exact, parameter_of, sgd_of
+from tests.pairs import SMALL, Pair, assert_same, deliver_when_asked, parameter_of, sgd_of
 from tests.ranks import ROOT
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
@@ -368,30 +367,6 @@ def test_a_gradient_that_comes_twice_leaves_after_both_hooks(rank):
 
 
 # -------------------------------------------------------------------------------------------------- unused parameters
-
-
-USES = {
-    "one on no rank": lambda rank, step: [0, 1, 2, 4, 5],
-    "another one on each rank": lambda rank, step: [i for i in range(6) if i != rank],
-    "others in each step": lambda rank, step: [i for i in range(6) if i not in ((step + rank) % 6, 3 + step % 3)],
-    "one in the first step only": lambda rank, step: [0, 1, 3, 4, 5] if step else range(6),
-}
-
-
-@on_ranks(uses=USES)
-def test_unused_parameters_like_ddp(rank, uses):
-    model, other = Branches(seed=0).to(rank.device), Branches(seed=0).to(rank.device)
-    ddp = DistributedDataParallel(other, find_unused_parameters=True)
-    plain = torch.optim.AdamW(other.parameters(), **ADAMW)
-    optimizer = DistributedOptimizer(model.parameters(), find_unused_parameters=True, **SMALL, **ADAMW)
-    optimizer.prefetch_params(model)
-    for step in range(5):
-        x, y = batch(step, rank.rank, device=rank.device)
-        for one, its_optimizer in ((ddp, plain), (model, optimizer)):
-            torch.nn.functional.mse_loss(one(x, USES[uses](rank.rank, step)), y).backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
-    assert_same(model, other, exact(rank))
 
 
 @on_ranks(2, n=[1, 9, 10])
