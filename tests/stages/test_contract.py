@@ -65,6 +65,7 @@ def test_a_graph_that_has_read_older_parameters_is_refused(rank, stage, how):
 @on_ranks
 def test_frozen_parameters_are_broadcast_and_can_be_unfrozen_later(rank, stage):
     pair = Pair(rank, stage, groups=nn.Module.parameters, seeds=(rank.rank, rank.rank))  # a generator
+    assert not any(param.requires_grad for param in pair.model.frozen.parameters())
     pair.train(0, 1)
     pair.assert_same()
     for model in pair.models:
@@ -203,6 +204,9 @@ def test_closure_and_its_loss(rank, stage):
     pair.assert_same()
     pair.optimizer.zero_grad()
     assert pair.optimizer.step(lambda: backward(pair.model, rank, 3).item()) is not None  # a float is a loss too
+    param = nn.Parameter(torch.ones(3, device=rank.device))
+    of_one = optimizer_of(stage)([param], torch.optim.SGD, lr=1.0)
+    assert of_one.step(lambda: param.sum().backward() or 2.0) == 2.0
 
 
 @on_ranks(with_no_sync=[True, False])
