@@ -182,7 +182,8 @@ def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage):
     """Stage 4 compares it in the step that follows, the others before a save."""
     model = Net(seed=0)
     optimizer = sgd_of(stage, trainable(model))
-    optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.param_groups[0].update(seen=torch.tensor(rank.rank)))
+    seen = torch.tensor(rank.rank)
+    optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.param_groups[0].update(seen=seen))
     train(model, optimizer, rank, 0)
     error = error_of(lambda: train(model, optimizer, rank, 1) if stage == FOUR else full_state_dict(optimizer))
     assert "seen of group 0 is 0.0 on rank 0 and 1.0 on rank 1" in error
