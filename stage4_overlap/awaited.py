@@ -89,9 +89,7 @@ def wait_for_own(module, _):
             bucket.finish_param_sync()
     reads_others = (isinstance(module, torch.nn.MultiheadAttention)
                     or isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
-    for param in module.parameters() if reads_others else own_params(module):
-        if isinstance(param, Awaited):
-            type(param).bucket.finish_param_sync()
+    wait_for(map(type, module.parameters() if reads_others else own_params(module)))
 
 
 def own_params(module):
@@ -130,19 +128,16 @@ class AwaitedBucket:
         self.note_new_params()
 
     def grads(self):
+        """-> dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
-            if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-                grads[index] = self.dense(grad, self.params[index], self.tensors[index])
+            if grad is None:
+                grads[index] = self.zero.expand_as(self.tensors[index])
+            elif type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                if hasattr(self.params[index], "placements"):
+                    grad = local(grad.redistribute(placements=self.params[index].placements))
+                grads[index] = grad.to_dense()
         return grads
-
-    def dense(self, grad, param, tensor):
-        """-> `grad` as a dense local tensor. A missing gradient becomes an expanded zero, which takes no memory."""
-        if grad is None:
-            return self.zero.expand_as(tensor)
-        if hasattr(param, "placements"):
-            grad = local(grad.redistribute(placements=param.placements))
-        return grad.to_dense()
 
     def note_new_params(self):
         """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""
