@@ -14,7 +14,7 @@ import torch
 
 from .groups import hyperparameters
 from .hooks import without_global_hooks
-from .schema import raise_if_of_the_machine
+from .schema import reason_of
 
 # (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
 # steps, large ones show clipping, and the last phases show rules that count steps.
@@ -56,8 +56,7 @@ def check(make_optimizer, groups, unit, refusal):
             try:
                 parts = trial(n_ranks, dtype, unit)
             except Exception as failure:  # Muon wants matrices
-                raise_if_of_the_machine(failure)
-                raise ValueError(refusal.format(name, described(failure))) from failure
+                raise ValueError(refusal.format(name, reason_of(failure))) from failure
             for mine, theirs in zip(whole, parts):
                 if not torch.allclose(mine, theirs, tolerance, tolerance * mine.abs().max().item(), equal_nan=True):
                     raise ValueError(refusal.format(name, "parameters differ"))
@@ -70,10 +69,9 @@ def unsharded(trial, name):
         try:
             return trial(1, precision[0], None), precision
         except Exception as failure:
-            raise_if_of_the_machine(failure)
-            reason = failure
+            cause, reason = failure, reason_of(failure)
     shapes = ", ".join(map(str, trial.keywords["shapes"]))
-    raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {described(reason)}") from reason
+    raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {reason}") from cause
 
 
 def trials_of(make_optimizer, groups):
@@ -138,7 +136,3 @@ def shares_of(flat, shapes, n_ranks, unit):
             if start < stop:
                 share.append(flat[start:stop])
     return shares
-
-
-def described(failure):
-    return f"{type(failure).__name__}: {failure}"
