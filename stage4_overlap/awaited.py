@@ -64,8 +64,7 @@ def awaited(kind):
     """-> the class that parameters of class `kind` have while their bucket is in flight; each bucket makes its own."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     members = {name: _waits(name) for name in names if hasattr(kind, name)}
-    members.update(__slots__=(), bucket=None, kind=kind)
-    return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), dict(members, __slots__=(), bucket=None, kind=kind))
 
 
 @untraced  # torch.compile would guard on a class that changes
@@ -111,8 +110,7 @@ class AwaitedBucket:
         kinds: class of parameters -> their class while they are in flight.
     """
 
-    def tensor_of(self, param):
-        return local(param)
+    tensor_of = staticmethod(local)
 
     def partition(self):
         flat = self.flat_params
