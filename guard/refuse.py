@@ -21,7 +21,7 @@ def checked_groups(optimizer, params, settings):
 
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
-        settings: the stage's own arguments by name, which must be the same on every rank. What else must be is added.
+        settings: the stage's own arguments by name, which must be the same on every rank.
 
     Raises:
         RuntimeError: this rank is not in the process group.
@@ -47,6 +47,7 @@ def checked_groups(optimizer, params, settings):
         check_params(named, optimizer._takes_dtensors)
         here = optimizer._refuse(named)
         check_memory(here, optimizer._takes_any_layout)
+        settings = {name: str(value) for name, value in settings.items()}
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(here, named):
             frozen = "" if param.requires_grad else " frozen"

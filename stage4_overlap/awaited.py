@@ -88,7 +88,9 @@ def wait_for_own(module, _):
             bucket.finish_param_sync()
     reads_others = (isinstance(module, torch.nn.MultiheadAttention)
                     or isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
-    wait_for(map(type, module.parameters() if reads_others else own_params(module)))
+    for param in module.parameters() if reads_others else own_params(module):
+        if isinstance(param, Awaited):
+            type(param).bucket.finish_param_sync()
 
 
 def own_params(module):

@@ -245,8 +245,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     @property
     def bucket_buffer_bytes(self):
         """Bytes of the buffers in which gradients are sent and received."""
-        buffers = [*self.idle, *self.travelling]
-        return sum(memory.nbytes for buffer in buffers for memory in {buffer.sent, buffer.received})
+        return sum(memory.nbytes for one in [*self.idle, *self.travelling] for memory in {one.sent, one.received})
 
     def move_to(self, process_group):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
