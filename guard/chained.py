@@ -117,10 +117,9 @@ class Inner(Together):
         return {"state": {}, "param_groups": groups}
 
     def load_state_dict(self, state_dict):
-        groups, first = iter(state_dict["param_groups"]), 0
+        groups = iter(state_dict["param_groups"])
         for optimizer in self.optimizers:
-            own = [{**next(groups), "params": its["params"]} for its in optimizer.state_dict()["param_groups"]]
-            n = sum(len(group["params"]) for group in own)
-            state = {place - first: its for place, its in state_dict["state"].items() if first <= place < first + n}
+            own = list(itertools.islice(groups, len(optimizer.param_groups)))
+            places = {place for group in own for place in group["params"]}
+            state = {place: its for place, its in state_dict["state"].items() if place in places}
             optimizer.load_state_dict({"state": state, "param_groups": own})
-            first += n

@@ -66,14 +66,14 @@ def settings_of(groups):
 
 def checksum_of(settings):
     """-> 31 bits. Floats count with nine digits, because the cosines of two CPUs may differ in the last bit."""
-    values = [value if isinstance(value, str) else f"{value:.9g}" for value in settings.values()]
+    values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in settings.values()]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
 
 def first_difference(settings, process_group):
-    """-> (name, value on rank 0, another rank, its value) of what differs by more than rounding, or None. Collective.
+    """-> text: what differs by more than rounding, on rank 0 and on which other rank; or None. Collective.
 
-    settings: of this rank, name -> number or text.
+    settings: of this rank, by name.
     """
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, settings, group=process_group)
@@ -81,15 +81,12 @@ def first_difference(settings, process_group):
         for name in everyone[0] | theirs:
             one, other = everyone[0].get(name), theirs.get(name)
             if one != other and not (type(one) is type(other) is float and math.isclose(one, other, rel_tol=1e-6)):
-                return name, one, rank, other
+                return f"{name} is {one} on rank 0 and {other} on rank {rank}"
     return None
 
 
 def difference_between_ranks(groups, process_group):
     """-> on every rank a RuntimeError if the settings of the ranks differ, or None. Collective."""
     difference = first_difference(settings_of(groups), process_group)
-    if difference is None:
-        return None
-    name, one, rank, other = difference
-    return RuntimeError(f"{name} is {one} on rank 0 and {other} on rank {rank}: set the same on every rank (feed "
-                        "ReduceLROnPlateau with the average of all losses), or take an optimizer that writes the same")
+    return difference and RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the "
+                                       "average of all losses), or take an optimizer that writes the same")

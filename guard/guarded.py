@@ -20,27 +20,23 @@ import functools
 import numbers
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters
 from .hooks import without_global_hooks
-from .refuse import agree, checked_groups, param_ids, refuse_edited, silence_torch
+from .refuse import agree, checked_groups, param_ids, silence_torch
 from .scaling import found_inf, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
 
 
 class Guarded(torch.optim.Optimizer):
-    if TYPE_CHECKING:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            """The core's."""
-
+    __init__: Callable[..., None]  # the core's
     finish_grad_sync: Callable[[], None]
     _takes_dtensors = _takes_any_layout = False
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
-    _known_params: Any = None  # param_ids() of the sharded parameters; None while torch's constructor runs
     _states: Any = None  # a ByParameter; None while torch's constructor runs
 
     def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
@@ -49,19 +45,14 @@ class Guarded(torch.optim.Optimizer):
         watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group = process_group
-        return self._checked(params, **settings)
-
-    def _checked(self, params, **settings):
-        groups = checked_groups(self, params, settings)
-        self._probe(self.make_optimizer, groups)
-        return groups
+        return checked_groups(self, params, settings)
 
     @torch.no_grad()
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
-        if self._known_params is None:
+        if self._states is None:
             return super().add_param_group(param_group)
-        super().add_param_group(self._checked([*map(dict, self.param_groups), param_group])[-1])
+        super().add_param_group(checked_groups(self, [*map(dict, self.param_groups), param_group], {})[-1])
         self.shard(self.param_groups[-1:])
 
     @torch.no_grad()
@@ -84,8 +75,8 @@ class Guarded(torch.optim.Optimizer):
         """Nothing."""
 
     def _note_shards(self):
-        group = self.process_group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)  # -1: in none since reshard()
+        # Both are -1 on a rank that is in no process group since reshard().
+        self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
         self._known_params = param_ids(self.param_groups)
 
@@ -112,7 +103,9 @@ class Guarded(torch.optim.Optimizer):
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        refuse_edited(self.param_groups, self._known_params)
+        if param_ids(self.param_groups) != self._known_params:
+            raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
+                               "the optimizer anew")
         loss = None if closure is None else mean_loss(self, closure)
         self.finish_grad_sync()
         if grad_scaler is not None and found_inf(self, grad_scaler):
@@ -147,8 +140,7 @@ class Guarded(torch.optim.Optimizer):
         torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, norm)
         return norm
 
-    def _total_norm(self, norm_type):
-        return total_norm(self, norm_type)
+    _total_norm = total_norm
 
     def _averaged_params(self):
         """-> the parameters, or main parameters, whose averaged gradients this rank has."""

@@ -63,12 +63,11 @@ def hook_gradient(param, method, takes=False):
 @contextlib.contextmanager
 def without_global_hooks():
     """For the inner optimizer's step: hooks of register_optimizer_step_post_hook() then run only for our own step."""
-    all_hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    kept = [dict(hooks) for hooks in all_hooks]
-    for hooks in all_hooks:
+    kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for hooks, _ in kept:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in zip(all_hooks, kept):
+        for hooks, before in kept:
             hooks.update(before)

@@ -14,14 +14,11 @@ import torch
 
 from .groups import hyperparameters
 from .hooks import without_global_hooks
-from .schema import raise_if_of_the_machine
+from .schema import reason_of
 
 # (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
 # steps, large ones show clipping, and the last phases show rules that count steps.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
-# For tensors of 2**17 elements, to find rules about the number of elements, such as those of 8-bit optimizers: more
-# than 4096 or 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple.
-OF_LARGE_TENSORS = [(2, False, 1.0)]
 # (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 PASSED: set[tuple] = set()  # trials that passed in this process, so that a program with many optimizers waits once
@@ -56,8 +53,7 @@ def check(make_optimizer, groups, unit, refusal):
             try:
                 parts = trial(n_ranks, dtype, unit)
             except Exception as failure:  # Muon wants matrices
-                raise_if_of_the_machine(failure)
-                raise ValueError(refusal.format(name, described(failure))) from failure
+                raise ValueError(refusal.format(name, reason_of(failure))) from failure
             for mine, theirs in zip(whole, parts):
                 if not torch.allclose(mine, theirs, tolerance, tolerance * mine.abs().max().item(), equal_nan=True):
                     raise ValueError(refusal.format(name, "parameters differ"))
@@ -70,10 +66,9 @@ def unsharded(trial, name):
         try:
             return trial(1, precision[0], None), precision
         except Exception as failure:
-            raise_if_of_the_machine(failure)
-            reason = failure
+            cause, reason = failure, reason_of(failure)
     shapes = ", ".join(map(str, trial.keywords["shapes"]))
-    raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {described(reason)}") from reason
+    raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {reason}") from cause
 
 
 def trials_of(make_optimizer, groups):
@@ -94,10 +89,12 @@ def trials_of(make_optimizer, groups):
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in n_dims]
         trial = functools.partial(run, make_optimizer=make_optimizer, options=options, device=device)
         yield functools.partial(trial, shapes=(small * 3)[: max(3, len(small))], phases=PHASES)
-        # 6144 elements: bitsandbytes uses 8 bits from 4096 elements on, and halves and thirds of 6144 have fewer.
+        # 2**17 elements find rules about the number of elements, such as those of 8-bit optimizers: more than 4096 or
+        # 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple. bitsandbytes uses 8
+        # bits from 4096 elements on, and halves and thirds of 6144 have fewer.
         for rows, numel in (512, 2**17), (48, 6144):
             large = [(rows, *[2] * (n - 2), max(1, numel // rows >> n - 2)) for n in n_dims if n > 1] or [(numel,)]
-            yield functools.partial(trial, shapes=large, phases=OF_LARGE_TENSORS)
+            yield functools.partial(trial, shapes=large, phases=[(2, False, 1.0)])
 
 
 @torch.no_grad()
@@ -138,7 +135,3 @@ def shares_of(flat, shapes, n_ranks, unit):
             if start < stop:
                 share.append(flat[start:stop])
     return shares
-
-
-def described(failure):
-    return f"{type(failure).__name__}: {failure}"

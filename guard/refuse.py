@@ -29,12 +29,12 @@ def checked_groups(optimizer, params, settings):
             refuses its arguments.
         ValueError: there are no parameters; or one can't be sharded or updated, because it shares memory with another,
             is sparse, integer or 8-bit, has gaps in memory, is on another device, or is nothing that the stage takes;
-            or the ranks disagree.
+            or the ranks disagree; or what the stage's `_probe` raises.
     """
     process_group = optimizer.process_group
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
-    groups, everything, error, device = [], {}, None, next(iter(backends_of(process_group)))
+    groups, error, device = [], None, next(iter(backends_of(process_group)))
     try:
         if isinstance(params, (set, frozenset)):  # torch refuses sets in groups alone
             raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
@@ -47,15 +47,16 @@ def checked_groups(optimizer, params, settings):
         check_params(named, optimizer._takes_dtensors)
         here = optimizer._refuse(named)
         check_memory(here, optimizer._takes_any_layout)
-        everything = {name: str(value) for name, value in settings.items()}
-        everything["optimizer_cls"] = optimizer.make_optimizer.func.__name__
+        settings = {name: str(value) for name, value in settings.items()}
+        settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(here, named):
             frozen = "" if param.requires_grad else " frozen"
-            everything[f"parameter {len(everything)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
-        everything.update(settings_of(groups))
+            settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
+        settings.update(settings_of(groups))
     except Exception as refusal:
         error = refusal
-    agree(error, everything, process_group, device)
+    agree(error, settings, process_group, device)
+    optimizer._probe(optimizer.make_optimizer, groups)
     return groups
 
 
@@ -67,13 +68,6 @@ def backends_of(process_group):
 
 def param_ids(groups):
     return [[id(param) for param in group["params"]] for group in groups]
-
-
-def refuse_edited(groups, known):
-    """Raise RuntimeError if parameters changed since they were sharded. `known`: param_ids() at that time."""
-    if param_ids(groups) != known:
-        raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
-                           "the optimizer anew")
 
 
 def check_params(named, takes_dtensors):
@@ -120,11 +114,8 @@ def agree(error, settings, process_group, device):
         dist.all_gather_object(errors, error, group=process_group)
         rank, theirs = next((rank, theirs) for rank, theirs in enumerate(errors) if theirs is not None)
         raise error or type(theirs)(f"rank {rank}: {theirs}")
-    difference = largest != -minus_smallest and first_difference(settings, process_group)
-    if difference:
-        name, one, rank, other = difference
-        raise ValueError(f"the ranks disagree on parameters or arguments: {name} is {one} on rank 0 and {other} on "
-                         f"rank {rank}")
+    if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
+        raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")
 
 
 def silence_torch():

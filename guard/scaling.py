@@ -60,9 +60,8 @@ def found_inf(optimizer, grad_scaler):
         raise RuntimeError("GradScaler.unscale_() looks into param.grad, and gradients were elsewhere: call "
                            "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()")
     grads = [param.grad for param in all_params(optimizer.optimizer) if param.grad is not None]
-    found = torch.zeros_like(scale)
-    for before in state["found_inf_per_device"].values():  # found by unscale_(); counts even if it was repaired since
-        found += before.to(found.device)
+    # What unscale_() has found counts even if it was repaired since.
+    found = sum((before.to(scale.device) for before in state["found_inf_per_device"].values()), torch.zeros_like(scale))
     if grads:
         factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)

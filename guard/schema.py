@@ -71,16 +71,16 @@ def stepped(make_optimizer, options, shape, dtype, device):
                 optimizer.step()
                 return Schema(described(dict(optimizer.state[param])), from_start, tuple(shape)), None
         except Exception as failure:  # it wants a closure, matrices, …
-            raise_if_of_the_machine(failure)
-            reason = f"{type(failure).__name__}: {failure}"
+            reason = reason_of(failure)
     return None, reason.splitlines()[0][:200]
 
 
-def raise_if_of_the_machine(failure):
-    """Raise `failure` again if it says nothing about the optimizer class, such as running out of memory."""
+def reason_of(failure):
+    """-> its text. Raises it again if it says nothing about the optimizer class, such as running out of memory."""
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
     if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):  # a plain RuntimeError
         raise failure
+    return f"{type(failure).__name__}: {failure}"
 
 
 def lead_of(shape, like):

@@ -77,8 +77,7 @@ class OfWholeParams(Guarded):
         """Without communication: each rank has all averaged gradients."""
         return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
 
-    def _averaged_params(self):
-        return all_params(self)
+    _averaged_params = all_params
 
     def _take_model_changes(self):
         """Nothing to do: the optimizer updates the model's own parameters."""

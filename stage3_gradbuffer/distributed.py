@@ -81,14 +81,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().sync_params()
         self.zero_grad()  # the buffer still holds parameters
 
-    def zero_grad(self, set_to_none=True):
-        """Set the buffer to zero. Gradients stay views of the buffer, whatever `set_to_none` says.
-
-        `model.zero_grad()` is no substitute after `clip_grad_norm_` or with `grad_dtype`, because it reaches neither
-        the shard nor `param.main_grad`.
-        """
-        super().zero_grad(set_to_none)
-
     def _owned_ranges(self):
         for buffer in self.buffers:
             for r, main in zip(buffer.ranges, buffer.main_params):

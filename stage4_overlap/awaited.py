@@ -64,8 +64,7 @@ def awaited(kind):
     """-> the class that parameters of class `kind` have while their bucket is in flight; each bucket makes its own."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     members = {name: _waits(name) for name in names if hasattr(kind, name)}
-    members.update(__slots__=(), bucket=None, kind=kind)
-    return type(f"Awaited{kind.__name__}", (Awaited, kind), members)
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), dict(members, __slots__=(), bucket=None, kind=kind))
 
 
 @untraced  # torch.compile would guard on a class that changes
@@ -113,8 +112,7 @@ class AwaitedBucket:
         kinds: class of parameters -> their class while they are in flight.
     """
 
-    def tensor_of(self, param):
-        return local(param)
+    tensor_of = staticmethod(local)
 
     def partition(self):
         flat = self.flat_params
@@ -130,19 +128,16 @@ class AwaitedBucket:
         self.note_new_params()
 
     def grads(self):
+        """-> dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
-            if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-                grads[index] = self.dense(grad, self.params[index], self.tensors[index])
+            if grad is None:
+                grads[index] = self.zero.expand_as(self.tensors[index])
+            elif type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                if hasattr(self.params[index], "placements"):
+                    grad = local(grad.redistribute(placements=self.params[index].placements))
+                grads[index] = grad.to_dense()
         return grads
-
-    def dense(self, grad, param, tensor):
-        """-> `grad` as a dense local tensor. A missing gradient becomes an expanded zero, which takes no memory."""
-        if grad is None:
-            return self.zero.expand_as(tensor)
-        if hasattr(param, "placements"):
-            grad = local(grad.redistribute(placements=param.placements))
-        return grad.to_dense()
 
     def note_new_params(self):
         """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""

@@ -67,11 +67,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
-
-        class GuardedBucket(AwaitedBucket, self.bucket_class):  # type: ignore[name-defined]
-            """The core's or a variant's."""
-
-        self.bucket_class = GuardedBucket
+        self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **of_core)
@@ -130,8 +126,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _begin_round(self):
         now = self._rounds
-        if now.is_open:  # left open by a pass that failed
-            self._finish_round()
+        self._end_backward()  # a pass that failed has left its round open
         now.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
         now.is_open = now.went_backward = True
         for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
@@ -197,17 +192,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self.process_group)
         while now.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
-        self._leave_out({param for param, use in zip(params, used) if not use})
-        now.is_synced = True
-        return wrong
-
-    def _leave_out(self, unused):
-        """Don't update parameters that no rank has used: set the gradient of their main parameters to None."""
-        for param in self._rounds.unused | unused:
+        unused = {param for param, use in zip(params, used) if not use}
+        for param in now.unused | unused:  # one that no rank has used isn't updated: its main parameter has no gradient
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
                 bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
-        self._rounds.unused = unused
+        now.unused, now.is_synced = unused, True
+        return wrong
 
     def _take_model_changes(self):
         for bucket in self.buckets:
@@ -216,7 +207,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def sync_params(self):
         super().sync_params()
-        self._start_accumulation()
+        self._rounds.start()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -228,13 +219,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """
         if self._rounds.waiting or self._rounds.went_backward:
             self._agree()
-        self._start_accumulation()
+        self._rounds.start()
         with torch._C.DisableTorchFunctionSubclass():  # reads each param.grad, but no parameter: needn't wait
             super().zero_grad(set_to_none)
-
-    def _start_accumulation(self):
-        self._leave_out(set())
-        self._rounds.start()
 
     # ----------------------------------------------------------------------------------------- parameters, and the end
 
@@ -252,15 +239,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _owned_ranges(self):
         for bucket in self.buckets:
-            for r in bucket.ranges:
-                param = bucket.params[r.index]
-                yield param, r.start, r.stop, bucket.main_params[param]
+            for r, (param, main) in zip(bucket.ranges, bucket.main_params.items()):
+                yield param, r.start, r.stop, main
 
     @property
     def bucket_buffer_bytes(self):
         """Bytes of the buffers in which gradients are sent and received."""
-        buffers = [*self.idle, *self.travelling]
-        return sum(memory.nbytes for buffer in buffers for memory in {buffer.sent, buffer.received})
+        return sum(memory.nbytes for one in [*self.idle, *self.travelling] for memory in {one.sent, one.received})
 
     def move_to(self, process_group):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""

@@ -19,8 +19,6 @@ def local_parts(named, process_group):
     for name, param in named:
         for group in spread_over(param):
             if len(ours.intersection(dist.get_process_group_ranks(group))) > 1:
-                raise ValueError(
-                    f"parameter {name} is spread over ranks of process_group already: pass the data-parallel dimension "
-                    'of the mesh, as process_group=mesh["dp"].get_group()'
-                )
+                raise ValueError(f"parameter {name} is spread over ranks of process_group already: pass the "
+                                 'data-parallel dimension of the mesh, as process_group=mesh["dp"].get_group()')
     return [(name, local(param)) for name, param in named]
