@@ -629,8 +629,8 @@ async function start() {
   document.addEventListener("keydown", keys);
   window.addEventListener("resize", draw);
   window.addEventListener("hashchange", follow);
-  window.addEventListener("touchstart", ({ touches }) => { touched = touches[0]; }, { passive: true });
-  window.addEventListener("touchend", swipe);
+  document.body.addEventListener("touchstart", ({ touches }) => { touched = touches[0]; }, { passive: true });
+  document.body.addEventListener("touchend", swipe);
   follow();
   document.body.dataset.ready = "yes";
 }
