@@ -3,8 +3,8 @@
     make show STAGE=3                the core of a stage; 0: replicated training; mine: a package of yours
     make show HTML=1                 docs/watch.html and the figures of the chapters, anew
 
-The ranks are processes, and the core is the stage's own, recorded from outside. Files are written only with --html,
---json or --pages.
+The ranks are processes, and the core is the stage's own, recorded from outside. Files are written only with --json or
+--pages.
 Exit code: 0; 1 when a rank fails; 2 when there is nothing to show.
 """
 
@@ -22,16 +22,17 @@ if __name__ == "__main__":
 
 from harness.workers import WorkerError, Workers
 
-from . import browser, frames, hero, page, programs, record, replicated, terminal
+from . import frames, hero, page, record, terminal
 
 fail = functools.partial(command_line.fail, "show")
-MAX_RANKS, MAX_ELEMENTS, MAX_STEPS = 8, 48, 4  # more is no picture any more
+STAGES = {one.id: one for one in page.SHOWN if not one.right}  # by number
+MAX_ELEMENTS = 48
+BOUNDS = {"ranks": (1, 8), "steps": (1, 4), "buckets": (1, MAX_ELEMENTS)}  # more is no picture any more
 
 
 def package_of(stage):
     """-> the package of a stage's number, or `stage` itself."""
-    numbered = {"0": replicated.__name__} | {str(number): name for number, name in enumerate(programs.STAGES, 1)}
-    package = numbered.get(stage, stage.removesuffix("/").replace("/", "."))
+    package = STAGES[stage].program.package if stage in STAGES else stage.removesuffix("/").replace("/", ".")
     with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(package):
             return package
@@ -48,21 +49,16 @@ def parse_args():
     add("--optimizer", choices=list(record.OPTIMIZERS), default="momentum", help="default: SGD with momentum")
     add("--buckets", type=int, default=3, help="of stage 4, by the nearest cap (default 3)")
     add("--steps", type=int, default=1, help="default 1")
-    add("--every", action="store_true", help="print frames in which no memory changes, too")
-    add("--html", type=Path, help="write a page that plays this run")
     add("--json", type=Path, help="write the recording")
     add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
     args = parser.parse_args()
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
-    for name, most in (("ranks", MAX_RANKS), ("steps", MAX_STEPS), ("buckets", MAX_ELEMENTS)):
-        if not 1 <= getattr(args, name) <= most:
-            fail(f"--{name} {getattr(args, name)}: it must be from 1 to {most}")
+    command_line.check_bounds(args, BOUNDS, fail)
     if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
         fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")
     args.package, args.params = package_of(args.stage), tuple(sizes)
-    for option in ("html", "json"):
-        if getattr(args, option):
-            command_line.check_writable(f"--{option}", getattr(args, option), fail)
+    if args.json:
+        command_line.check_writable("--json", args.json, fail)
     return args
 
 
@@ -72,30 +68,27 @@ def main():
         return write_pages()
     program = record.Program(
         args.package, args.ranks, args.params, args.dtype, args.optimizer, args.buckets, args.steps)
-    title = next((one.title for one in programs.SHOWN if one.id == args.stage), f"{args.package}.")
+    title = STAGES[args.stage].title if args.stage in STAGES else f"{args.package}."
     with Workers(args.ranks, timeout_s=300) as workers:
         made = frames.recording(workers.run(record.record_rank, program), program, title)
     if args.json:
         args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
-    if args.html:
-        shown = {**made, "id": args.stage, "short": args.stage, "beats": []}
-        args.html.write_text(page.page([shown], programs.stamp()), encoding="utf-8")
-    terminal.play(made, every=args.every)
+    terminal.play(made)
 
 
 def write_pages():
     """docs/watch.html, the picture of README.md, and the figures of the chapters, by the page's own renderer."""
-    write("docs/watch.html", page.page(programs.all_recordings(), programs.stamp()))
+    write("docs/watch.html", page.page(page.all_recordings()))
     write("results/watch.svg", hero.picture())
-    if browser.MISSING:
-        print(f"results/show_*.svg stay as they are: {browser.MISSING}")
+    if page.MISSING:
+        print(f"results/show_*.svg stay as they are: {page.MISSING}")
     else:
-        for name, text in browser.figures().items():
+        for name, text in page.figures().items():
             write(f"results/{name}", text)
 
 
 def write(name, text):
-    (programs.ROOT / name).write_text(text, encoding="utf-8")
+    (page.ROOT / name).write_text(text, encoding="utf-8")
     print(f"{name}: {len(text.encode()) / 1000:.0f} kB")
 
 

@@ -20,23 +20,15 @@ class Beat(NamedTuple):
     right: tuple = ()
 
 
-class Formula(NamedTuple):
-    """Bytes that a rank sends in a step, and holds after one, before zero_grad: a mean over the ranks."""
-
-    sent: str
-    sent_bytes: int
-    held: str
-    held_bytes: int
-
-
-# Ψ = 64 elements of 4 bytes, d = 4, AdamW.
+# Bytes that a rank sends in a step, and holds after one, before zero_grad: a mean over the ranks. Ψ = 64 elements of 4
+# bytes, d = 4, AdamW.
 FORMULAS = {
-    "0": Formula("2·4Ψ·(d-1)/d", 2 * 4 * 64 * 3 // 4, "16Ψ", 16 * 64),
-    "1": Formula("3·4Ψ·(d-1)/d", 3 * 4 * 64 * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
-    "2": Formula("3·4Ψ·(d-1)/d + padding", (2 * 4 * 64 + 4 * 68) * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
-    "3": Formula("2·4Ψ·(d-1)/d", 2 * 4 * 64 * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
-    "4": Formula("2·4Ψ·(d-1)/d + padding", 2 * 4 * 72 * 3 // 4, "(4 + 12/d)Ψ + two buckets + padding",
-                 4 * 72 + 4 * 18 + 8 * 16 + 2 * 4 * 12),
+    "0": ("2·4Ψ·(d-1)/d", 2 * 4 * 64 * 3 // 4, "16Ψ", 16 * 64),
+    "1": ("3·4Ψ·(d-1)/d", 3 * 4 * 64 * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
+    "2": ("3·4Ψ·(d-1)/d + padding", (2 * 4 * 64 + 4 * 68) * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
+    "3": ("2·4Ψ·(d-1)/d", 2 * 4 * 64 * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
+    "4": ("2·4Ψ·(d-1)/d + padding", 2 * 4 * 72 * 3 // 4, "(4 + 12/d)Ψ + two buckets + padding",
+          4 * 72 + 4 * 18 + 8 * 16 + 2 * 4 * 12),
 }
 
 START, BACKWARD = "for batch in batches:", "loss.backward()"
@@ -71,8 +63,8 @@ BEATS = {
              "sent for nothing.", "self.average(", -1, look="gradients"),
         Beat("Each rank updates what it owns, and keeps moments of 15 to 17 elements instead of 64.",
              "self.optimizer.step()", look="exp_avg"),
-        Beat("Rank 0's turn: it packs its 17 updated elements, and broadcasts them.", "dist.broadcast(flat",
-             also=FLAT, look="sync_params: flat"),
+        Beat("Rank 0's turn: it packs its 17 updated elements, and broadcasts them.", "dist.broadcast(flat", also=FLAT,
+             look="sync_params: flat"),
         Beat("The other ranks copy these elements to their models. Pale parameters are still old.", LANDS, 1,
              look="parameters"),
         Beat("Rank 1's turn. While it sends, the links of ranks 2 and 3 are idle.", LANDS, 2, look="parameters"),
@@ -110,8 +102,7 @@ BEATS = {
              "ranks and adds it up. Its other lines are garbage. Each rank sends 3 lines: 192 B.",
              "dist.reduce_scatter_tensor(", look="GradBuffer.flat"),
         Beat("Each rank updates the 16 elements that it owns, from its averages, which are used up then. AdamW creates "
-             "two moments of each: 128 B.",
-             "self.optimizer.step()", look="exp_avg"),
+             "two moments of each: 128 B.", "self.optimizer.step()", look="exp_avg"),
         Beat("State 4, PARAM_SHARD: each rank writes its updated parameters where its averages were. The rest is still "
              "garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
         Beat("State 5, PARAMS: the all-gather, the other half. Each rank sends its line to the 3 others: 192 B more. "
@@ -134,29 +125,27 @@ BEATS = {
         Beat("The parameters lie in one buffer, in seven buckets side by side, two or three columns each. Line r of "
              "each belongs to rank r. Blank cells are padding.", START, look="ParameterBuffer.flat"),
         Beat("The backward pass has done the last layer: its gradients are complete. So the first bucket is full, and "
-             "can be sent.",
-             "self.bucket_of[param].ready.add(param)", look="gradients"),
+             "can be sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
         Beat("They are copied into a bucket buffer, and released. The buffer fits the largest bucket, so lines don't "
-             "match ranks here: follow the colours.",
-             "param.grad = None", also=("torch._foreach_copy_(slots",), look="BucketBuffer.sent"),
+             "match ranks here: follow the colours.", "param.grad = None", also=("torch._foreach_copy_(slots",),
+             look="BucketBuffer.sent"),
         Beat("The first bucket's reduce-scatter starts, and will average. Nobody waits for it: the backward pass goes "
              "on.", LEAVES, look="BucketBuffer.sent"),
         Beat("The second bucket takes the second buffer. Two reduce-scatters are in flight.", LEAVES, 1,
              look="BucketBuffer.sent"),
         Beat("A third bucket is full, but both buffers are in flight. The backward pass waits for the first bucket's "
-             "reduce-scatter, which will free its buffer.",
-             "self.receive_oldest()", also=("if not self.idle:",), look="BucketBuffer.sent"),
+             "reduce-scatter, which will free its buffer.", "self.receive_oldest()", also=("if not self.idle:",),
+             look="BucketBuffer.sent"),
         Beat("The first bucket has arrived: each rank keeps its quarter of the averages, and the third bucket leaves "
              "from the same buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
         Beat("The six other buckets followed, two at a time, and step has waited for the last. Of all averages, each "
              "rank holds those of its own shards alone.", "self.step_own()", look="PartitionedGradient.shard"),
-        Beat("Each rank updates its shard of every bucket, in place, in the parameter buffer.",
-             "self.optimizer.step()", look="ParameterBuffer.flat"),
+        Beat("Each rank updates its shard of every bucket, in place, in the parameter buffer.", "self.optimizer.step()",
+             look="ParameterBuffer.flat"),
         Beat("Seven all-gathers start, in the order in which the next forward pass reads, and step returns.",
              "if not self.prefetching:", also=("bucket.start_param_sync()",), look="ParameterBuffer.flat"),
         Beat("The first layer waits for its own bucket, and for no other. It has arrived; dashed parameters are old "
-             "until theirs arrives.",
-             "work.wait()", -7, look="ParameterBuffer.flat"),
+             "until theirs arrives.", "work.wait()", -7, look="ParameterBuffer.flat"),
         Beat("Layer by layer the other buckets arrive. Both halves of the all-reduce were in flight while the model "
              "computed, and no rank held all averages.", "return hidden", -1, look="ParameterBuffer.flat"),
     ),
@@ -187,8 +176,7 @@ BEATS = {
     "3-zero": (
         Beat("Here the runs part: the second step begins, and the buffer still holds parameters.",
              "loss = model(batch)", 1, look="GradBuffer.flat", right=("self.flat.zero_()", 0)),
-        Beat("From then on gradients are added to parameters.", "self.holds = Holds.GRADS", -1,
-             look="GradBuffer.flat"),
+        Beat("From then on gradients are added to parameters.", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
         Beat("What a user sees: nothing while the loop calls zero_grad itself; without that call, steps that are too "
              "large.", "self.optimizer.step()", -1, look="exp_avg"),
     ),
@@ -249,7 +237,7 @@ def resolved(id, recording, right=None):
 
 def edit_of(program, recording, right):
     """-> the edit as a diff: file, its first line in the edited source, lines that have gone, how many have come."""
-    ((name, before, after),) = program.edits
+    name, before, after = program.edit
     file = [title for title, _ in recording["files"]].index(name)
     original = right["files"][file][1]
     first = original[: original.index(before)].count("\n") + 1

@@ -1,5 +1,9 @@
 """A recording: frames of all ranks on one clock, as plain data that json can hold: for page, terminal and figures.
 
+The clock isn't the wall's, but of what ranks can know of each other. A rank does one line a frame. A message arrives a
+frame after it has left, at the soonest, and a collective ends a frame after the last rank has begun it; until then who
+waits stays at its line. Two recordings give the same frames.
+
 title, ranks, params      of the program; params: elements of each parameter
 files        [name, source], those of the core; the loop's first
 functions    [name, file, first line, last line, docstring]
@@ -16,8 +20,51 @@ frames       {phase, step, at, memory}: differences to the frame before
 
 import ast
 import itertools
+from collections import Counter, deque
 
-from . import clock
+
+def folded(events):
+    """Rounds of a loop after its first are one with the last event of that, unless they send something.
+
+    Also not if a function that they call waits for a message: what arrives is worth an event.
+    """
+    kept, index, n_starts = [], 0, 0
+    seen = {}  # (place,) -> number of sends when the rank was there last
+    while index < len(events):
+        event = events[index]
+        depth, place = len(event.stack), event.stack[-1:]
+        rest = itertools.takewhile(lambda one: len(one.stack) > depth or not one.is_line and one.stack[-1:] == place,
+                                   events[index + 1 :])
+        body = [event, *rest]
+        is_again = kept and event.is_line and seen.get(place) == n_starts
+        if is_again and not any(one.starts or one.ends and len(one.stack) > depth for one in body):
+            kept[-1].memory = body[-1].memory
+            kept[-1].ends += [key for one in body for key in one.ends]
+            index += len(body)
+            continue
+        n_starts += len(event.starts)
+        if event.is_line:
+            seen[place] = n_starts
+        kept.append(event)
+        index += 1
+    return kept
+
+
+def in_frames(ranks):
+    """`ranks`: events of each. -> of each frame {rank: its event}, of ranks that move in it; events get its number."""
+    waiting, frames, begun = [deque(events) for events in ranks], [], Counter()
+    callers = Counter(operation.key for events in ranks for event in events for operation in event.starts)
+    while any(waiting):
+        frame = {rank: events[0] for rank, events in enumerate(waiting)
+                 if events and all(begun[key] == callers[key] for key in events[0].ends)}
+        if not frame:
+            raise RuntimeError("ranks wait for each other for ever")
+        for rank, event in frame.items():
+            waiting[rank].popleft()
+            event.frame = len(frames)
+            begun.update(operation.key for operation in event.starts)
+        frames.append(frame)
+    return frames
 
 
 def recording(records, program, title=""):
@@ -28,7 +75,7 @@ def recording(records, program, title=""):
     storages = {key: number for number, key in enumerate(dict.fromkeys(used))}
     stacks, cells, frames = {}, {}, []  # stacks, cells: each -> its number
     before = [{} for _ in ranks]
-    for events in clock.in_frames(ranks):
+    for events in in_frames(ranks):
         phase, step = (events[0].phase, events[0].step) if 0 in events else (frames[-1]["phase"], frames[-1]["step"])
         frames.append({"phase": phase, "step": step, "at": [], "memory": []})
         for rank, event in events.items():
@@ -91,3 +138,42 @@ def functions_in(file, parent, prefix=""):
             yield [prefix + node.name, file, first, node.end_lineno, ast.get_docstring(node) or ""]
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield from functions_in(file, node, f"{prefix}{node.name}.")
+
+
+class Memory:
+    """What all ranks hold, as the frames of a recording go by.
+
+    Attributes:
+        cells: storage -> (value, kind, element, origin) of each of its cells; None when it has been released.
+        at: rank -> stack.
+    """
+
+    def __init__(self, recording, last=-1):
+        """As it is after frame `last`."""
+        self.recording, self.cells, self.at = recording, {}, {}
+        self.params = [index for index, numel in enumerate(recording["params"]) for _ in range(numel)]
+        for frame in recording["frames"][: last + 1]:
+            self.take(frame)
+
+    def take(self, frame):
+        """-> the storages in which something has changed."""
+        for storage, cells in frame["memory"]:
+            self.cells[storage] = cells and [tuple(self.recording["cells"][number]) for number in cells]
+        self.at.update(map(tuple, frame["at"]))
+        return {storage for storage, _ in frame["memory"]}
+
+    def rows(self):
+        """-> {row: {rank: storages, by part}}, in the order in which they came."""
+        rows, storages = {}, self.recording["storages"]
+        for number, storage in enumerate(storages):
+            rows.setdefault(storage["row"], {}).setdefault(storage["rank"], []).append(number)
+        for numbers in (numbers for ranks in rows.values() for numbers in ranks.values()):
+            numbers.sort(key=lambda number: int("0" + "".join(filter(str.isdecimal, storages[number]["part"]))))
+        return rows
+
+    def place(self, rank):
+        """-> (function, file, line, text) of the line at which a rank is."""
+        function, line = self.recording["stacks"][self.at[rank]][-1]
+        name, file, *_ = self.recording["functions"][function]
+        title, source = self.recording["files"][file]
+        return name, title, line, source.splitlines()[line - 1].strip()

@@ -1,5 +1,4 @@
-"""Runs a program on one rank of several, and records its lines and memory -> what show/frames.py makes a recording of.
-"""
+"""Runs a program on one rank of several, and records its lines and memory: show/frames.py makes a recording of them."""
 
 import contextlib
 import importlib
@@ -15,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from . import clock, labels, loop
+from . import frames, labels, loop
 from .trace import Trace
 from .wires import Wires
 
@@ -27,7 +26,7 @@ GRADIENTS, PARAMETERS = {"gradient", "share", "average"}, {"old", "new", "stale"
 class Program:
     """What is recorded.
 
-    package: of the core; "show.replicated" is rung 0. edits: (file, before, after), made in a copy of it.
+    package: of the core; "show.replicated" is rung 0. edit: (file, before, after), made in a copy of it.
     params: elements of each parameter. buckets: how many, where the core has buckets. orders: rank -> order in which
     it calls its layers, where that isn't the order of the parameters. loop: a function of show/loop.py.
     """
@@ -39,7 +38,7 @@ class Program:
     optimizer: str = "momentum"
     buckets: int = 3
     steps: int = 1
-    edits: tuple = ()
+    edit: tuple = ()
     orders: tuple = ()
     loop: str = "train"
 
@@ -59,7 +58,7 @@ def plain_inputs(program):
     elements = torch.arange(1.0, sum(program.params) + 1)
     ranks = 100 * torch.arange(float(program.ranks))
     steps = 20 * torch.arange(program.steps + 1.0)
-    return in_dtype(program, 500 + 2 * elements, elements + ranks[:, None] + steps[:, None, None])
+    return 500 + 2 * elements, elements + ranks[:, None] + steps[:, None, None]
 
 
 def telling_inputs(program):
@@ -74,11 +73,7 @@ def telling_inputs(program):
     def draw(*shape):
         return (1 + torch.rand(*shape, n, generator=generator)) * scale
 
-    return in_dtype(program, 64 * draw(), draw(program.steps + 1, program.ranks))
-
-
-def in_dtype(program, *tensors):
-    return [tensor.to(getattr(torch, program.dtype)) for tensor in tensors]
+    return 64 * draw(), draw(program.steps + 1, program.ranks)
 
 
 def core_files(package):
@@ -115,8 +110,8 @@ def cap_for(program, layouts):
 
 @contextlib.contextmanager
 def edited(program):
-    """The package of `program`; where it has edits, a changed copy of that, of another name -> the name."""
-    if not program.edits:
+    """The package of `program`; where it has an edit, a changed copy of that, of another name -> the name."""
+    if not program.edit:
         yield program.package
         return
     source = Path(importlib.import_module(program.package).__file__).parent
@@ -124,11 +119,9 @@ def edited(program):
         copy = Path(folder, f"edited_{Path(folder).name}")
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "guard"))
         (copy / "__init__.py").write_text("")
-        for name, before, after in program.edits:
-            text = (copy / name).read_text(encoding="utf-8")
-            if text.count(before) != 1:
-                raise ValueError(f"{name} of {program.package} has {text.count(before)} times {before!r}")
-            (copy / name).write_text(text.replace(before, after), encoding="utf-8")
+        name, before, after = program.edit
+        text = (copy / name).read_text(encoding="utf-8")
+        (copy / name).write_text(text.replace(before, after), encoding="utf-8")
         yield copy.name
 
 
@@ -146,25 +139,24 @@ def run_traced(rank, program, package, weights, grads):
 
     if "bucket_cap_mb" in inspect.signature(cls.__init__).parameters:
         options = options | {"bucket_cap_mb": cap_for(program, [layout for _, layout in all_of("bucket_layout")])}
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
-    try:
-        with contextlib.ExitStack() as patches:
-            # Shards that cut through parameters, and no padding that isn't needed, in a model of few elements.
-            for module, _ in all_of("ALIGNMENT"):
-                patches.enter_context(mock.patch.object(module, "ALIGNMENT", weights.itemsize))
-            # Stage 4 as it is on NCCL: reduce-scatters and all-gathers, whatever carries them here.
-            for _, transport in all_of("Transport") if hasattr(cls, "transport_for") else ():
-                native = staticmethod(lambda group, device, dtype, transport=transport: transport(group))
-                patches.enter_context(mock.patch.object(cls, "transport_for", native))
-            trace = Trace(files, model)
-            with Wires(trace), trace:
-                optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
-                if hasattr(optimizer, "prefetch_params"):
-                    optimizer.prefetch_params(model)
-                getattr(loop, program.loop)(model, optimizer, batches)
-                getattr(optimizer, "finish_param_sync", lambda: None)()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    trace = Trace(files, model)
+    wires = Wires(trace)
+    with contextlib.ExitStack() as patches:
+        torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
+        patches.callback(torch.use_deterministic_algorithms, False)
+        # Shards that cut through parameters, and no padding that isn't needed, in a model of few elements.
+        for module, _ in all_of("ALIGNMENT"):
+            patches.enter_context(mock.patch.object(module, "ALIGNMENT", weights.itemsize))
+        # Stage 4 as it is on NCCL: reduce-scatters and all-gathers, whatever carries them here.
+        for _, transport in all_of("Transport") if hasattr(cls, "transport_for") else ():
+            native = staticmethod(lambda group, device, dtype, transport=transport: transport(group))
+            patches.enter_context(mock.patch.object(cls, "transport_for", native))
+        with wires.averaging(), wires, trace:
+            optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
+            if hasattr(optimizer, "prefetch_params"):
+                optimizer.prefetch_params(model)
+            getattr(loop, program.loop)(model, optimizer, batches)
+            getattr(optimizer, "finish_param_sync", lambda: None)()
     return trace
 
 
@@ -190,19 +182,19 @@ def record_rank(rank, program):
     storages: uid -> as `described`. owned: elements that its inner optimizer steps. sources: name -> text of a file.
     """
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
-    inputs = telling_inputs(program)
+    plain, inputs = ([tensor.to(getattr(torch, program.dtype)) for tensor in make(program)]
+                     for make in (plain_inputs, telling_inputs))
     with edited(program) as package:
-        trace = run_traced(rank, program, package, *plain_inputs(program))
-        telling = run_traced(rank, program, package, *inputs)
+        trace, telling = (run_traced(rank, program, package, *values) for values in (plain, inputs))
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     if [event.stack for event in trace.events] != [event.stack for event in telling.events]:
         # Whose lines depend on values is labelled by the values that are shown, of which some are equal.
-        telling, inputs = trace, plain_inputs(program)
+        telling, inputs = trace, plain
     table = labels.Table(*inputs, replicated_steps(program, *inputs), inputs[0].dtype)
     labels.put_cells(trace, labels.labels_of(telling, table), telling.events, program.steps)
     in_loop = itertools.dropwhile(lambda one: not one.stack or one.stack[0].file != "loop.py", trace.events)
     shown = itertools.takewhile(lambda one: one.step < program.steps or one.phase == "forward", in_loop)
-    events, storages = clock.folded(list(shown)), {}
+    events, storages = frames.folded(list(shown)), {}
     for event in events:
         event.starts = [with_contents(operation, event.memory, trace.storages) for operation in event.starts]
         for uid in event.memory.keys() - storages.keys():

@@ -6,7 +6,7 @@ import rich.console
 import rich.markup
 import rich.text
 
-from .memory import Memory
+from .frames import Memory
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#d9c27e", "#f79d65", "#a9b8c6"]  # by owner
 EXPLANATION = """\
@@ -40,15 +40,15 @@ def draw_row(memory, rank, numbers):
     return line if alive else line.append("released" if memory.cells.keys() & numbers else "–")
 
 
-def play(recording, every=False):
-    """Prints the frames in which memory changes or a message leaves; with `every` also the others."""
+def play(recording):
+    """Prints the frames in which memory changes or a message leaves, and the last."""
     say = functools.partial(rich.console.Console(highlight=False).print, soft_wrap=True)
     escape, memory, frames = rich.markup.escape, Memory(recording), recording["frames"]
     say(f"[bold]{escape(recording['title'])}[/]\n{EXPLANATION}\n")
     for index, frame in enumerate(frames):
         changed = memory.take(frame)
         leaving = [one for one in recording["operations"] if min(a[3] for a in one["arrows"]) == index]
-        if not (changed or leaving or every or index == len(frames) - 1):
+        if not (changed or leaving or index == len(frames) - 1):
             continue
         name, file, line, text = memory.place(frame["at"][0][0] if frame["at"] else 0)
         say(f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}")

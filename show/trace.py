@@ -8,7 +8,7 @@ run; it is named after them, keeps its name for life, and is told from other mem
 import ctypes
 import linecache
 import sys
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from . import loop
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
 NOT_OURS = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that others fill
-HIDDEN = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")  # functions to Python, part of a line here
 
 
 class Place(NamedTuple):
@@ -57,7 +56,7 @@ class Event:
     time: int = 0  # length of the log of accesses when it has been done
     starts: list = field(default_factory=list)
     ends: list = field(default_factory=list)
-    frame: int = 0  # see show/clock.py
+    frame: int = 0  # see show/frames.py
 
 
 class Trace:
@@ -71,7 +70,7 @@ class Trace:
         self.files, self.model, self.optimizer = files, model, None
         self.events, self.storages, self.log, self.memory = [], {}, [], {}
         self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
-        self.titles, self.class_counts = {}, Counter()
+        self.instances = {}  # class -> {id: instance of the core, and which one of them}
         self.calls, self.n_calls, self.here = {}, 0, ()
         self.phase, self.step = "", -1
 
@@ -86,7 +85,8 @@ class Trace:
 
     def on_call(self, frame, event, argument):
         code = frame.f_code
-        if code.co_filename not in self.files or code.co_name in HIDDEN or code is loop.Weigh.forward.__code__:
+        is_part_of_a_line = code.co_name.startswith("<") or code is loop.Weigh.forward.__code__  # <lambda>, <genexpr>
+        if code.co_filename not in self.files or is_part_of_a_line:
             return None
         self.n_calls += 1
         self.calls[frame] = self.n_calls
@@ -170,7 +170,7 @@ class Trace:
         memory = {}
 
         def see(tensor, row, part=""):
-            if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+            if tensor is None or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
                 return
             uid, whole = self.uid_of(tensor), tensor.untyped_storage()
             storage = self.storages.setdefault(uid, Storage(row, part))
@@ -183,8 +183,7 @@ class Trace:
 
         first = 0
         for index, param in enumerate(self.model.parameters()):
-            for tensor, row in ((param, "parameters"), (param.grad, "gradients"),
-                                (getattr(param, "main_grad", None), "gradients")):
+            for tensor, row in ((param, "parameters"), (param.grad, "gradients")):
                 if tensor is not None:
                     see(tensor, row, f"p{index}")
                     storage, offset = self.storages[self.uid_of(tensor)], tensor.storage_offset()
@@ -192,14 +191,12 @@ class Trace:
                     storage.elements.update((offset + i, first + i) for i in range(tensor.numel()))
             first += param.numel()
         seen, here = set(), [(frame, place) for frame, place in self.here if place.file != "loop.py"]
-        for frame, _ in here:
-            self.walk(frame.f_locals.get("self"), "", see, seen)
-        self.walk(self.optimizer, "", see, seen)
-        for index, param in enumerate(self.stepped()):
+        for core in (*(frame.f_locals.get("self") for frame, _ in here), self.optimizer):
+            self.walk(core, "", see, seen)
+        for index, (param, state) in enumerate(self.stepped().items()):
             see(param, "main parameters", str(index))
-            if param.grad is not None:
-                see(param.grad, "main gradients", str(index))
-            for name, value in self.inner.state.get(param, {}).items():
+            see(param.grad, "main gradients", str(index))
+            for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() == param.numel() and name != "step":
                     see(value, name, str(index))
         for frame, place in here:
@@ -234,19 +231,15 @@ class Trace:
         """-> "Bucket." and which one of them; of an optimizer nothing: its attributes speak for themselves."""
         if isinstance(instance, torch.optim.Optimizer):
             return "", ""
-        if id(instance) not in self.titles:
-            name = type(instance).__name__
-            self.titles[id(instance)] = f"{name}.", str(self.class_counts[name])
-            self.class_counts[name] += 1
-            self.kept.append(instance)
-        return self.titles[id(instance)]
-
-    @property
-    def inner(self):
-        """The optimizer within the optimizer, or the optimizer itself."""
-        inside = [value for value in vars(self.optimizer).values() if isinstance(value, torch.optim.Optimizer)]
-        return inside[0] if inside else self.optimizer
+        name = type(instance).__name__
+        of_class = self.instances.setdefault(name, {})
+        _, number = of_class.setdefault(id(instance), (instance, len(of_class)))
+        return f"{name}.", str(number)
 
     def stepped(self):
-        """-> all that the inner optimizer of this rank steps."""
-        return [param for group in self.inner.param_groups for param in group["params"]] if self.optimizer else []
+        """-> {parameter: its state} of all that this rank steps, with the optimizer within the optimizer, if any."""
+        if self.optimizer is None:
+            return {}
+        inside = [value for value in vars(self.optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+        inner = inside[0] if inside else self.optimizer
+        return {param: inner.state.get(param, {}) for group in inner.param_groups for param in group["params"]}

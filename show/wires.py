@@ -7,7 +7,6 @@ what nobody reads again.
 """
 
 from collections import Counter
-from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -45,35 +44,27 @@ class Wires(TorchDispatchMode):
         self.recorder, self.counts = recorder, Counter()
         self.works = []  # kept: without its Python half a Work waits for ever
         self.divisor = 1  # of what a reduce-scatter sums
-        native = dist.reduce_scatter_tensor
-        self.patch = mock.patch.object(dist, "reduce_scatter_tensor", partial(self.averaged, native))
 
-    def __enter__(self):
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
-
-    def averaged(self, native, output, full, op=dist.ReduceOp.SUM, group=None, **options):
+    def averaging(self):
         """NCCL averages on the way; what carries messages here, gloo, can only sum."""
-        self.divisor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
-        try:
-            return native(output, full, group=group, **options)
-        finally:
-            self.divisor = 1
+        native = dist.reduce_scatter_tensor
+
+        def averaged(output, full, op=dist.ReduceOp.SUM, group=None, **options):
+            divisor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
+            with mock.patch.object(self, "divisor", divisor):
+                return native(output, full, group=group, **options)
+
+        return mock.patch.object(dist, "reduce_scatter_tensor", averaged)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, function._schema
-        named = [*zip(schema.arguments, args), *((one, kwargs[one.name]) for one in schema.arguments
-                                                 if one.name in kwargs)]
+        arguments = dict(zip((one.name for one in schema.arguments), args)) | kwargs
         kind, *used = ledger.OPERATORS.get(schema.name.removeprefix("c10d::"), ("",))
         if any(used):
-            return self.communicate(function, args, kwargs, kind, *used, {one.name: value for one, value in named})
+            return self.communicate(function, args, kwargs, kind, *used, arguments)
         written = []
-        for argument, value in named:
-            alias, tensors = argument.alias_info, tensors_of(value)
+        for argument in schema.arguments:
+            alias, tensors = argument.alias_info, tensors_of(arguments.get(argument.name))
             written += tensors if alias and alias.is_write else []
             if not alias or alias.is_write and argument.name != "out" and schema.name not in WRITES_ONLY:
                 self.recorder.touches(tensors, "read")
@@ -105,26 +96,20 @@ class Wires(TorchDispatchMode):
     def operation(self, kind, arguments, sources, targets):
         group = dist.ProcessGroup.unbox(arguments["process_group"])
         rank, d = group.rank(), group.size()
-        others = [other for other in range(d) if other != rank]
         sent, received = sum(t.nbytes for t in sources), sum(t.nbytes for t in targets)
-        root = arguments.get("root_rank")
-        arrows = {
-            "all_reduce": [(rank, other, 2 * sent // d) for other in others],
-            "broadcast": [(rank, other, sent) for other in others if rank == root],
-            "all_gather": [(rank, other, sent) for other in others],
-            "reduce": [(rank, root, sent)] if rank != root else [],
-            "gather": [(rank, root, sent)] if rank != root else [],
-            "scatter": [(rank, other, received) for other in others if rank == root],
-            "send": [(rank, arguments.get("dst"), sent)],
-            "recv": [],
-        }.get(kind, [(rank, other, sent // d) for other in others])
+        root = arguments.get("root_rank", rank)
+        to = {"reduce": [root], "gather": [root], "send": [arguments.get("dst")], "recv": []}
+        part = sent // d
+        nbytes = {"all_reduce": 2 * sent // d, "reduce_scatter": part, "all_to_all": part, "scatter": received}
+        arrows = tuple((rank, other, nbytes.get(kind, sent))
+                       for other in to.get(kind, range(d) if rank == root else []) if other != rank)
         # The n-th collective of a group is the same on all of its ranks; and so is the n-th message between two.
         key = ("collective", group.group_name)
         if kind in ("send", "recv"):
             key = ("message", arguments.get("src", rank), arguments.get("dst", rank), arguments["tag"])
         self.counts[key] += 1
         spans = tuple(map(self.recorder.span, sources))
-        return Operation((*key, self.counts[key]), kind.replace("_", "-"), tuple(arrows), spans)
+        return Operation((*key, self.counts[key]), kind.replace("_", "-"), arrows, spans)
 
 
 class Delayed(dist.Work):
@@ -132,13 +117,11 @@ class Delayed(dist.Work):
 
     def __init__(self, work, deliver):
         super().__init__()
-        self.work, self.deliver = work, deliver
+        self.todo = [work.wait, deliver]
 
     def wait(self, timeout=None):
-        if self.deliver is not None:
-            self.work.wait()
-            self.deliver()
-            self.deliver = None
+        while self.todo:
+            self.todo.pop(0)()
         return True
 
 

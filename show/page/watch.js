@@ -50,6 +50,8 @@ class Player {
   /** Rows with the storages of each rank, by part; and of each storage the place of each cell, [x, y]. */
   makeRows() {
     const first = ["parameters", "ParameterBuffer.flat", "gradients"], rows = new Map();
+    const grid = (n, wide, left, from) => Array.from({ length: n }, (_, i) =>
+      [left + ((from + i) % wide), Math.floor((from + i) / wide)]);
     const order = ({ row }) => first.indexOf(row) + 1 || (/moment|exp_avg/.test(row) ? 9 : 5);
     this.wide = Math.max(this.param.length < 32 ? 8 : 16, ...this.storages.map(({ shards }) => total(shards)));
     for (const s of [...this.storages.keys()].sort((a, b) => order(this.storages[a]) - order(this.storages[b]))) {
@@ -63,7 +65,9 @@ class Player {
         for (const part of Object.keys(slots).sort((a, b) => a.localeCompare(b, "en", { numeric: true }))) {
           const storages = slots[part].map((s) => this.storages[s]);
           for (const storage of storages) {
-            storage.place = this.placesOf(storage, at, cut);
+            const { shards, numel } = storage, left = (b) => cut + total(shards.slice(0, b));
+            storage.place = shards.length ? shards.flatMap((n, b) => grid(n * this.ranks, n, left(b), 0))
+              : grid(numel, this.wide, 0, at);
             row.lines = Math.max(row.lines, ...storage.place.map(([, y]) => y + 1));
           }
           if (storages[0].shards.length) cut += total(storages[0].shards) + 1;
@@ -72,13 +76,6 @@ class Player {
       }
     }
     return [...rows.values()];
-  }
-
-  placesOf({ shards, numel }, at, cut) {
-    const grid = (n, wide, left, from) => Array.from({ length: n }, (_, i) =>
-      [left + ((from + i) % wide), Math.floor((from + i) / wide)]);
-    if (!shards.length) return grid(numel, this.wide, 0, at);
-    return shards.flatMap((n, b) => grid(n * this.ranks, n, cut + total(shards.slice(0, b)), 0));
   }
 
   /** Of each phase where it begins; the line that calls a method belongs to it. */
@@ -118,7 +115,7 @@ class Player {
     return this.drawn(row, rank, k).find((one) => this.storages[one].part === player.storages[s].part);
   }
 
-  place(rank, k) { return last(this.stacks[this.states[k].at[rank]] || []) || [0, 1]; }
+  place(rank, k) { return last(this.stacks[this.states[k].at[rank]]); }
 
   /** What a rank holds in a row, in words. */
   describe(row, rank, k) {
@@ -137,17 +134,12 @@ class Player {
     return sorted.map(([words, count]) => `${words} × ${count}`).join(", ") || "nothing";
   }
 
-  waits(rank, k) { return k + 1 < this.frames.length && !this.frames[k].at.some(([one]) => one === rank); }
-
   /** Collectives that are in flight in frame k, or have been since frame `from`. */
   inFlight(from, k) { return this.operations.filter((one) => one.start <= k && one.end > from); }
 }
 
-const players = new Map();
-function player(id) {
-  if (!players.has(id)) players.set(id, new Player(DATA.programs.find((program) => program.id === id)));
-  return players.get(id);
-}
+const players = {};
+const player = (id) => (players[id] ||= new Player(DATA.programs.find((program) => program.id === id)));
 
 // ---------------------------------------------------------------- the picture: page and chapters have it from here
 
@@ -160,7 +152,7 @@ const write = (x, y, kind, words, more = {}) => tag("text", { x, y, class: kind,
 /** Stripes in the colour of each owner: gradients wide, what is divided fine, moments level. */
 function patterns(ranks) {
   const of = (kind, rank, size, turn, stroke, paper) => {
-    const fill = rank < 0 ? "var(--everyone)" : `var(--rank${rank % 8})`;
+    const fill = rank < 0 ? "var(--everyone)" : `var(--rank${rank})`;
     const box = { width: size, height: size }, turned = { patternTransform: `rotate(${turn})` };
     return tag("pattern", { id: `${kind}${rank}`, ...box, patternUnits: "userSpaceOnUse", ...turned },
       tag("rect", { ...box, fill, "fill-opacity": paper })
@@ -171,10 +163,10 @@ function patterns(ranks) {
   return tag("defs", {}, all.flat().join(""));
 }
 
-const STRIPED = ["gradient", "share", "moment"];
 const cellRect = (kind, owner, x, y, width, height, written = "", more = {}) => tag("rect", {
-  class: `cell ${kind}${written}${owner < 0 ? "" : ` o${owner % 8}`}`, x, y, width, height,
-  rx: kind === "new" ? (height + 1) / 3 : 1, ...more, ...(STRIPED.includes(kind) && { fill: `url(#${kind}${owner})` }),
+  class: `cell ${kind}${written}${owner < 0 ? "" : ` o${owner}`}`, x, y, width, height,
+  rx: kind === "new" ? (height + 1) / 3 : 1, ...more,
+  ...(/gradient|share|moment/.test(kind) && { fill: `url(#${kind}${owner})` }),
 });
 
 function drawCell(p, s, cell, k, from, x, y, size, high) {
@@ -206,30 +198,28 @@ function drawRow(p, row, k, from, top, { column, cell: size, high }) {
     const draw = (s) => p.storages[s].place.map(([x, y], cell) =>
       drawCell(p, s, cell, k, from, rank * column + x * size, top + y * high, size, high)).join("");
     const words = `rank ${rank}, ${row.name}: ${p.describe(row, rank, k)}`;
-    const group = { class: "cells", "data-rank": rank, role: "group", tabindex: 0, "aria-label": words };
+    const group = { class: "cells", role: "group", tabindex: 0, "aria-label": words };
     return tag("g", group, p.drawn(row, rank, k).map(draw).join(""));
   }).join("");
 }
 
-/** Sizes in pixels: cells as wide as they fit beside each other, and as high as `rows` fit below each other. */
-function sizesFor(p, width, height, rows) {
-  const column = (width + 10) / p.ranks, cell = Math.min(34, Math.floor((10 * (column - 10)) / p.wide) / 10);
-  const high = Math.floor((height - 19 * rows.length) / (total(rows.map((row) => row.lines)) || 1));
-  return { column, cell, high: cell > 20 ? 18 : Math.max(7, Math.min(18, 2 * cell, high)) };
-}
+/** All memory of all ranks in frame k, and what has been in flight since frame `from` -> svg.
 
-/** All memory of all ranks in frame k, and what has been in flight since frame `from` -> svg. */
+    Cells are as wide as they fit beside each other, and as high as `rows` fit below each other. */
 function drawMemory(p, k, from, width, height, looks, lanes, rows) {
-  const sizes = sizesFor(p, width, height - 42 - 20 * lanes, rows), wide = sizes.column - 10;
+  const top = 42 + 20 * lanes, nLines = total(rows.map(({ lines }) => lines)) || 1;
+  const column = (width + 10) / p.ranks, cell = Math.min(34, Math.floor((10 * (column - 10)) / p.wide) / 10);
+  const fitting = Math.floor((height - top - 19 * rows.length) / nLines);
+  const high = cell > 20 ? 18 : Math.max(7, Math.min(18, 2 * cell, fitting));
   const out = p.held[k].map((bytes, rank) => {
-    const x = rank * sizes.column, waits = p.waits(rank, k) ? write(x + wide, 18, "waits", "waits") : "";
-    return tag("rect", { x, y: 0, width: wide, height: 4, class: `bar o${rank % 8}` })
-      + write(x, 18, "rank", `rank ${rank}`) + waits + write(x, 31, "soft", `${bytes} B`, { "data-held": rank });
+    const x = rank * column;
+    return tag("rect", { x, y: 0, width: column - 10, height: 4, class: `bar o${rank}` })
+      + write(x, 18, "rank", `rank ${rank}`) + write(x, 31, "soft", `${bytes} B`);
   });
   const moving = p.inFlight(from, k), lanesOf = moving.length > lanes ? [together(moving)] : moving;
   out.push(...lanesOf.map((one, i) => drawLane(p, one, k < one.end, 38 + i * 20, width)));
   if (!moving.length) out.push(write(0, 51, "soft", "nothing is in flight"));
-  let y = 42 + 20 * lanes;
+  let y = top;
   for (const row of rows) {
     const texts = [...new Set(row.slots.map((_, rank) => p.describe(row, rank, k)))];
     const all = texts[0] === "nothing" ? "not there" : `each rank: ${texts[0]}`;
@@ -237,10 +227,11 @@ function drawMemory(p, k, from, width, height, looks, lanes, rows) {
     const name = `${row.name === looks ? "▶ " : ""}${escape(row.name)} `;
     const words = name + tag("tspan", { class: "soft" }, escape(said) || " ");
     out.push(tag("text", { x: 0, y: y + 11, class: "name" }, words));
-    out.push(tag("g", { class: "row", "data-row": row.name }, drawRow(p, row, k, from, y + 15, sizes)));
-    y += row.lines * sizes.high + 19;
+    const cells = drawRow(p, row, k, from, y + 15, { column, cell, high });
+    out.push(tag("g", { class: "row", "data-row": row.name }, cells));
+    y += row.lines * high + 19;
   }
-  const small = sizes.cell < 8 ? " small" : "", all = patterns(p.ranks) + out.join("") + '<g class="flying"></g>';
+  const small = cell < 8 ? " small" : "", all = patterns(p.ranks) + out.join("") + '<g class="flying"></g>';
   const label = { role: "group", "aria-label": "memory of all ranks" };
   return tag("svg", { class: `memory${small}`, viewBox: `0 0 ${width} ${y}`, width, height: y, ...label }, all);
 }
@@ -250,12 +241,14 @@ const together = (some) => ({
   arrows: some.flatMap((one) => one.arrows), end: Math.max(...some.map((one) => one.end)),
 });
 
+const named = ({ params }, between) => params.map((i) => `p${i}`).join(between);
+
 /** A collective is one bar over all ranks. */
 function drawLane(p, one, isLive, y, width) {
   const [give, get] = p.traffic(one.arrows), isSame = give.every((n, r) => n === give[0] && get[r] === get[0]);
   const root = `rank ${give.findIndex((n) => n)} gives ${Math.max(...give)} B, the others get ${Math.max(...get)}`;
   const sizes = isSame ? `each rank gives ${give[0]} B, gets ${get[0]}` : root;
-  const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((i) => `p${i}`).join(" ");
+  const params = one.params.length > 6 ? `${one.params.length} tensors` : named(one, " ");
   const words = width < 500 ? [one.kind, isLive ? "in flight" : `each rank gives ${mean(give)} B`]
     : [one.kind, `${one.what || "values"} of ${params}`, sizes, ...(isLive ? ["in flight"] : [])];
   return tag("g", { class: `lane ${one.what || "other"}${isLive ? " live" : ""}` },
@@ -273,7 +266,7 @@ function drawOverlap(p, width, high, now) {
   });
   p.operations.forEach((one, i) => {
     const y = 18 + i * high, isLate = one.start > p.frames.length / 2;
-    const words = `${one.kind} of ${one.params.map((i) => `p${i}`).join(", ")}`;
+    const words = `${one.kind} of ${named(one, ", ")}`;
     const anchor = { "text-anchor": isLate ? "end" : "start" };
     const left = x(one.start), right = x(one.end);
     out.push(tag("rect", { class: `bar ${one.what}`, x: left, y, width: right - left, height: high - 1 }));
@@ -302,16 +295,13 @@ function figures() {
   const ranks = small.held[0].map((_, rank) => write(rank * 158, 8, "rank", `rank ${rank}`));
 
   const four = player("4"), flat = four.rows.find((row) => row.name === "ParameterBuffer.flat");
-  const [first] = four.drawn(flat, 0, 0), { shards, place } = four.storages[first], cells = four.states[0].cells[first];
+  const [first] = four.drawn(flat, 0, 0), { shards, place } = four.storages[first];
   const left = (bucket) => 90 + 28 * total(shards.slice(0, bucket)) + 22 * bucket;
   const bucketOf = (x) => shards.findIndex((_, b) => x < total(shards.slice(0, b + 1)));
   const buckets = place.map(([x, y], cell) =>
     drawCell(four, first, cell, 0, 0, 90 + 28 * x + 22 * bucketOf(x), 20 + y * 19, 28, 19));
-  shards.forEach((_, bucket) => {
-    const inside = cells.filter(({ element }, cell) => element !== null && bucketOf(place[cell][0]) === bucket);
-    const params = [...new Set(inside.map(({ element }) => `p${four.param[element]}`))].sort();
-    buckets.push(write(left(bucket), 11, "name", `${bucket}: ${params.join(", ")}`));
-  });
+  const params = (bucket) => named(four.operations[bucket], ", "); // gradients leave bucket by bucket
+  buckets.push(...shards.map((_, bucket) => write(left(bucket), 11, "name", `${bucket}: ${params(bucket)}`)));
   for (let rank = 0; rank < four.ranks; rank++) buckets.push(write(0, 33 + rank * 19, "soft", `rank ${rank} owns`));
 
   const [strip, tall] = drawOverlap(four, 800, 17);
@@ -329,7 +319,7 @@ function figures() {
 
 // ------------------------------------------------------------------------------------------------ beats and lines
 
-const now = { id: "0", k: 0, beat: 0, playing: false };
+const now = { id: "0", k: 0, beat: 0, playing: false }; // beat: -1 where lines are shown, one by one
 
 const beats = () => player(now.id).beats;
 /** The frame that the picture is compared with: everything that has changed since is marked. */
@@ -351,24 +341,20 @@ function toFrame(k) {
 }
 
 /** The beat that a frame belongs to: the first that it isn't beyond. */
-function nearest(k) {
-  const at = beats().findIndex(({ frame }) => frame >= k);
-  return at < 0 ? beats().length - 1 : at;
-}
+const nearest = (k) => clamp(beats().filter(({ frame }) => frame < k).length, beats().length - 1);
 
 function step(by) {
-  if (!beats().length) return toFrame(now.k + by);
+  let to = now.beat + by;
   if (now.beat < 0) {
-    const at = nearest(now.k), isThere = beats()[at].frame <= now.k;
-    return toBeat(by < 0 ? at - (beats()[at].frame >= now.k) : at + isThere);
-  }
-  if (by > 0 && $("predict").checked && now.beat < beats().length - 1 && ask(now.beat + 1)) return undefined;
-  return toBeat(now.beat + by);
+    const at = nearest(now.k), { frame } = beats()[at];
+    to = by < 0 ? at - (frame >= now.k) : at + (frame <= now.k);
+  } else if (by > 0 && $("predict").checked && to < beats().length && ask(to)) return;
+  toBeat(to);
 }
 
-function select(id, beat, frame) {
+function select(id, beat = 0, frame = undefined) {
   Object.assign(now, { id, beat: -2 });
-  if (frame !== undefined || !beats().length) toFrame(frame || 0); else toBeat(beat || 0);
+  if (frame === undefined) toBeat(beat); else toFrame(frame);
 }
 
 let timer = 0;
@@ -387,10 +373,12 @@ function play(on) {
   timer = setTimeout(next, beatMs / (isBeat ? 2 : 10));
 }
 
+/** A cell as it is drawn; of a pair of runs, that of the left one. */
+const rectOf = (s, cell) => document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
+
 /** Cells that a collective has brought between two frames fly from the ranks that they come from. */
 function fly(p, from, k) {
   const layer = document.querySelector(".panel .flying");
-  const rectOf = (s, cell) => document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
   const flyFrom = (sender, row, s, cell) => {
     const here = rectOf(s, cell), there = rectOf(p.twin(row, sender, k, s, p), cell);
     if (!here || !there) return;
@@ -428,7 +416,7 @@ function draw() {
 function drawMeters(p) {
   const meter = (words, value, of, text) => {
     const bar = tag("progress", { max: of, value, "aria-label": words }, " ");
-    const end = of ? ` of ${of} B <i>= ${escape(text)}</i>${bar}` : "";
+    const end = of ? ` of ${of} B <span>= ${escape(text)}</span>${bar}` : "";
     return `<span class="meter"><b>${words} ${value} B</b>${end}</span>`;
   };
   const arrows = p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= now.k), formula = p.formula || {};
@@ -455,7 +443,7 @@ function drawFunction(p, f, marked, ranks, isBeat) {
     if (quotes === 1) inDoc = !inDoc;
     if (isDoc && isBeat) continue;
     const isNew = n >= edit.line && n < edit.line + edit.come;
-    const at = ranks.filter(([, one]) => one === n).map(([rank]) => `<b class="o${rank % 8}">${rank}</b>`).join("");
+    const at = ranks.filter(([, one]) => one === n).map(([rank]) => `<b class="o${rank}">${rank}</b>`).join("");
     add(`${marked.includes(n) ? " now" : ""}${isNew ? " come" : ""}`, isNew ? "+" : at, escape(cut(text)));
   }
   return `<div class="function">${out.join("")}</div>`;
@@ -509,9 +497,8 @@ function markDifferences([p, k], [q, m]) {
       const other = q.twin(theirs, p.storages[s].rank, m, s, p);
       (other === undefined ? [] : p.states[k].cells[s]).forEach((mine, cell) => {
         const right = q.states[m].cells[other][cell];
-        if (isNothing(mine) || isNothing(right) || mine.value === right.value) return;
-        const drawn = document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
-        if (drawn) drawn.classList.add("wrong");
+        const isSame = isNothing(mine) || isNothing(right) || mine.value === right.value;
+        if (!isSame) rectOf(s, cell)?.classList.add("wrong");
       });
     }
   }
@@ -541,8 +528,7 @@ function drawFooter(p) {
   $("beats").innerHTML = beats().map((_, i) => link(i)).join("");
   const width = $("band").clientWidth, [svg, height] = drawOverlap(p, width, 3, now.k);
   $("band").innerHTML = tag("svg", { width, height }, svg);
-  $("slider").max = p.frames.length - 1;
-  $("slider").value = now.k;
+  Object.assign($("slider"), { max: p.frames.length - 1, value: now.k });
   const beat = `beat ${now.beat + 1} of ${beats().length}`;
   $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : beat;
   const shown = DATA.programs.filter((one) => !one.hidden), isNow = (one) => one.id === now.id;
@@ -557,22 +543,21 @@ function drawFooter(p) {
 /** Before a beat is shown: what will a rank hold in its row? Wrong answers are what the row holds in other beats. */
 function ask(to) {
   const p = player(now.id), beat = beats()[to], row = p.rows.find((one) => one.name === beat.look);
-  const rank = row ? row.slots.findIndex((_, r) => p.describe(row, r, beat.frame) !== p.describe(row, r, now.k)) : -1;
+  const heldIn = (k) => (row ? row.slots.map((_, rank) => p.describe(row, rank, k)) : []);
+  const before = heldIn(now.k), after = heldIn(beat.frame), rank = after.findIndex((words, r) => words !== before[r]);
   if (rank < 0) return false;
-  const right = p.describe(row, rank, beat.frame);
-  const others = beats().flatMap(({ frame }) => row.slots.map((_, r) => p.describe(row, r, frame)));
-  const answers = [...new Set([right, p.describe(row, rank, now.k), ...others])].slice(0, 3).sort();
+  const right = after[rank], others = beats().flatMap(({ frame }) => heldIn(frame));
+  const answers = [...new Set([right, before[rank], ...others])].slice(0, 3).sort();
   play(false);
   $("question").innerHTML = `<b>What will rank ${rank} hold in ${escape(row.name)}?</b>`
     + answers.map((text) => `<button>${escape(text)}</button>`).join("");
-  const buttons = [...$("question").querySelectorAll("button")], on = document.createElement("button");
+  const buttons = [...$("question").children].slice(1), on = document.createElement("button");
   on.onclick = () => { $("question").close(); toBeat(to); };
   const answer = ({ target }) => {
     on.textContent = target.textContent === right ? "Right. Go on" : "Not so. Go on, and look";
-    target.className = "wrong";
     for (const one of buttons) {
       one.disabled = true;
-      if (one.textContent === right) one.className = "right";
+      one.className = one.textContent === right ? "right" : one === target ? "wrong" : "";
     }
     $("question").append(on);
     on.focus();
@@ -607,21 +592,18 @@ function keys(event) {
 
 const paused = (action) => (...event) => { play(false); action(...event); };
 
-function swipes() {
-  let from = null;
-  document.body.addEventListener("touchstart", ({ touches: [at] }) => { from = at; }, { passive: true });
-  document.body.addEventListener("touchend", ({ changedTouches: [to] }) => {
-    const x = to.clientX - from.clientX, y = to.clientY - from.clientY;
-    if (Math.abs(x) > 50 && Math.abs(x) > 2 * Math.abs(y)) $(x < 0 ? "forward" : "back").click();
-  });
+let touched = null;
+function swipe({ changedTouches: [to] }) {
+  const x = to.clientX - touched.clientX, y = to.clientY - touched.clientY;
+  if (Math.abs(x) > 50 && Math.abs(x) > 2 * Math.abs(y)) $(x < 0 ? "forward" : "back").click();
 }
 
 /** What a link says: #4.7 is a beat, #4/118 a line. */
 function follow() {
-  const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^+/.]*)[^/.]*(?:([/.])(.*))?$/) || [];
-  const isKnown = DATA.programs.some((program) => program.id === id && !program.hidden);
-  const isLine = mark === "/" && at !== "wrong";
-  select(isKnown ? id : DATA.programs[0].id, mark === "." ? +at - 1 || 0 : 0, isLine ? +at - 1 || 0 : undefined);
+  const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^/.]*)([/.]?)(.*)$/) || [];
+  const { id: known } = DATA.programs.find((one) => one.id === id && !one.hidden) || DATA.programs[0];
+  const place = +at - 1 || 0, isLine = mark === "/" && at !== "wrong";
+  select(known, isLine ? 0 : place, isLine ? place : undefined);
 }
 
 async function start() {
@@ -633,7 +615,7 @@ async function start() {
   $("legend").innerHTML = `<span>colour: the rank that updates it</span>${kinds.map(sample).join("")}`;
   const actions = {
     back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
-    lines: () => (now.beat < 0 && beats().length ? toBeat(nearest(now.k)) : toFrame(now.k)),
+    lines: () => (now.beat < 0 ? toBeat(nearest(now.k)) : toFrame(now.k)),
   };
   for (const [id, action] of Object.entries(actions)) $(id).onclick = paused(action);
   $("play").onclick = () => play(!now.playing);
@@ -647,7 +629,8 @@ async function start() {
   document.addEventListener("keydown", keys);
   window.addEventListener("resize", draw);
   window.addEventListener("hashchange", follow);
-  swipes();
+  document.body.addEventListener("touchstart", ({ touches }) => { touched = touches[0]; }, { passive: true });
+  document.body.addEventListener("touchend", swipe);
   follow();
   document.body.dataset.ready = "yes";
 }

@@ -1,28 +1,39 @@
 """docs/watch.html: of the present cores, its beats true, and in a real browser as it should be."""
 
+import base64
+import contextlib
+import gzip
 import itertools
+import json
 import re
 from collections import Counter
 
 import pytest
 
-from show import beats, browser, hero, page, programs
-from show.memory import Memory
+from show import beats, hero, page
+from show.frames import Memory
 from tests.ranks import ROOT
 
-TEXT = browser.PAGE.read_text(encoding="utf-8")
-DATA, REST = page.data_of(TEXT)
+
+def data_of(text):
+    """-> what a page holds, {stamp, programs}; and the text of the page without it."""
+    head, packed, tail = re.split(r'(?<=id="data">)(.*?)(?=</script>)', text, maxsplit=1, flags=re.DOTALL)
+    return json.loads(gzip.decompress(base64.b64decode(packed))), head + tail
+
+
+TEXT = page.PAGE.read_text(encoding="utf-8")
+DATA, REST = data_of(TEXT)
 PROGRAMS = {program["id"]: program for program in DATA["programs"]}
 STAGES = list("01234")
-BUGS = [one.id for one in programs.SHOWN if one.right]
+BUGS = [one.id for one in page.SHOWN if one.right]
 NEW = "make show HTML=1"
 FIGURES = ("show_buffer.svg", "show_buckets.svg", "show_overlap.svg")
 
 
 def test_the_page_is_of_the_present_cores():
-    assert DATA["stamp"] == programs.stamp(), f"a core or show/ has changed: {NEW}"
-    assert (DATA, REST) == page.data_of(page.page(DATA["programs"], DATA["stamp"])), NEW
-    assert list(PROGRAMS)[: len(programs.SHOWN)] == [one.id for one in programs.SHOWN]
+    assert DATA["stamp"] == page.stamp(), f"a core or show/ has changed: {NEW}"
+    assert (DATA, REST) == data_of(page.page(DATA["programs"])), NEW
+    assert list(PROGRAMS)[: len(page.SHOWN)] == [one.id for one in page.SHOWN]
 
 
 def test_figures_are_of_the_page_and_all_is_small_and_needs_nothing_else():
@@ -59,7 +70,7 @@ def test_beats_are_those_of_the_file_and_their_lines_the_cores(id):
     rows = {one["row"] for one in program["storages"]}
     for beat in program["beats"]:
         assert 1 <= len(beat["lines"]) <= 5 and len(beat["says"]) < 200 and beat["look"] in {"", *rows}
-    package = next(one.program.package for one in programs.SHOWN if one.id == id)
+    package = next(one.program.package for one in page.SHOWN if one.id == id)
     for name, source in program["files"] if id in STAGES else ():
         folder = ROOT / "show" if name in ("loop.py", "replicated.py") else ROOT / package
         assert source == (folder / name).read_text(encoding="utf-8")
@@ -117,7 +128,7 @@ def test_the_first_beat_of_a_bug_is_where_the_runs_part(bug):
     before = [key for key, at in ends.items() if at < first and key in theirs and key[1] != "step" and key != here]
     assert before and not any(differences(wrong, ends[key], right, theirs[key]) for key in before)
     edit = wrong["edit"]
-    ((_, old, new),) = next(one.program.edits for one in programs.SHOWN if one.id == bug)
+    _, old, new = next(one.program.edit for one in page.SHOWN if one.id == bug)
     assert (edit["gone"], edit["come"]) == (old.splitlines(), len(new.splitlines()))
     lines = wrong["files"][edit["file"]][1].splitlines()[edit["line"] - 1 :]
     assert all(part in text for part, text in zip(new.splitlines(), lines))
@@ -127,14 +138,31 @@ def test_the_first_beat_of_a_bug_is_where_the_runs_part(bug):
 
 
 def in_a_browser(test):
-    reason = f"the page isn't opened in a browser here: {browser.MISSING}"
-    return pytest.mark.waits(pytest.mark.skipif(bool(browser.MISSING), reason=reason)(test))
+    reason = f"the page isn't opened in a browser here: {page.MISSING}"
+    return pytest.mark.waits(pytest.mark.skipif(bool(page.MISSING), reason=reason)(test))
 
 
 @pytest.fixture(scope="module")
 def started():
-    with browser.browser() as chromium:
+    with page.browser() as chromium:
         yield chromium
+
+
+@contextlib.contextmanager
+def opened(started, place="", width=1280, height=800, **settings):
+    """The page at `place`, like "4.7" or "4/118": program, and beat or line.
+
+    -> (playwright's page, what went wrong, requests)
+    """
+    with started.new_context(viewport={"width": width, "height": height}, **settings) as context:
+        context.set_default_timeout(300_000)  # ms: of a busy machine
+        shown, wrong, requests = context.new_page(), [], []
+        shown.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        shown.on("pageerror", lambda error: wrong.append(str(error)))
+        shown.on("request", lambda request: requests.append(request.url))
+        shown.goto(f"{page.PAGE.as_uri()}#{place}")
+        shown.wait_for_selector("body[data-ready]")
+        yield shown, wrong, requests
 
 
 def where(shown):
@@ -144,14 +172,14 @@ def where(shown):
 
 @in_a_browser
 def test_the_figures_are_drawn_by_the_page(started):
-    for name, text in browser.figures(started).items():
+    for name, text in page.figures(started).items():
         assert (ROOT / "results" / name).read_text(encoding="utf-8") == text, f"{name}: {NEW}"
 
 
 @in_a_browser
 @pytest.mark.parametrize("program", [*STAGES, *BUGS])
 def test_it_opens_and_plays_to_the_last_number_without_an_error_or_a_request(started, program):
-    with browser.opened(started, program) as (shown, wrong, requests):
+    with opened(started, program) as (shown, wrong, requests):
         n, n_beats = len(PROGRAMS[program]["frames"]), len(PROGRAMS[program]["beats"])
         assert where(shown) == ("beat", 1)
         shown.evaluate("() => { beatMs = 250; }")
@@ -165,7 +193,7 @@ def test_it_opens_and_plays_to_the_last_number_without_an_error_or_a_request(sta
             return there.every((one, i) => one === back[i]) && new Set(there).size > 15; }""", n)
         shown.keyboard.press("End")
         assert where(shown) == ("line", n) and f"#{program}" in shown.url and shown.url.endswith(f"/{n}")
-        assert wrong == [] and requests == [browser.PAGE.as_uri()]
+        assert wrong == [] and requests == [page.PAGE.as_uri()]
         if program in STAGES:
             values = """() => [...document.querySelectorAll(".row:first-of-type .cell.new")].map(({ dataset }) =>
                 Math.round(player(now.id).states[now.k].cells[dataset.s][dataset.cell].value))"""
@@ -178,7 +206,7 @@ def test_it_opens_and_plays_to_the_last_number_without_an_error_or_a_request(sta
 def test_all_that_changes_between_two_beats_is_shown(started, program):
     recording = PROGRAMS[program]
     names = [(one["rank"], one["row"], one["part"]) for one in recording["storages"]]
-    with browser.opened(started, program, reduced_motion="reduce") as (shown, _, _):
+    with opened(started, program, reduced_motion="reduce") as (shown, _, _):
 
         def drawn(kind):
             cells = "(all) => all.map((one) => [+one.dataset.s, +one.dataset.cell])"
@@ -207,7 +235,7 @@ def test_all_that_changes_between_two_beats_is_shown(started, program):
 @in_a_browser
 def test_cells_fly_to_the_ranks_that_receive_them_unless_motion_is_unwanted(started):
     for motion, flies in (("no-preference", True), ("reduce", False)):
-        with browser.opened(started, "3.3", reduced_motion=motion) as (shown, wrong, _):
+        with opened(started, "3.3", reduced_motion=motion) as (shown, wrong, _):
             n_flying = shown.evaluate("() => { step(1); return document.querySelectorAll('.flying rect').length; }")
             assert n_flying == (12 * 16 if flies else 0) and wrong == []
             shown.wait_for_function("() => !document.querySelector('.flying rect')")
@@ -215,7 +243,7 @@ def test_cells_fly_to_the_ranks_that_receive_them_unless_motion_is_unwanted(star
 
 @in_a_browser
 def test_keys_go_through_beats_lines_and_cells_and_reach_everything(started):
-    with browser.opened(started, "3") as (shown, _, _):
+    with opened(started, "3") as (shown, _, _):
         n, n_beats = len(PROGRAMS["3"]["frames"]), len(PROGRAMS["3"]["beats"])
         for key, *place in (("ArrowRight", "beat", 2), ("ArrowRight", "beat", 3), ("ArrowLeft", "beat", 2),
                             ("End", "beat", n_beats), ("Home", "beat", 1), ("ArrowDown", "line", 2),
@@ -268,7 +296,7 @@ SWIPE = """([from, to]) => {
 @pytest.mark.parametrize("width, height", [(390, 844), (1280, 800)])
 def test_a_beat_fits_and_is_swiped_on_a_phone_and_a_desk_by_day_and_by_night(started, width, height, scheme):
     settings = {"width": width, "height": height, "color_scheme": scheme, "reduced_motion": "reduce", "has_touch": True}
-    with browser.opened(started, "0", **settings) as (shown, wrong, _):
+    with opened(started, "0", **settings) as (shown, wrong, _):
         for program in [*STAGES, *BUGS]:
             for beat in range(len(PROGRAMS[program]["beats"])):
                 shown.evaluate("([id, beat]) => select(id, beat)", [program, beat])
@@ -292,7 +320,7 @@ def test_a_beat_fits_and_is_swiped_on_a_phone_and_a_desk_by_day_and_by_night(sta
 @in_a_browser
 def test_what_ranks_hold_can_be_read_off_and_a_cell_says_who_wrote_it_and_where_it_came_from(started):
     frame = max(k for k, one in enumerate(PROGRAMS["3"]["frames"]) if one["phase"] == "sync_grads")
-    with browser.opened(started, f"3/{frame + 1}") as (shown, _, _):
+    with opened(started, f"3/{frame + 1}") as (shown, _, _):
         assert "each rank: average (own) × 16, garbage × 48" in shown.text_content(".memory")
         ranks = shown.locator('.row[data-row="GradBuffer.flat"] .cells')
         for rank in range(4):
@@ -307,7 +335,7 @@ def test_what_ranks_hold_can_be_read_off_and_a_cell_says_who_wrote_it_and_where_
 
 @in_a_browser
 def test_predict_first_hides_a_result_until_its_reader_has_chosen(started):
-    with browser.opened(started, "3.3") as (shown, _, _):
+    with opened(started, "3.3") as (shown, _, _):
         shown.check("#predict")
         shown.evaluate("() => document.activeElement.blur()")
         shown.keyboard.press("ArrowRight")
@@ -325,7 +353,7 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started):
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_opens_where_the_runs_part_with_its_edit_and_wrong_cells_marked(started, bug):
     program = PROGRAMS[bug]
-    with browser.opened(started, f"{bug}/wrong") as (shown, _, _):
+    with opened(started, f"{bug}/wrong") as (shown, _, _):
         assert where(shown) == ("beat", 1) and shown.inner_text("#says") == program["beats"][0]["says"]
         assert shown.locator(".panel").count() == 2
         assert shown.locator(".code-line.gone").count() == len(program["edit"]["gone"])

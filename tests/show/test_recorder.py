@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from show import __main__ as command
-from show import clock, frames, programs, record, replicated
-from show.memory import Memory
+from show import frames, page, record, replicated
+from show.frames import Memory
 from show.trace import Event, Place
 from show.wires import Operation
 from tests.common import STAGES
@@ -112,13 +112,13 @@ def moment(starts=(), ends=()):
 def test_a_collective_ends_a_frame_after_the_last_rank_has_begun_it_and_who_comes_first_waits():
     early = [moment(), moment(starts=["sum"]), moment(ends=["sum"]), moment()]
     late = [moment(), moment(), moment(), moment(starts=["sum"]), moment(ends=["sum"]), moment()]
-    assert [sorted(frame) for frame in clock.in_frames([early, late])] == [[0, 1], [0, 1], [1], [1], [0, 1], [0, 1]]
+    assert [sorted(frame) for frame in frames.in_frames([early, late])] == [[0, 1], [0, 1], [1], [1], [0, 1], [0, 1]]
     assert [one.frame for one in early] == [0, 1, 4, 5] and [one.frame for one in late] == [0, 1, 2, 3, 4, 5]
 
 
 def test_ranks_that_wait_for_each_other_for_ever_are_an_error():
     with pytest.raises(RuntimeError, match="for ever"):
-        clock.in_frames([[moment(ends=["a"]), moment(starts=["b"])], [moment(ends=["b"]), moment(starts=["a"])]])
+        frames.in_frames([[moment(ends=["a"]), moment(starts=["b"])], [moment(ends=["b"]), moment(starts=["a"])]])
 
 
 # ---------------------------------------------------------------------------------------------------- the command
@@ -189,5 +189,5 @@ def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
 def test_each_bug_of_a_chapter_is_a_program_of_the_page():
     from tests.pages.test_chapters import BUGS
 
-    edits = {(one.program.package, edit[1:]) for one in programs.SHOWN for edit in one.program.edits}
+    edits = {(one.program.package, one.program.edit[1:]) for one in page.SHOWN}
     assert {(chapter, (before, after)) for (_, chapter), (before, after, _) in BUGS.items()} <= edits
