@@ -113,8 +113,8 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(run, tmp_path
             os.kill(child, signal.SIGKILL)
 
 
-def test_what_nobody_here_has_left_is_not_removed_and_a_lock_that_was_is_taken_anew(tmp_path):
-    """A folder of the user's, another process group's, another series', and one that this process writes now."""
+def test_only_what_a_dead_run_has_left_is_removed_and_a_lock_that_is_gone_is_made_anew(tmp_path):
+    """Not a folder of the user's, another process group's, another series', or one that this process writes now."""
     names = ["mine.partial", "step-1.partial", "step-1.1-0123456789ab-0.partial", "best-1.0-0123456789ab-0.partial",
              f"step-2.0-{folders.token(os.getpid())}-77.partial"]
     for name in [*names, "step-3.0-0123456789ab-0.partial"]:

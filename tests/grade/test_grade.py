@@ -278,7 +278,7 @@ def test_an_exercise_says_what_to_fill_in(grade, exercise, stage):
     ("7", "mine", "STAGE=7: there are the exercises 1, 2, 3, 4, and variants"),
     ("1", "no-name", "its last part must be a name that Python can import"),
     ("1", ".", "its last part must be a name"), ("1", "there", "is there already")])
-def test_an_exercise_is_written_to_a_new_folder(what, to, line, tmp_path):
+def test_an_exercise_that_can_not_be_written_is_refused_and_leaves_nothing(what, to, line, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match=line):
         skeleton.write(what, tmp_path / to if to != "." else Path("."))

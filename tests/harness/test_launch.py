@@ -204,6 +204,7 @@ def test_an_import_of_the_harness_changes_no_hook_and_no_stream():
 
 
 def test_ctrl_c_is_one_word_for_a_rank(capsys):
+    """report_lost_rank is the excepthook of a rank: Ctrl-C reaches it too."""
     with pytest.raises(SystemExit) as end:
         meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")

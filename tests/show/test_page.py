@@ -204,6 +204,7 @@ def test_it_opens_and_plays_to_the_last_number_without_an_error_or_a_request(sta
 @in_a_browser
 @pytest.mark.parametrize("program", STAGES)
 def test_all_that_changes_between_two_beats_is_shown(started, program):
+    """Cells written, storages released, and a lane for what is under way: arrow[3] to arrow[4] are its frames."""
     recording = PROGRAMS[program]
     names = [(one["rank"], one["row"], one["part"]) for one in recording["storages"]]
     with opened(started, program, reduced_motion="reduce") as (shown, _, _):

@@ -130,6 +130,7 @@ def test_named_parameters_and_a_learning_rate_that_begins_at_zero(rank, stage):
 
 @on_ranks
 def test_add_param_group_later(rank, stage):
+    """Two steps while the second group is frozen and in no group, then two with it. Seed 0: ranks begin alike."""
     def first(model):
         return list(model.up.parameters())
 
@@ -210,7 +211,7 @@ def test_closure_and_its_loss(rank, stage):
 
 
 @on_ranks(with_no_sync=[True, False])
-def test_three_micro_batches_equal_one_large_batch(rank, stage, with_no_sync):
+def test_three_micro_batches_add_up_as_in_one_process(rank, stage, with_no_sync):
     pair = Pair(rank, stage)
     for first in (0, 3):  # two accumulations: nothing of the first is left in the second
         with pair.optimizer.no_sync() if with_no_sync else contextlib.nullcontext():
@@ -222,7 +223,7 @@ def test_three_micro_batches_equal_one_large_batch(rank, stage, with_no_sync):
     pair.assert_same(is_exact=False)
 
 
-accumulate = test_three_micro_batches_equal_one_large_batch.__wrapped__
+accumulate = test_three_micro_batches_add_up_as_in_one_process.__wrapped__
 
 
 @on_ranks(2)
