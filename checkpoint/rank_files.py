@@ -282,5 +282,3 @@ class Reader:
         if wanted == n_bytes and one.crc32 not in (None, crc):
             raise DamagedCheckpoint(f"{one.file} is damaged: a tensor with checksum {one.crc32:08x} was written, now "
                                     f"it has {crc:08x}")
-        if room is not None and room.dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
-            room.copy_(room.view(torch.uint8).ne(0))

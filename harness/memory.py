@@ -68,7 +68,7 @@ class StorageMemory(TorchDispatchMode):
         self.peak = self.live
 
     def settled(self):
-        """`live`, when three looks in 60 ms found the same: gloo's threads let go of a tensor a moment after wait()."""
+        """`live`, when four looks in 60 ms find the same: gloo's threads let go of a tensor a moment after wait()."""
         looks = []
         while len(looks) < 4 or len(set(looks[-4:])) > 1:
             looks.append(self.live)

@@ -121,7 +121,7 @@ def edited(program):
         (copy / "__init__.py").write_text("")
         name, before, after = program.edit
         text = (copy / name).read_text(encoding="utf-8")
-        (copy / name).write_text(text.replace(before, after), encoding="utf-8")
+        (copy / name).write_text(text.replace(before, after, 1), encoding="utf-8")
         yield copy.name
 
 

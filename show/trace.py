@@ -70,7 +70,7 @@ class Trace:
         self.files, self.model, self.optimizer = files, model, None
         self.events, self.storages, self.log, self.memory = [], {}, [], {}
         self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
-        self.instances = {}  # class -> {id: instance of the core, and which one of them}
+        self.instances = {}  # name of a class -> {id: instance of the core, and which one of them}
         self.calls, self.n_calls, self.here = {}, 0, ()
         self.phase, self.step = "", -1
 

@@ -34,7 +34,8 @@ class Rounds:
         used: ids of the parameters whose gradient this rank has sent. Ids, because a tensor's own hash is slow.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
             round, `Bucket.ready` has them.
-        unused: parameters that received no gradient on any rank, and are not updated.
+        unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
+            main parameters have no gradient until the ranks agree again.
         settings_differ: whether the parameter groups of the ranks differ, if only by rounding.
         is_synced: whether the ranks have agreed on all this, and every gradient was sent.
         backward_pass: function () -> the current BackwardPass or None; a weak reference.
