@@ -19,6 +19,7 @@ B ?= 2
 VARIANTS_FILE = $(if $(findstring --rows variants,$(ARGS)),_variants)
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
 TOOLS = $(if $(filter .venv/%,$(PYTHON)),.venv/.tools)
+STAGES = $(sort $(foreach folder,$(wildcard stage*_*),$(patsubst stage%,%,$(firstword $(subst _, ,$(folder))))))
 # Whether a value is one of these words; a pattern such as * or % is none.
 one_of = $(and $(filter 1,$(words $(1))),$(filter $(2),$(1)))
 has = $(shell $(PYTHON) -c 'import $(1)' 2> /dev/null && echo yes)
@@ -59,7 +60,7 @@ help:
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
 BENCH_network = -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
 BENCH_curve = -m harness.two_hosts --curve --rounds 3
-BENCH_timeline = $(if $(call one_of,$(STAGE),1 2 3 4 all),,$(error STAGE=$(STAGE): there are stages 1 to 4, and all)) \
+BENCH_timeline = $(if $(call one_of,$(STAGE),$(STAGES) all),,$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES)), and all)) \
 	-m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
 BENCH_host = -m harness.host_time
 BENCH_saving = -m harness.saving
@@ -94,7 +95,7 @@ grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
 
 train: $(ENV)
-	$(if $(call one_of,$(STAGE),1 2 3 4),,$(error STAGE=$(STAGE): there are stages 1 to 4))
+	$(if $(call one_of,$(STAGE),$(STAGES)),,$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES))))
 	$(if $(call one_of,$(NPROC),$(shell seq 256)),,$(error NPROC=$(NPROC): it must be a number from 1 to 256))
 	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
@@ -123,7 +124,7 @@ report: $(ENV)
 
 diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
-	$(foreach stage,A B,$(if $(call one_of,$($(stage)),1 2 3 4),,$(error there is no stage $($(stage)): write A=2 B=3)))
+	$(foreach stage,A B,$(if $(call one_of,$($(stage)),$(STAGES)),,$(error there is no stage $($(stage)): write A=2 B=3)))
 	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
 		$(or $(wildcard $(PYTHON)),python3) -m grade.diff $(A) $(B))
 
