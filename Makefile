@@ -60,7 +60,8 @@ help:
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
 BENCH_network = -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
 BENCH_curve = -m harness.two_hosts --curve --rounds 3
-BENCH_timeline = $(if $(call one_of,$(STAGE),$(STAGES) all),,$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES)), and all)) \
+BENCH_timeline = $(if $(call one_of,$(STAGE),$(STAGES) all),, \
+		$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES)), and all)) \
 	-m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
 BENCH_host = -m harness.host_time
 BENCH_saving = -m harness.saving
