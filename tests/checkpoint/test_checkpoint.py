@@ -21,6 +21,7 @@ import checkpoint
 from checkpoint import convert as converts
 from checkpoint import full_state_dict, load_full_state_dict, reshard
 from checkpoint.manifest import manifest_of, sealed
+from checkpoint.rank_files import Reader
 from harness.memory import Memory
 from tests.checkpoint import (
     ADAMW,
@@ -245,6 +246,8 @@ def test_the_command_converts_or_says_why_not_in_one_line(tmp_path):
         ran = run_module("checkpoint", "convert", folder, tmp_path / "mine.pt")
         assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and words in ran.stderr
     assert (tmp_path / "mine.pt").read_text() == "mine"
+    ran = run_module("checkpoint")
+    assert ran.code == 2 and ran.stderr.endswith("the following arguments are required: command\n")
 
 
 @pytest.mark.parametrize("to", converts.FORMATS)
@@ -267,6 +270,15 @@ def test_each_rank_writes_its_part_only(rank, stage, tmp_path):
     everything = 3 * 4 * 1024 * 1024  # a parameter and two moments, of fp32
     assert len(sizes) == 2 and everything <= sum(sizes) < everything + 2000
     assert all(abs(size - everything / 2) < 1000 for size in sizes)  # a shard ends where a vector of the CPU does
+
+
+def test_one_rank_reads_every_tensor_once(tmp_path, monkeypatch):
+    read, places = Reader.read, []
+    monkeypatch.setattr(Reader, "read", lambda self, job: (places.append(job[0][2:4]), read(self, job)))
+    its = alone()
+    checkpoint.save(tmp_path / "one", *its, torch.arange(100.0))
+    checkpoint.load(tmp_path / "one", *its)
+    assert len(set(places)) == len(places) == len(manifest_of(tmp_path / "one")[0].tensors)
 
 
 @on_ranks(2, stage=SHARDED)
