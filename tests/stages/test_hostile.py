@@ -6,7 +6,6 @@ parameter, before anything is changed, after which training can go on. What the 
 
 import copy
 import io
-import itertools
 import pickle
 import re
 
@@ -208,26 +207,6 @@ def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, afte
         b.grad = torch.full_like(b, 1.0 + 2 * rank.rank)
     optimizer.step()
     assert a.tolist() + b.tolist() == [-1.0] * 5 + [-2.0] * 5
-
-
-@on_ranks(3, forget=["zero_grad", "model.zero_grad"])
-def test_sparse_gradients_of_an_embedding(rank, stage, forget):
-    """nn.Embedding(sparse=True), words that come twice and ranks that have other ones: as if it were dense."""
-    sparse = torch.nn.Embedding.from_pretrained(torch.ones(7, 3), freeze=False, sparse=True).to(rank.device)
-    dense = torch.nn.Embedding.from_pretrained(torch.ones(7, 3), freeze=False).to(rank.device)
-    optimizer = optimizer_of(stage)(sparse.named_parameters(), torch.optim.SGD, **SGD, **UNFUSED)
-    plain = torch.optim.SGD(dense.parameters(), **SGD, **UNFUSED)
-    for step in range(3):
-        for micro, r in itertools.product(range(2), range(rank.world_size)):
-            words = torch.tensor([step, step, r + 1 + micro], device=rank.device)
-            (dense(words).square().sum() / rank.world_size).backward()
-            if r == rank.rank:
-                sparse(words).square().sum().backward()
-        for one in (optimizer, plain):
-            one.step()
-        for one in (sparse if forget == "model.zero_grad" else optimizer, plain):
-            one.zero_grad()
-        assert_same(sparse, dense, exact=False)
 
 
 @pytest.mark.parametrize("stage", STAGES[:2])

@@ -28,28 +28,6 @@ def test_unused_parameters_as_in_ddp_with_find_unused_parameters(rank, stage):
     assert [param[0].item() for param in params] == pytest.approx(after)
 
 
-class CountsInGroups(torch.optim.SGD):
-    """As apex's and schedule-free optimizers do; and it notes the rate that it took."""
-
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            group.update(count=group.get("count", 0) + 1, last_lr=group["lr"])
-
-
-@on_ranks(2)
-def test_what_an_optimizer_counts_and_notes_in_its_groups(rank, stage):
-    optimizer = optimizer_of(stage)([param := parameter_of(1, rank, n=40)], CountsInGroups, lr=0.5)
-    for lr in (0.5, 0.5, 0.5, 0.25):
-        optimizer.param_groups[0]["lr"] = lr
-        param.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.param_groups[0]["last_lr"] == lr
-    assert param.unique().tolist() == [1 - 3 * 0.5 - 0.25]
-    assert optimizer.param_groups[0]["count"] == optimizer.state_dict()["param_groups"][0]["count"] == 4
-
-
 class WantsRequiresGrad(torch.optim.SGD):
     def step(self, closure=None):
         if any(param.requires_grad for group in self.param_groups for param in group["params"]):
@@ -125,19 +103,6 @@ def test_a_main_grad_that_is_not_of_the_buffer_is_an_error(rank, how):
     if how == "later":
         later.step()
         assert param.eq(0).all()
-
-
-@pytest.mark.parametrize("stage", [THREE, FOUR])
-@pytest.mark.parametrize("dtype, starts", [(torch.float32, [0, 64, 192]), (torch.bfloat16, [0, 64, 128])], ids=str)
-def test_parameters_and_shards_begin_at_multiples_of_64_bytes(stage, dtype, starts):
-    """5, 17 and 9 elements take 64, 128 and 64 bytes in fp32, 64 each in 16 bits, and 2 shards are equal."""
-    with one_rank_of(2):
-        params = [torch.nn.Parameter(torch.ones(numel, dtype=dtype)) for numel in (5, 17, 9)]
-        optimizer = optimizer_of(stage)(params if stage == THREE else params[::-1], lr=0.1)  # the last one goes first
-        flat = optimizer.buffers[0].flat if stage == THREE else optimizer.buckets[0].flat_params
-        places = optimizer.buffers[0].grads if stage == THREE else optimizer.buckets[0].views
-    assert [(place.data_ptr() - flat.data_ptr()) for place in places] == starts
-    assert flat.nbytes == 256
 
 
 @on_ranks(2)
