@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from harness.ledger import Ledger
-from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, optimizer_of, trainable
+from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, trainable
 from tests.pairs import Pair
 from tests.ranks import ROOT
 from tests.stages.test_drawn import drawn
@@ -47,14 +47,6 @@ class Copying:
         return self._optimizer.step(closure)
 
 
-class Counting:
-    n_steps = 0
-
-    def step(self, *args, **kwargs):
-        self.n_steps += 1
-        return super().step(*args, **kwargs)
-
-
 @on_ranks(1, 2, 3, wrap=[Delegating, Copying])
 def test_a_wrapper_trains_like_the_optimizer_itself(rank, stage, wrap):
     drawn(rank, stage, range(6), wrap)
@@ -78,14 +70,6 @@ def test_a_wrapper_has_the_state_and_the_settings_of_the_optimizer(rank, stage, 
     pair.assert_same()
     pair.optimizer.state = {}
     assert len(inner.state) == len(pair.optimizer.state) == 0 and isinstance(pair.optimizer, type(inner))
-
-
-@on_ranks(2)
-def test_a_class_of_the_users_in_front_of_ours_is_no_wrapper(rank, stage):
-    pair = Pair(rank, stage, of=lambda stage: type("Mine", (Counting, optimizer_of(stage)), {}))
-    pair.train(0, 1)
-    pair.assert_same()
-    assert pair.optimizer.n_steps == 2
 
 
 # --------------------------------------------------------------------------------------------- DDP around the model
