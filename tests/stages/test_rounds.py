@@ -87,6 +87,8 @@ def one_rank_has_let_nothing_leave(rank, params, optimizer):
 def assigned_too_late(rank, params, optimizer):
     """What waited for its round waits no longer when it has left: a gradient that is there then is a user's."""
     with optimizer.no_sync():
+        with optimizer.no_sync():
+            pass
         backward(params)
     assert not any(param.grad is None for param in params)
     backward(params)
