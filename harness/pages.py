@@ -115,11 +115,8 @@ PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("networ
             "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
 
 
-# ----------------------------------------------------- Figures inside a sentence, by name: <!--name-->0.83<!--end-->
-
-
 def figures():
-    """-> name -> text."""
+    """Figures inside a sentence of a page, between <!--name--> and <!--end--> -> name -> text."""
     plan, larger = ({row.base: row for row in saved.load(name).rows} for name in ("plan.json", "plan_70b.json"))
     check, stage4, network = saved.load("plan.json").check, plan["stage 4 bf16"], saved.at_all_rates()
 
@@ -142,9 +139,6 @@ def figures():
     over_tuned = {f"over_tuned_{result.conditions.rate}".replace(".", "_"):
                   f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}" for result in network}
     return {"buckets_7b": stage4.size, **over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
-
-
-# --------------------------------------------------------------------- What you have measured, beside what is published
 
 
 SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets, GpuResult: tables.gpu_sheet,

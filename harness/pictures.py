@@ -46,9 +46,6 @@ def drawn(figure):
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------------ a recorded step
-
-
 def trace(rows):
     """A recorded step as events of Chrome's trace format, for https://ui.perfetto.dev: a process a row, a thread
     a lane. Times in microseconds."""

@@ -97,10 +97,8 @@ def plan(args, workers):
                  planner.is_bucket(choice)) for base in bases if base in STAGE_4 for choice in planner.sizes(base)])
 
 
-# ------------------------------------------------------------------------------- the check: modelled time beside runs
-
-
-# Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
+# The check, modelled time beside runs. Of two hosts on one machine: bytes of memory a second for one core, seconds a
+# message, TCP's payload in a full packet.
 HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
 cost_of, record = map(functools.lru_cache, (alone.cost_of, alone.record))
 

@@ -161,15 +161,10 @@ class Row(OfChoice, Kept):
     bytes_per_param_theory: float | None = None
     timeline: list[RecordedStep] = field(default_factory=list)
 
-    @property
-    def median_ms(self):
-        """Infinite where there are no times: such a row is never the fastest."""
-        return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
-
-    @property
-    def exposed_ms(self):
-        """On the rank with most; None where no step was recorded."""
-        return max((1000 * step.exposed_seconds for step in self.timeline), default=None)
+    # Infinite where there are no times: such a row is never the fastest.
+    median_ms = property(lambda self: statistics.median(self.rounds_ms) if self.rounds_ms else math.inf)
+    # On the rank with most; None where no step was recorded.
+    exposed_ms = property(lambda self: max((1000 * step.exposed_seconds for step in self.timeline), default=None))
 
     def time(self, step_ms, drain_ms):
         """Of one round."""

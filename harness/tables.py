@@ -315,16 +315,14 @@ def buckets_sheet(sweep):
 
     def at(base, get):
         return lambda size: figure(found.get((base, size), Row("")), get)
-
-    def messages(row):
-        return row.collectives.get("send") or row.collectives.get("reduce_scatter")
     return sheet_of(
         "Bucket size, ms a step",
         [size for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
         [("", "", lambda size: Choice("", size).size),
          ("ddp\n", "measured", at(catalogue.REFERENCE, "rounds_ms"), ".0f"),
          ("stage 4\n", "measured", at(catalogue.OVERLAP, "rounds_ms"), ".0f"),
-         ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, messages)),
+         ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, lambda row: row.collectives.get(
+             "send") or row.collectives.get("reduce_scatter"))),
          ("its bytes a\nparameter", "counted", at(catalogue.OVERLAP, "bytes_per_param"), ".2f")],
         f"Medians of {c.rounds} round(s) of {c.steps} steps. DDP's default is {catalogue.DEFAULT_MB} MB. The "
         f"model's gradients have {c.parameters * 4 / 1e6:.1f} MB.", failures(sweep.rows))
@@ -538,11 +536,8 @@ def core_lines(folder):
     return sum(len(code_lines(folder / name)) for name in CORE if (folder / name).exists())
 
 
-# --------------------------------- The ladder of README.md: formulas, what was counted, and one column of measured time
-
-
 class Rung(NamedTuple):
-    """A row of README's ladder: that of the bench, and its stage's folder."""
+    """A row of README's ladder: the bench's row of that name, and its stage's folder."""
     row: str
     folder: str
     title: str
