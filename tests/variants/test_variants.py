@@ -373,9 +373,9 @@ def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
 
 def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
     """Of a variant over its base, round by round; with nothing measured there is none."""
+    result = results.load("bench.json")
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert not measured() and not BLOCKS["losses"]()
-    result = results.read(ROOT / "results" / "bench.json")
     result.rows = [Row("stage 4 overlap", rounds_ms=[10.0, 20.0]), Row("variants wire16", rounds_ms=[5.0, 10.0]),
                    Row("variants blocks", error="wrong")]
     cells = [time_cell(name, base, result) for name, base in (
