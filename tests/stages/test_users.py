@@ -176,17 +176,25 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
 
 
 @pytest.mark.shared_guard
-@on_ranks(2)
-def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage):
-    """Stage 4 compares it in the step that follows, the others before a save."""
-    model = Net(seed=0)
-    optimizer = sgd_of(stage, trainable(model))
-    seen = torch.tensor(rank.rank)
-    optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.param_groups[0].update(seen=seen))
-    train(model, optimizer, rank, 0)
-    error = error_of(lambda: train(model, optimizer, rank, 1) if stage == FOUR else full_state_dict(optimizer))
-    assert "seen of group 0 is 0.0 on rank 0 and 1.0 on rank 1" in error
-    assert "an optimizer that writes the same" in error
+@on_ranks(2, writer=[None, 0, 1])
+def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, writer):
+    """Each rank what differs, or one of them alone. Stage 4 compares it in the step that follows, the others in a save.
+    """
+    param = parameter_of(0, rank)
+    optimizer = sgd_of(stage, [param])
+    if writer in (None, rank.rank):
+        own = {"seen": 0.5 + rank.rank}
+        optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.param_groups[0].update(own))
+
+    def step():
+        param.sum().backward()
+        optimizer.step()
+
+    step()
+    error = error_of(step if stage == FOUR else lambda: full_state_dict(optimizer))
+    seen = [0.5 if writer != 1 else None, 1.5 if writer != 0 else None]
+    assert f"seen of group 0 is {seen[0]} on rank 0 and {seen[1]} on rank 1" in error
+    assert "an optimizer that writes the same" in error and param.eq(-1).all()
 
 
 @pytest.mark.shared_guard

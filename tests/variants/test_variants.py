@@ -33,7 +33,7 @@ from tests.stages.test_probe import BLOCKS as BLOCK_RULES
 from tests.stages.test_probe import CountsCalls
 from tests.variants import on_pairs
 from variants import hybrid, moments16, remainder16, wire16
-from variants.__main__ import BLOCKS, ROWS, balance, counted, measured, time_cell
+from variants.__main__ import BLOCKS, ROWS, counted, measured, time_cell
 
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py"))
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
@@ -313,13 +313,6 @@ def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- muon
-
-
-def test_matrices_are_dealt_out_by_their_work():
-    """Twelve layers of four shapes, of work 3, 1, 4 and 4: 18 for each of eight ranks; with 64 the largest decides."""
-    assert balance(12, 768, 2)[0] == balance(12, 768, 8)[0] == 1
-    most, at_least, _ = balance(12, 768, 64)
-    assert most == at_least == 4 * 64 / (12 * 12)
 
 
 def test_a_bucket_of_whole_matrices_has_no_padding_and_something_of_each_rank():
