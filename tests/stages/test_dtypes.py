@@ -106,11 +106,6 @@ def scaler_of(rank, scale=1024.0):
     return torch.amp.GradScaler(rank.device.type, init_scale=scale, growth_interval=1000, enabled=scale != 1)
 
 
-def mend(model):
-    for param in model.parameters():
-        param.grad.nan_to_num_(0, 0, 0)
-
-
 def after_each_step(rank, stage, row, after_unscale, explodes, scale):
     """Four steps under a GradScaler, which does nothing where `scale` is 1. -> the scale in the end, parameters
 
@@ -136,7 +131,8 @@ def after_each_step(rank, stage, row, after_unscale, explodes, scale):
     return scaler.get_scale(), history
 
 
-UNSCALE = [None, lambda optimizer, model: optimizer.clip_grad_norm_(1e6), lambda optimizer, model: mend(model)]
+UNSCALE = [None, lambda optimizer, model: optimizer.clip_grad_norm_(1e6),
+           lambda optimizer, model: [param.grad.nan_to_num_(0, 0, 0) for param in model.parameters()]]
 CASES = [*((stage, (FP32, None), unscale) for stage in STAGES[:3] for unscale in UNSCALE),
          (FOUR, (FP32, None), None), (THREE, (FP16, None), None), (THREE, (FP16, FP32), None)]
 

@@ -7,7 +7,6 @@ some of these.
 import functools
 import gc
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -45,12 +44,10 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
     def go_backward():
         model(batch(0, rank.rank)[0].to(model.scale.dtype)).square().mean().backward()
 
-    def clip_by_norm():
-        return CLIPS[spelling](list(model.parameters()))
-
-    def clip_by_value():
-        return (nn.utils.clip_grad_value_ if spelling == "by a module" else clip_grad_value_)(model.parameters(), 10)
-
+    params = list(model.parameters())
+    clip_by_norm = functools.partial(CLIPS[spelling], params)
+    by_value = nn.utils.clip_grad_value_ if spelling == "by a module" else clip_grad_value_
+    clip_by_value = functools.partial(by_value, params, 10)
     go_backward()
     if stage in (ONE, TWO):
         own = "finds this rank's own gradient, not the average, in param.grad: call clip_grad_norm_("
@@ -250,21 +247,6 @@ def test_states_that_are_loaded_are_laid_out_like_their_parameters(rank, stage, 
 
 def out_of_memory(*_):
     raise torch.OutOfMemoryError("out of memory")
-
-
-@on_ranks(2)
-def test_parameters_that_have_not_arrived_are_an_error_for_each_reader(rank):
-    """Stage 4, whose all-gathers fail."""
-    model = Net(seed=0)
-    optimizer = sgd_of(FOUR, trainable(model))
-    optimizer.prefetch_params(model)
-    work = mock.Mock(**{"wait.side_effect": RuntimeError("timed out waiting for recv operation")})  # gloo's words
-    optimizer.buckets[0].transport.all_gather = lambda shards: [work]  # of all buckets
-    train(model, optimizer, rank, 0)
-    for read in (lambda: train(model, optimizer, rank, 1), model.scale.sum, model.state_dict, optimizer.step):
-        assert "timed out waiting for recv operation" in error_of(read)
-    work.wait.side_effect = None  # or readers of other tests on this rank would wait
-    optimizer.finish_param_sync()
 
 
 @pytest.mark.waits
