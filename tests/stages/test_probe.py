@@ -81,8 +81,7 @@ def factored_where_large(param, grad):
 
 
 def in_blocks(is_right, block):
-    """torchao, bitsandbytes: momentum has 8 bits, with a scale for each block, where the number of elements is right.
-    """
+    """torchao, bitsandbytes: momentum has 8 bits, a scale for each block, where the number of elements is right."""
     def rule(self, param, grad):
         momentum = self.state[param].get("momentum", 0) * 0.9 + grad
         if is_right(param.numel()):

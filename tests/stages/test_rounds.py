@@ -75,14 +75,20 @@ def test_random_schedules(rank):
 
 
 @on_ranks
-def test_a_step_is_given_up_by_all_where_one_rank_has_let_nothing_leave(rank):
-    """It has its gradients in no_sync, those of the others have left."""
+def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
+    """Where one rank has its gradients in no_sync and those of the others have left; and where a gradient is late."""
     params, optimizer = zeros(rank)
-    for given_up in (True, False):
-        with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
-            backward(params)
-        if given_up:
-            optimizer.zero_grad()
+    with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
+        backward(params)
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        backward(params)
+    backward(params)  # what waited for its round has left with it: a gradient that is there now is a user's
+    params[3].grad = torch.full((5,), 100.0, device=rank.device)
+    assert "the gradient of parameter 3 of group 0 was assigned after" in error_of(optimizer.step)
+    assert moved_by(params, [[0] * 6])
+    with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
+        backward(params)
     optimizer.step()
     assert moved_by(params, [[1] * 6])
 

@@ -1,7 +1,6 @@
 """What users bring: schedulers of each rank's own, hooks, other layouts, and what fails.
 
-The situations come from public reports and from third-party optimizers; test_probe.py has the trial that refuses
-some of these.
+The situations come from public reports and from third-party optimizers; test_probe.py has the trial of these.
 """
 
 import functools
@@ -175,8 +174,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
 @pytest.mark.shared_guard
 @on_ranks(2, writer=[None, 0, 1])
 def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, writer):
-    """Each rank what differs, or one of them alone. Stage 4 compares it in the step that follows, the others in a save.
-    """
+    """Each rank something else, or one alone. Stage 4 compares it in the step that follows, the others in a save."""
     param = parameter_of(0, rank)
     optimizer = sgd_of(stage, [param])
     if writer in (None, rank.rank):
