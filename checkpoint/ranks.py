@@ -106,7 +106,7 @@ def at_own_pace(what, group):
 
 @contextlib.contextmanager
 def errors_on_all(what, group, is_named=True):
-    """Turn any error inside, on any rank, into a CheckpointError on all ranks, which keeps its class. Collective.
+    """Turn any error inside, on any rank, into a CheckpointError on all; one that is one keeps its class. Collective.
     Ctrl-C stays what it is on its rank. `is_named`: the message names the rank, unless all have the same error."""
     caught = mine = None
     with at_own_pace(what, group):

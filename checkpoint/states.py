@@ -70,7 +70,7 @@ def state_key(name):
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """-> index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16 bits.
-    Without `all_main_params`, not where it was never stepped: torch would take that for a whole state."""
+    Without `all_main_params`, a parameter that was never stepped has none: torch would take it for a whole state."""
     inner, states = inner_of(optimizer), {}
     schemas = schemas_of(optimizer) if any(piece.has_main_param for piece in pieces.values()) else None
     for index, piece in pieces.items():
