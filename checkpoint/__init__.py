@@ -4,8 +4,6 @@
     save(path, model, optimizer) load(path, model, optimizer)  latest(folder)    files, for any number of ranks
     reshard(optimizer, process_group)                                            parameters and state move, live
 
-If something is wrong with files, every rank raises a CheckpointError, of a class in errors.py.
-
 The functions take an optimizer of any stage and, where that makes sense, a plain torch optimizer. No stage imports this
 package, and it imports no stage. This is the interface that it uses of a stage's optimizer and guard.chained.Chained:
 

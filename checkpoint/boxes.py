@@ -33,10 +33,7 @@ class Box(NamedTuple):
 
 
 def cuts_of(tensor, name="a tensor") -> list[list[int]]:
-    """-> for each dimension the sizes of its pieces, in order and not empty; one piece each if the tensor isn't cut.
-
-    Raises UnfitModel: local elements lie between those of other ranks, as FSDP2 makes them with tensor parallelism.
-    """
+    """-> sizes of the pieces of each dimension, none empty. Raises UnfitModel: FSDP2 has cut a tensor-parallel one."""
     cuts = [[size] for size in tensor.shape]
     for n, placement, _ in meshed(tensor):
         if placement.is_shard() and type(placement).__name__ == "Shard":
@@ -56,6 +53,15 @@ def box_of(tensor) -> Box:
             sizes[placement.dim] = parts[place]
     found = Box(tuple(offsets), tuple(sizes))
     return next((box for box in boxes(cuts_of(tensor)) if box[:2] == found[:2]), found)  # else it is empty
+
+
+def local(tensor):
+    """-> the part of a DTensor that is on this rank; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_meshed(tensor):
+    return hasattr(tensor, "device_mesh")
 
 
 def meshed(tensor):

@@ -3,7 +3,6 @@
 torch: one file, which torch.load(weights_only=True) reads. dcp: a folder, which torch.distributed.checkpoint reads.
 Both hold {"model": …, "optimizer": {"state": …, "param_groups": …}, "extra": […]}: the state_dict() of the model; that
 of the optimizer, by names of parameters as in torch.distributed.checkpoint.state_dict; and the `extra` of each rank.
-Nothing in FOLDER is unpickled.
 """
 
 import argparse
@@ -22,36 +21,25 @@ from .manifest import manifest_of
 from .rank_files import Reader
 from .ranks import first_line
 
-
-def to_torch(found, path):
-    """One file, for torch.load(weights_only=True)."""
-    with open(path, "xb") as file:
-        torch.save(found, file)
-
-
-def to_dcp(found, path):
-    """A folder, for torch.distributed.checkpoint.load and its tools."""
-    path.mkdir()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what there is
-        dcp.save(found, checkpoint_id=path, no_dist=True)
-
-
-FORMATS = {"torch": (to_torch, ".pt"), "dcp": (to_dcp, ".dcp")}
+FORMATS = {"torch": ".pt", "dcp": ".dcp"}  # format -> how the name of what is written ends
 
 
 def convert(folder, path, to="torch") -> dict:
     """Write what `converted` returns to the new `path`, all of it or nothing. -> what it returns. `to`: of FORMATS.
-
-    Raises OSError, also if `path` exists, or CheckpointError: `folder` is damaged, or no checkpoint.
-    """
+    Raises OSError, also if `path` exists, or CheckpointError: `folder` is damaged, or no checkpoint."""
     path, found = Path(path), converted(folder)
     if os.path.lexists(path):
         raise FileExistsError(17, "it exists already")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        write, _ = FORMATS[to]
-        write(found, partial)
+        if to == "torch":
+            with open(partial, "xb") as file:
+                torch.save(found, file)
+        else:
+            partial.mkdir()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # there is one process
+                dcp.save(found, checkpoint_id=partial, no_dist=True)
         partial.rename(path)
     except BaseException as error:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
@@ -101,7 +89,7 @@ def main():
     command.add_argument("--to", choices=FORMATS, default="torch", help="a file for torch.load, or a folder for "
                          "torch.distributed.checkpoint (default: torch)")
     args = parser.parse_args()
-    target = args.target or args.folder.with_name(args.folder.name + FORMATS[args.to][1])
+    target = args.target or args.folder.with_name(args.folder.name + FORMATS[args.to])
     try:
         found = convert(args.folder, target, args.to)
     except (OSError, CheckpointError) as error:

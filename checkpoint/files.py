@@ -1,8 +1,8 @@
 """Checkpoints in files: each rank writes what it owns, and reads what it needs, all of it before anything changes.
 
-What is written knows neither ranks nor buckets nor padding: it loads in any stage and in a plain torch optimizer. The
-folder has its name when everything is in it. No file is unpickled: the manifest is JSON, and tensors are bytes.
-Source of the idea: the "universal" checkpoints of DeepSpeed and of Megatron-LM's distributed optimizer.
+What is written knows neither ranks nor buckets nor padding: it loads in any stage and in a plain torch optimizer. No
+file is unpickled: the manifest is JSON, and tensors are bytes. Source of the idea: the "universal" checkpoints of
+DeepSpeed and of Megatron-LM's distributed optimizer.
 """
 
 import atexit
@@ -21,30 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from guard.schema import described
-
-from .boxes import box_of, cuts_of
+from .boxes import box_of, cuts_of, local
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, UnfitModel
 from .folder import claim, refuse_existing
-from .json_values import SMALL, NotPackable, pack, pack_apart, pack_data, unpack
+from .json_values import DTYPES, SMALL, NotPackable, pack, pack_apart, pack_data, unpack
 from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, sealed
-from .optimizers import (
-    Piece,
-    all_params,
-    check_hyperparameters,
-    inner_of,
-    install,
-    itself,
-    local,
-    names_of,
-    packed_groups,
-    pieces_of,
-    prepared,
-    ranks_of,
-    state_of,
-    unwrapped,
-    whole_piece,
-)
+from .optimizers import all_params, inner_of, install, itself, packed_groups, pieces_of, prepared, ranks_of, whole_piece
 from .rank_files import Part, Reader, whole, write_rank_file
 from .ranks import all_gather, at_own_pace, errors_on_all, first_line, group_among, rank_and_size, rank_in
 from .states import agree, check_states, fixed_paths, local_states, schemas_of, state_key
@@ -73,12 +55,10 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     destroy_process_group(). Where nobody does, the next save raises it, or a line says it when Python ends.
 
     Raises, on every rank:
-        dist.DistError: a rank is missing, see `at_own_pace`.
-        UnfitModel: `optimizer` is of another model, or plain and of DTensors, or the model's state_dict() has copies of
-            its tensors, or an extra state.
+        dist.DistError: a rank is missing.
+        UnfitModel: `optimizer` is of another model, or the model's state_dict() has copies, or an extra state.
         FolderInUse: another run saves there.
-        CheckpointError: `path` exists, or can't be written; `extra`, a parameter group or a state can't be read again;
-            an earlier asynchronous save has failed.
+        CheckpointError: `path` exists or can't be written, something can't be read again, an earlier save has failed.
     """
     optimizer = itself(optimizer)
     group, what = ranks_of(optimizer), f"checkpoint {path} can't be written"
@@ -100,8 +80,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     layouts, tensors = agree(optimizer, things, names, what, group)
     partial = None
     with errors_on_all(what, group):  # where `load` would refuse the states
-        check_states(schemas_of(optimizer), names, {index: described(state) for index, state in states.items()},
-                     {index: piece.main.shape for index, piece in pieces.items()})
+        check_states(schemas_of(optimizer), names, states, {index: piece.main.shape for index, piece in pieces.items()})
     with errors_on_all(what, group, is_named=False):
         if rank == 0:
             partial = claim(path, dist.get_rank() if dist.is_initialized() else 0)
@@ -116,10 +95,47 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         future = Future()
         future.set_result(write(path, partial, owned, manifest, group))
         return future
-    future = Saving(path)
+    future = Saving()
+    future.path = path
     thread.submit(write_behind, future, write, path.absolute(), partial.absolute(), owned, manifest, own_group)
     optimizer.last_save = weakref.ref(future)  # one that failed has `owned` in its traceback
     return future
+
+
+def unwrapped(model):
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+def state_of(model) -> dict:
+    """model.state_dict() with the tensors themselves, by names that torch.compile hasn't changed."""
+    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        value = state.get(name.replace("_orig_mod.", ""), tensor)
+        if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
+            raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
+    return state
+
+
+def names_of(model, optimizer) -> list[str]:
+    """The names that the parameters have in `state_of`, by index."""
+    name_of = {}
+    for name, value in state_of(model).items():
+        if name.endswith("_extra_state"):
+            raise UnfitModel(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
+        if value.layout != torch.strided or value.dtype not in DTYPES.values():
+            raise UnfitModel(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
+        cuts_of(value, name)  # or the error that says how it can't be cut
+        name_of.setdefault(id(value), name)  # the first of tied ones
+    names = [name_of.get(id(param)) for param in all_params(optimizer)]
+    if None in names:
+        raise UnfitModel(f"parameter {names.index(None)} of the optimizer isn't in model.state_dict(): pass the model "
+                         "it trains")
+    return names
 
 
 def packed(optimizer, names, extra, rank):
@@ -147,12 +163,11 @@ def parts_of_model(model, optimizer, pieces):
 
 
 def refuse_different_models(everyone, what):
-    first, *_ = everyone
     for rank, theirs in enumerate(everyone):
-        for (name, its), (other, their) in itertools.zip_longest(first.items(), theirs.items(), fillvalue=("", None)):
-            if (name, its) != (other, their):
-                raise UnfitModel(f"{what}: the ranks have different models: {name or other} isn't the same on ranks 0 "
-                                 f"and {rank}")
+        for one, other in itertools.zip_longest(everyone[0].items(), theirs.items(), fillvalue=("", None)):
+            if one != other:
+                raise UnfitModel(f"{what}: the ranks have different models: {one[0] or other[0]} isn't the same on "
+                                 f"ranks 0 and {rank}")
 
 
 @contextlib.contextmanager
@@ -232,15 +247,8 @@ def sync_folder(folder):
         os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------------------------------ asynchronous
-
-
 class Saving(Future):
-    """The Future of an asynchronous save."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
+    """The Future of an asynchronous save to `path`."""
 
     def result(self, timeout=None):
         try:
@@ -252,12 +260,10 @@ class Saving(Future):
 
 def write_behind(saving, write, *args):
     try:
-        write(*args)
+        saving.set_result(write(*args))
     except BaseException as error:
         UNTOLD[saving.path] = first_line(error)
         saving.set_exception(error)
-    else:
-        saving.set_result(None)
 
 
 def tell_failures(what, group):
@@ -284,22 +290,17 @@ def writer_of(optimizer, group):
     return WRITERS.setdefault(own_group or optimizer, ThreadPoolExecutor(1)), own_group
 
 
-# --------------------------------------------------------------------------------------------------------------- load
-
-
 @torch.no_grad()
 def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
 
-    On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Nothing is
-    unpickled, and no code from a file is ever run. Everything is read before anything is changed: for that moment each
-    rank has the model a second time, on the CPU.
+    On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Everything
+    is read before anything is changed: for that moment each rank has the model a second time, on the CPU.
 
-    Raises:
+    Raises, on every rank, before anything is changed:
         DamagedCheckpoint: it is damaged, or not complete, or the disk can't read it.
         ForeignCheckpoint: it is of another model or optimizer.
-        UnfitModel: as `save`.
-        CheckpointError: anything else. Each on every rank, before anything is changed.
+        CheckpointError: anything else.
     """
     optimizer = itself(optimizer)
     group, what = ranks_of(optimizer), f"checkpoint {path} can't be loaded"
@@ -310,7 +311,6 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
         groups = [unpack(group["options"], None) for group in manifest.groups]  # data, as has been checked
         check(manifest, model, optimizer, names)
-        check_hyperparameters(optimizer, groups)
         schemas = schemas_of(optimizer, groups)
     if len(set(all_gather(checksum_of_text, group))) > 1:
         raise CheckpointError(f"{what}: the ranks read different checkpoints")
@@ -323,8 +323,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         states = {index: state_of_piece(reader, manifest, names[index], piece, fixed_paths(schemas[index]))
                   for index, piece in pieces.items()}
         extra = reader.unpack(manifest.extra[rank if manifest.ranks == world_size else 0])
-        check_states(schemas, names, {index: described(state) for index, state in states.items()},
-                     {index: piece.main.shape for index, piece in pieces.items()})  # with which a kernel reads them
+        check_states(schemas, names, states, {index: piece.main.shape for index, piece in pieces.items()})
         reader.run()
         ready = prepared(optimizer, states, groups)
     with errors_on_all(what, group):
@@ -374,17 +373,15 @@ def summary(groups):
 
 
 def room_for(reader, name, tensor):
-    """-> memory for what becomes `tensor`, or its local part, of the model.
-
-    If the dtype has changed, the main parameter is read instead, so that it is rounded only once.
-    """
+    """-> memory for what becomes `tensor`, or its local part, of the model."""
+    # If the dtype has changed, the main parameter is read instead, so that it is rounded only once.
     stored = reader.tensors[f"model.{name}"]
     main = reader.tensors.get(f"{state_key(name)}main_param")  # in fp32, if the parameter had 16 bits when it was saved
     has_main = main and tensor.dtype != stored.dtype and (main.shape, main.n_lead) == (stored.shape, stored.n_lead)
     return reader.box(main if has_main else stored, box_of(tensor))
 
 
-def state_of_piece(reader, manifest, name, piece: Piece, fixed):
+def state_of_piece(reader, manifest, name, piece, fixed):
     """-> the state of `piece`, not yet filled. `fixed`: entries that don't follow the parameter's shape."""
     def tensor(word, key):
         if word == "tensor" or key.removeprefix(state_key(name)) in fixed:
@@ -401,9 +398,7 @@ def state_of_piece(reader, manifest, name, piece: Piece, fixed):
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """-> the complete checkpoint in `folder` with the highest number at the end of its name; None if there is none.
-
-    Names without such a number, such as best, don't count, nor do checkpoints that were set aside.
-    """
+    Names without such a number, such as best, don't count, nor do checkpoints that were set aside."""
     complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if path.is_file()
                 and re.search(r"\d$", path.parent.name) and not re.search(r"\.aside-\d+$", path.parent.name)]
     return max(complete, key=lambda path: (int(re.search(r"\d+$", path.name)[0]), path.name), default=None)

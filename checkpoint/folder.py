@@ -1,8 +1,7 @@
 """Keeps the files of two runs apart: one run at a time per folder, and a separate name for each save.
 
-A run holds a Linux lock on a file in the folder. It belongs to the open file description, so it survives when this
-process opens and closes the file elsewhere, to copy the folder for example. It ends with the process that holds it,
-also on NFS. If a file system has no locks, the names alone keep two runs apart.
+A run holds a Linux lock on a file in the folder: of the open file description, so that it survives when this process
+copies the folder, say. It ends with the process, also on NFS. Where there are no locks, names keep two runs apart.
 """
 
 import fcntl
@@ -24,11 +23,8 @@ NUMBERS = itertools.count()
 
 def claim(path, owner) -> str:
     """Make the folder in which `path` is written until it is complete. -> its name. On the rank that completes it.
-
-    Removes what dead runs have left of the same series: step-10 and step-20 are one series, step-10 and best-10 are
-    not. Process groups, of which `owner` is the first global rank, have series of their own, and may save side by side.
-    Raises OSError, also if `path` exists, or FolderInUse.
-    """
+    Removes what dead runs have left of the same series: step-10 and step-20 are one series, best-10 is another. Process
+    groups, of which `owner` is the first global rank, have series of their own. Raises OSError or FolderInUse."""
     if path.parent.is_file():
         raise NotADirectoryError(20, f"{path.parent} is no folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,20 +56,17 @@ def token(process) -> str:
 
 
 def hold(path, owner=0) -> bool:
-    """Take the lock to save `path` and its series. -> whether this process now holds it; False: there are no locks.
-
-    Raises FolderInUse: another run does; FileExistsError: something else lies where the lock is.
-    """
+    """Take the lock to save `path` and its series. -> whether this process now holds it; False: there are no locks."""
     folder, place = path.parent.resolve(), zlib.crc32(f"{series(path.name)} {owner}".encode())
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)  # struct flock: a byte of the file
+    lock = folder / LOCK
+    if lock.exists() and not lock.is_file() or lock.is_symlink():
+        raise FileExistsError(17, f"{LOCK} is no regular file: remove it")
     try:
-        lock = folder / LOCK
         is_still_there = folder in HELD and lock.exists() and os.path.samestat(os.fstat(HELD[folder]), lock.stat())
         if not is_still_there:
             HELD[folder] = opened(lock)
         fcntl.fcntl(HELD[folder], fcntl.F_OFD_SETLK, request)  # again is no conflict
-    except FileExistsError:
-        raise
     except BlockingIOError:
         raise FolderInUse(f"another run saves in {folder}: end it, or save in another folder") from None
     except OSError:  # it belongs to someone else, say
@@ -83,8 +76,6 @@ def hold(path, owner=0) -> bool:
 
 def opened(lock) -> int:
     """-> a descriptor. Follows no link, and never blocks."""
-    if lock.exists() and not lock.is_file() or lock.is_symlink():
-        raise FileExistsError(17, f"{LOCK} is no regular file: remove it")
     return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 

@@ -4,7 +4,6 @@ The state of one parameter is sent at a time. So a rank holds its old part, its 
 and one whole parameter.
 """
 
-import collections
 import copy
 import math
 import pickle
@@ -13,24 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from guard.schema import described, lead_of
+from guard.schema import lead_of
 
-from .boxes import box_of
+from .boxes import box_of, is_meshed, local
 from .json_values import pack_apart, unpack
-from .optimizers import (
-    all_params,
-    check_hyperparameters,
-    group_of,
-    install,
-    is_meshed,
-    itself,
-    local,
-    packed_groups,
-    pieces_of,
-    placed,
-    prepared,
-    whole_piece,
-)
+from .optimizers import all_params, group_of, install, itself, packed_groups, pieces_of, placed, prepared, whole_piece
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
 from .states import agree, check_states, describe, fixed_paths, layout_of, local_states, said, schemas_of, state_key
 
@@ -43,15 +29,9 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
 
     Returns {} on the other ranks. For 16-bit parameters the state is in fp32; it has a "main_param" for each parameter
-    that was updated, and whose state wasn't cleared since. With TORCH_DISTRIBUTED_DEBUG=DETAIL and three or more ranks,
-    pass to_all=True, because torch then treats sends as collectives.
+    that was updated, and whose state wasn't cleared since.
 
-    Args:
-        optimizer: a DistributedOptimizer of any stage, or a torch optimizer.
-
-    Raises:
-        RuntimeError: on every rank; some have a state for their part of a parameter, and others don't, or a state can't
-            be put together from the ranks' parts.
+    Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
     optimizer = itself(optimizer)
     group, dst = group_of(optimizer), None if to_all else 0
@@ -73,10 +53,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
 def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any] | None) -> None:
     """Load the `state_dict` of rank 0: a plain torch optimizer's, or `full_state_dict`'s. Collective.
 
-    Load the model first, because main parameters start from the 16-bit parameters if there is no "main_param".
-
-    Raises:
-        ValueError: on every rank, before anything is changed; the state_dict is from another model or optimizer.
+    Load the model first, because main parameters start from the 16-bit parameters if there is no "main_param". Raises
+    ValueError on every rank, before anything is changed, if the state_dict is from another model or optimizer.
     """
     optimizer = itself(optimizer)
     group, params, plan, tensors = group_of(optimizer), all_params(optimizer), None, {}
@@ -84,10 +62,8 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
         try:
             plan, tensors = plan_of(optimizer, state_dict)
             pickle.dumps(plan)  # fails now, and not while the others wait
-        except ValueError as error:
-            plan = error
         except Exception as error:  # the other ranks wait for the plan
-            plan = ValueError(f"this state_dict can't be read: {error!r}")
+            plan = error if isinstance(error, ValueError) else ValueError(f"this state_dict can't be read: {error!r}")
     plan, *_ = all_gather(plan, group)
     if isinstance(plan, ValueError):
         raise plan
@@ -107,10 +83,8 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     In a tensor-parallel model only the data-parallel dimension moves: each rank passes the new group of ranks that have
     the same parts of DTensors as itself, and keeps its own part.
 
-    Raises, on every rank:
-        TypeError: the optimizer is not of stage 3 or 4.
-        RuntimeError: between backward() and step(); or ranks with the same parts are in several process groups, before
-            or after the move; or some have a state for their part of a parameter, and others don't.
+    Raises TypeError on every rank if the optimizer is not of stage 3 or 4; RuntimeError between backward() and step(),
+    or if ranks with the same parts are in several process groups, or if a state can't be put together.
     """
     optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
@@ -124,14 +98,10 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
         for parts, source in sources.items():  # for ranks that join
             own, (offsets, sizes) = local(param), parts[index]
-            is_own = (offsets, sizes) == box_of(param)[:2]
-            dist.broadcast(own if is_own else own.new_empty(sizes), src=source)
+            dist.broadcast(own if (offsets, sizes) == box_of(param)[:2] else own.new_empty(sizes), src=source)
     del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
     moved(optimizer, layouts, tensors, before, groups, NOT_MOVED, None, in_whole=True)
-
-
-# ------------------------------------------------------------------------------------------------- from ranks to ranks
 
 
 def key_of(index):
@@ -171,12 +141,9 @@ def moved(optimizer, layouts, tensors, before, groups, what, group, in_whole=Fal
 
 
 def sent(layouts, tensors, pieces, params, group, dst=None):
-    """-> iterator, on rank `dst` (None: all), over (index, key -> whole tensor) of each parameter's state. Collective.
-
-    `tensors`: what this rank has of them, for its `pieces`. A whole tensor is (*lead, elements), on the parameter's
-    device, and sent when the iterator reaches it. A DTensor's is the local part if `pieces` have no base.
-    """
-    rank, _ = rank_and_size(group)
+    """-> iterator, on rank `dst` (None: all), over (index, key -> whole tensor, (*lead, elements)). Collective.
+    `tensors`: what this rank has of them, for its `pieces`. Without a base, a DTensor's whole is the local part."""
+    rank, world_size = rank_and_size(group)
     is_receiver = dst in (None, rank)
     for index, layout in layouts.items():
         wholes, device = {}, params[index].device
@@ -185,45 +152,38 @@ def sent(layouts, tensors, pieces, params, group, dst=None):
                 wholes[key] = torch.empty(*kept.lead, kept.owners[-1][2], dtype=kept.dtype, device=device)
             for owner, start, stop in kept.owners:
                 part = kept.part(tensors[key], pieces[index], start, stop) if owner == rank else None
-                place = wholes[key][..., start:stop] if is_receiver else None
-                travel(part, place, device, owner, group, dst)
+                if not is_receiver:
+                    if owner == rank:  # a count of steps is on the CPU, which NCCL can't send from
+                        dist.send(part.to(device).contiguous(), group=group, group_dst=dst, tag=TAG)
+                    continue
+                place = wholes[key][..., start:stop]
+                there = place.contiguous()
+                if owner == rank:
+                    there.copy_(part)
+                if dst is None and world_size > 1:
+                    dist.broadcast(there, group=group, group_src=owner)
+                elif owner != rank:
+                    dist.recv(there, group=group, group_src=owner, tag=TAG)
+                if there is not place:
+                    place.copy_(there)
         if is_receiver:
             yield index, wholes
             wholes.clear()  # before there are the next ones
 
 
-def travel(part, place, device, owner, group, dst):
-    """Send a tensor from rank `owner`, where it is `part`, to rank `dst`; None: to all. There it comes to `place`."""
-    rank, world_size = rank_and_size(group)
-    if place is None:
-        if owner == rank:  # a count of steps is on the CPU, which NCCL can't send from
-            dist.send(part.to(device).contiguous(), group=group, group_dst=dst, tag=TAG)
-        return
-    there = place.contiguous()
-    if owner == rank:
-        there.copy_(part)
-    if dst is None and world_size > 1:
-        dist.broadcast(there, group=group, group_src=owner)
-    elif owner != rank:
-        dist.recv(there, group=group, group_src=owner, tag=TAG)
-    if there is not place:
-        place.copy_(there)
-
-
 def room_for(layouts, pieces, params):
     """-> index -> state of each piece; key -> its tensor there, uninitialized, as `prepared` wants it."""
-    states, rooms, n_bytes = {}, {}, collections.Counter()
+    states, rooms, largest = {}, {}, 0
     for index, layout in layouts.items():
         of_all = [math.prod(kept.lead) * kept.owners[-1][2] * kept.dtype.itemsize for kept in layout.tensors.values()]
-        n_bytes[params[index].device] = max(n_bytes[params[index].device], sum(of_all))
+        largest = max(largest, sum(of_all))
         if index in pieces:
             main = pieces[index].main
             for key, kept in layout.tensors.items():
                 room = torch.empty(kept.shape(main.shape), dtype=kept.dtype, device=main.device)
                 rooms[key] = room if key == f"{key_of(index)}step" else placed(room, main)
             states[index] = unpack(layout.tree, lambda _, key: rooms[key])
-    for device, n in n_bytes.items():
-        torch.empty(n, dtype=torch.uint8, device=device)  # there is memory for a whole parameter too
+    torch.empty(largest, dtype=torch.uint8, device=params[0].device)  # there is memory for a whole parameter too
     return states, rooms
 
 
@@ -236,9 +196,6 @@ def on_cpu(whole, kept, param):
     return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
 
 
-# ---------------------------------------------------------------------------------------------- of a dict, of a move
-
-
 def plan_of(optimizer, state_dict):
     """-> (groups, index -> Layout), key -> tensor. Raises ValueError: they aren't this optimizer's."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
@@ -249,10 +206,8 @@ def plan_of(optimizer, state_dict):
         raise ValueError(f"this state_dict has groups of {theirs} parameters, this optimizer has {ours}")
     if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    check_hyperparameters(optimizer, groups)
     schemas, layouts, tensors = schemas_of(optimizer, groups), {}, {}
-    check_states(schemas, [f"parameter {index}" for index in range(len(params))],
-                 {index: described(state) for index, state in states.items()},
+    check_states(schemas, [f"parameter {index}" for index in range(len(params))], states,
                  {index: param.shape for index, param in enumerate(params)})
     for index, state in sorted(states.items()):
         part, its = describe(state, whole_piece(params[index]), key_of(index))

@@ -55,19 +55,14 @@ KINDS = {
 BACK = {word: back for word, _, back in KINDS.values()}
 
 
-def pack(value, tensor: Callable, path=()):
-    """-> `value` as JSON can hold it. `tensor(path, tensor)` -> what stands for a tensor; `path`: keys and indices.
-
-    Raises:
-        NotPackable: it holds something else than numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists,
-            tuples, sets and deques of these.
-    """
+def pack(value, tensor: Callable | None, path=()):
+    """-> `value` as JSON can hold it, or NotPackable. `tensor(path, tensor)` -> what stands for one."""
     kind = type(value)
     if kind in PLAIN:
         return value
     if len(path) > DEEPEST:
         raise NotPackable(value, path, f"it is nested deeper than {DEEPEST}")
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES.values():
+    if tensor and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES.values():
         return tensor(path, value)
     if kind is list:
         return [pack(item, tensor, (*path, i)) for i, item in enumerate(value)]
@@ -75,7 +70,7 @@ def pack(value, tensor: Callable, path=()):
         return {"deque": [value.maxlen, pack(list(value), tensor, path)]}
     if kind in (dict, collections.OrderedDict, collections.defaultdict):
         name = "ordered" if kind is collections.OrderedDict else "dict"
-        return {name: [[pack(key, no_tensor, (*path, key)), pack(item, tensor, (*path, key))]
+        return {name: [[pack(key, None, (*path, key)), pack(item, tensor, (*path, key))]
                        for key, item in value.items()]}
     if kind in KINDS:
         word, stands_for_it, _ = KINDS[kind]
@@ -85,15 +80,8 @@ def pack(value, tensor: Callable, path=()):
     raise NotPackable(value, path)
 
 
-def no_tensor(path, tensor):
-    raise NotPackable(tensor, path)
-
-
 def pack_apart(value, prefix="", small=-1):
-    """-> `value` packed, with {"tensor": key} for each tensor of more than `small` elements; key -> tensor.
-
-    A key is prefix + path.
-    """
+    """-> `value` packed, with {"tensor": key} for each tensor of more than `small` elements; key -> tensor."""
     apart = {}
 
     def tensor(path, its):
@@ -114,12 +102,7 @@ def path_of(path) -> str:
 
 def unpack(packed, tensor: Callable, depth=0):
     """-> the value that was packed. `tensor(name, what)` -> the tensor for {name: what}, unless its data is there.
-
-    `depth`: number of containers around it.
-
-    Raises:
-        KeyError, TypeError, ValueError: `packed` can't come from `pack`.
-    """
+    `depth`: of containers around it. Raises KeyError, TypeError or ValueError: `packed` can't come from `pack`."""
     if type(packed) in PLAIN:
         return packed
     need(depth <= DEEPEST, f"values nested deeper than {DEEPEST}")

@@ -2,9 +2,8 @@
 
 The manifest is JSON that begins with a checksum of the rest. The headers of the files say where tensors lie.
 
-Nothing writes the earlier formats 1 and 2 any more. Their manifest says where tensors lie, and has one checksum per
-file. Format 1 had zip archives of torch.distributed.checkpoint, with uncompressed tensors and a pickled `.metadata`,
-which is never read; its manifest had no checksum of itself. Format 2 had raw files.
+In the earlier formats 1 and 2 the manifest says where tensors lie, and has one checksum per file. Format 1 had zip
+archives, with a pickled `.metadata` that is never read, and no checksum of its manifest. Format 2 had raw files.
 """
 
 import collections
@@ -44,9 +43,7 @@ def most_bytes(n_tensors) -> int:
 
 def manifest_of(folder, limit=2**28) -> tuple[SimpleNamespace, int]:
     """-> the checked manifest of a checkpoint, see ENTRIES, with its tensors by key; a checksum of its text.
-
-    Raises OSError, DamagedCheckpoint or ForeignCheckpoint, in one line, if `save` can't have written it.
-    """
+    Raises OSError, DamagedCheckpoint or ForeignCheckpoint, in one line, if `save` can't have written it."""
     if not Path(folder).is_dir():
         raise DamagedCheckpoint("there is no such folder")
     if not (Path(folder) / MANIFEST).exists():

@@ -1,19 +1,19 @@
-"""Access to models, and to optimizers: of a stage by the interface in checkpoint/__init__.py, others by torch's own.
+"""Access to optimizers: of a stage by the interface in checkpoint/__init__.py, others by torch's own.
 
 A parameter's index is its place in all groups, as in torch's own state_dict.
 """
 
-import collections
+import itertools
 import math
 import numbers
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
-from .boxes import box_of, cuts_of
+from .boxes import box_of, is_meshed, local
 from .errors import UnfitModel
-from .json_values import DTYPES
 from .ranks import all_gather, group_among, rank_and_size
 
 # Hyperparameters about how this process computes, and not about the model, so they are saved but not loaded.
@@ -43,11 +43,6 @@ def all_params(optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def local(tensor):
-    """-> the part of a DTensor that is on this rank; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def itself(optimizer):
     """-> the stage's optimizer in a wrapper, such as accelerate's, Lightning's or Fabric's; else `optimizer`."""
     wrapped = getattr(optimizer, "optimizer", None)
@@ -56,10 +51,6 @@ def itself(optimizer):
 
 def inner_of(optimizer):
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def is_meshed(param):
-    return hasattr(param, "device_mesh")
 
 
 def group_of(optimizer):
@@ -104,31 +95,21 @@ def steps_ranges(optimizer) -> bool:
 
 def hyperparameters(group) -> dict:
     """-> the hyperparameters of a group that are loaded from a checkpoint."""
-    left_out = {"params", "param_names"} | HOW_IT_COMPUTES
-    return {key: value for key, value in group.items() if key not in left_out}
+    return {key: value for key, value in group.items() if key not in {"params", "param_names", *HOW_IT_COMPUTES}}
 
 
 def packed_groups(optimizer) -> list[dict]:
-    """-> the groups as in a plain torch optimizer's state_dict, with indices of parameters.
-
-    A schedule's NumPy numbers become Python's, because torch.load(weights_only=True) refuses them.
-    """
-    groups, n_before = [], 0
-    for group in optimizer.param_groups:
-        groups.append({key: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
-                       for key, value in group.items()})
-        groups[-1]["params"] = list(range(n_before, n_before + len(group["params"])))
-        n_before += len(group["params"])
-    return groups
+    """-> the groups as in a plain torch optimizer's state_dict, with indices of parameters."""
+    indices = itertools.count()
+    # A schedule's NumPy numbers become Python's, because torch.load(weights_only=True) refuses them.
+    return [{**{key: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
+                for key, value in group.items()},
+             "params": [next(indices) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
-@torch.no_grad()
 def prepared(optimizer, states, groups):
-    """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters.
-
-    -> for `install`, all on the right device, in the right dtype: [(main parameter, its value), …]; main parameter ->
-    its state; the groups.
-    """
+    """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters. -> for `install`:
+    [(main parameter, its value), …]; main parameter -> its state, on the right device; the groups."""
     mains, ours = [], {}
     for index, piece in pieces_of(optimizer).items():
         state = dict(states.get(index, {}))
@@ -146,7 +127,6 @@ def prepared(optimizer, states, groups):
     return mains, ours, taken
 
 
-@torch.no_grad()
 def install(optimizer, ready):
     """Replace the inner optimizer's state, and all hyperparameters."""
     inner, (mains, ours, groups) = inner_of(optimizer), ready
@@ -173,18 +153,13 @@ def is_for_torch(key, value):
 
 def placed(value, main):
     """-> `value` with tensors on the device of `main`, in its strides, floats in its dtype; itself if they are so."""
-    if isinstance(value, torch.Tensor):
-        dtype = main.dtype if value.is_floating_point() else value.dtype
-        if value.shape == main.shape and value.stride() != torch.empty_like(main, device="meta").stride():
-            return torch.empty_like(main, dtype=dtype).copy_(value)
-        return value.to(main.device, dtype)
-    if isinstance(value, dict):
-        return type(value)((key, placed(item, main)) for key, item in value.items())
-    if isinstance(value, collections.deque):
-        return collections.deque((placed(item, main) for item in value), value.maxlen)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(placed(item, main) for item in value)
-    return value
+    def place(tensor):
+        dtype = main.dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.shape == main.shape and tensor.stride() != torch.empty_like(main, device="meta").stride():
+            return torch.empty_like(main, dtype=dtype).copy_(tensor)
+        return tensor.to(main.device, dtype)
+
+    return tree_map_only(torch.Tensor, place, value)
 
 
 def check_hyperparameters(optimizer, groups):
@@ -214,43 +189,3 @@ def is_number(value):
         return (not isinstance(value, torch.Tensor) or value.numel() == 1) and math.isfinite(value)
     except (OverflowError, TypeError):  # of too many digits, or complex
         return False
-
-
-# ---------------------------------------------- a model: its tensors, by the names that they have without wrappers
-
-
-def unwrapped(model):
-    while isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model
-
-
-def state_of(model) -> dict:
-    """model.state_dict() with the tensors themselves, by names that torch.compile hasn't changed."""
-    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        value = state.get(name.replace("_orig_mod.", ""), tensor)
-        if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
-            raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
-    return state
-
-
-def names_of(model, optimizer) -> list[str]:
-    """The names that the parameters have in `state_of`, by index."""
-    name_of = {}
-    for name, value in state_of(model).items():
-        if name.endswith("_extra_state"):
-            raise UnfitModel(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
-        if value.layout != torch.strided or value.dtype not in DTYPES.values():
-            raise UnfitModel(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
-        cuts_of(value, name)  # or the error that says how it can't be cut
-        name_of.setdefault(id(value), name)  # the first of tied ones
-    for index, param in enumerate(all_params(optimizer)):
-        name = name_of.get(id(param))
-        if name is None:
-            raise UnfitModel(f"parameter {index} of the optimizer isn't in model.state_dict(): pass the model it "
-                             "trains")
-    return [name_of[id(param)] for param in all_params(optimizer)]

@@ -72,10 +72,7 @@ def whole(tensor) -> Part:
 
 
 def write_rank_file(path, parts) -> dict:
-    """Write `parts`, key -> Part, to a new file. -> its size; checksums of its header and of each tensor, in order.
-
-    Raises OSError: the disk fails.
-    """
+    """Write `parts`, key -> Part, to a new file. -> its size; checksums of its header and of each tensor, in order."""
     ordered = sorted(parts.items(), key=lambda item: -item[1].data.dtype.itemsize)
     header = header_of(ordered)
     checksums, place, told = [zlib.crc32(header)], len(header), 0
@@ -179,10 +176,8 @@ def damage_of(name):
 
 @contextlib.contextmanager
 def opened(folder, name, n_bytes=None):
-    """Open a regular file for reading. Raises OSError or DamagedCheckpoint: it is none, or doesn't have `n_bytes`.
-
-    It never blocks, as a FIFO would, and follows no link, even if the file is replaced after the check.
-    """
+    """Open a regular file for reading. Raises OSError or DamagedCheckpoint: it is none, or doesn't have `n_bytes`."""
+    # It never blocks, as a FIFO would, and follows no link, even if the file is replaced after the check.
     path, flags, now = Path(folder) / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, "missing"
     if path.is_symlink():
         raise DamagedCheckpoint(f"{name} is damaged: it is a link")
@@ -200,10 +195,7 @@ def opened(folder, name, n_bytes=None):
 
 class Reader:
     """Reads tensors of a checkpoint to the CPU: its methods return uninitialized memory, and `run` fills it all.
-
-    A range that is read completely is compared with its checksum. `rank` of `world_size` also checks the rest of its
-    share of the files, so at least one rank checks each byte.
-    """
+    A range that is read completely is compared with its checksum, and so is the rest of a rank's share of the files."""
 
     def __init__(self, folder, manifest, rank=0, world_size=1):
         self.folder, self.files, self.tensors = folder, manifest.files, manifest.tensors

@@ -41,11 +41,8 @@ def all_gather(what, group) -> list:
 
 
 def group_among(ranks, **options):
-    """-> a process group of some `ranks`. The others don't call this.
-
-    The same ranks get the same one again, because torch never frees a group. torch would name it after its ranks and
-    the number of groups that a rank is in. That may differ between ranks, and an older group may have the name.
-    """
+    """-> a process group of some `ranks`, which are the ones that call this: the same again, as torch never frees it.
+    torch would name it after the number of groups that a rank is in too, which may differ between ranks."""
     groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (tuple(ranks), *options.values())
     if key not in groups:
         said = f"{__name__} {ranks} {sum(key[0] == its[0] for its in groups)}"  # a taken copy has names of its own
@@ -58,11 +55,8 @@ def group_among(ranks, **options):
 @contextlib.contextmanager
 def at_own_pace(what, group):
     """For work that takes some ranks longer, such as reading a large file. Ranks wait for each other after. Collective.
-
-    No collective is waiting meanwhile, so none can time out. Each rank writes to the group's store every second while
-    it works. Raises dist.DistError, which names the rank, if a working rank is silent for SILENT_S, or if a rank
-    doesn't arrive within the timeout of a collective.
-    """
+    No collective is waiting meanwhile, so none can time out: a rank that works writes to the group's store each second.
+    Raises dist.DistError if it is silent for SILENT_S, or doesn't arrive within the timeout of a collective."""
     rank, world_size = rank_and_size(group)
     if world_size == 1:
         yield
@@ -91,8 +85,7 @@ def at_own_pace(what, group):
         thread.join()
         say("waits")
     timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
-    late = {str(rank): ("", time.monotonic()) for rank in range(dist.get_world_size(group))}
-    pause = 0.001
+    late, pause = {str(rank): ("", time.monotonic()) for rank in range(world_size)}, 0.001
     while late:
         for rank, (heard, when) in list(late.items()):
             try:
@@ -113,11 +106,8 @@ def at_own_pace(what, group):
 
 @contextlib.contextmanager
 def errors_on_all(what, group, is_named=True):
-    """Turn any error inside, on any rank, into a CheckpointError on all ranks. Collective.
-
-    A CheckpointError keeps its class. Ctrl-C stays what it is on the rank that received it. `is_named`: the message
-    names the rank, unless all ranks have the same error.
-    """
+    """Turn any error inside, on any rank, into a CheckpointError on all; one that is one keeps its class. Collective.
+    Ctrl-C stays what it is on its rank. `is_named`: the message names the rank, unless all have the same error."""
     caught = mine = None
     with at_own_pace(what, group):
         try:

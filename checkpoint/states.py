@@ -10,11 +10,13 @@ import zlib
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
-from guard.schema import COMPUTABLE, Schema, Spec, check_state, lead_of, leaves, schema_of
+from guard.schema import COMPUTABLE, Schema, Spec, check_state, described, lead_of, leaves, schema_of
 
+from .boxes import local
 from .json_values import SMALL, NotPackable, bytes_of, pack_apart, pack_data, path_of
-from .optimizers import all_params, hyperparameters, inner_of, local, steps_ranges
+from .optimizers import all_params, check_hyperparameters, hyperparameters, inner_of, steps_ranges
 from .ranks import all_gather, errors_on_all
 
 STATE = "optimizer.state."
@@ -68,10 +70,7 @@ def state_key(name):
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """-> index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16 bits.
-
-    Without `all_main_params`, that of a parameter that was never stepped is left out: torch would take it for a whole
-    state. The model has its value, except what rounding lost if it was loaded in fp32.
-    """
+    Without `all_main_params`, a parameter that was never stepped has none: torch would take it for a whole state."""
     inner, states = inner_of(optimizer), {}
     schemas = schemas_of(optimizer) if any(piece.has_main_param for piece in pieces.values()) else None
     for index, piece in pieces.items():
@@ -99,11 +98,8 @@ def refuse_unclaimed(optimizer):
 
 def agree(optimizer, things, names, what, group):
     """-> first part of keys -> Layout, the same on all ranks; key -> this rank's tensor. Collective.
-
-    `things`: first part of keys -> a state, see `state_key`, or a tensor; the piece that it is of. `names` of the
-    parameters. Raises CheckpointError on every rank if a state can't be kept, RuntimeError if groups have different
-    values.
-    """
+    `things`: first part of keys -> a state, see `state_key`, or a tensor; the piece that it is of. Raises RuntimeError,
+    such as CheckpointError, on every rank if a state can't be kept, or groups have different values."""
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
     told, tensors = {}, {}
@@ -148,10 +144,8 @@ def said(key):
 
 
 def layout_of(parts, fixed, prefix) -> Layout:
-    """-> what `parts`, [(rank, start, stop, packed, key -> Told), …], are together.
-
-    `fixed`: paths of what is common, whatever its shape says. Raises ValueError: the parts don't fit each other.
-    """
+    """-> what `parts`, [(rank, start, stop, packed, key -> Told), …], are together. Raises ValueError: they don't fit.
+    `fixed`: paths of what is common, whatever its shape says."""
     ranges, stands_for, kept = [part[:3] for part in parts], {}, {}
     for key in dict.fromkeys(key for *_, told in parts for key in told):
         have, path = [(rank, told[key]) for rank, *_, told in parts if key in told], key[len(prefix) :]
@@ -172,7 +166,13 @@ def layout_of(parts, fixed, prefix) -> Layout:
         else:
             kept[key] = Kept(first.shape, first.dtype, False, [(first_rank, 0, 1)])
     tree = next((tree for *_, tree, told in parts if told), parts[0][3])
-    return Layout(replaced(tree, stands_for), kept)
+
+    def is_tensor(packed):
+        return isinstance(packed, dict) and packed.keys() == {"tensor"}
+
+    tree = tree_map(lambda packed: stands_for.get(packed["tensor"], packed) if is_tensor(packed) else packed, tree,
+                    is_leaf=is_tensor)
+    return Layout(tree, kept)
 
 
 def owners_of(ranges) -> list[tuple[int, int, int]]:
@@ -185,25 +185,9 @@ def owners_of(ranges) -> list[tuple[int, int, int]]:
     return found
 
 
-def replaced(tree, stands_for):
-    """-> the packed tree with what `stands_for` a tensor, by key."""
-    if isinstance(tree, list):
-        return [replaced(item, stands_for) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if tree.keys() == {"tensor"}:
-        return stands_for.get(tree["tensor"], tree)
-    return {name: replaced(what, stands_for) for name, what in tree.items()}
-
-
-# ------------------------------------------------------------------------------------------------------------- schemas
-
-
 def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
-    """What is kept of each parameter with the hyperparameters that were saved; None: that can't be found out.
-
-    Raises ValueError: the optimizer can't step with what was saved.
-    """
+    """What is kept of each parameter. None: nobody knows; ValueError: no step is possible with what was saved."""
+    check_hyperparameters(optimizer, saved_groups or ())
     schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
     all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
     for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
@@ -234,12 +218,9 @@ def with_sign_of_lr(options):
 
 
 def check_states(schemas, names, states, shapes):
-    """Raise ValueError unless described states fit their schemas, and the `shapes` of parameters, or of pieces of them.
-
-    `states` and `shapes` are by index; a parameter without shape is not looked at.
-    """
+    """Raise ValueError unless `states`, by index, fit their schemas, and the `shapes` that there are."""
     for index, shape in shapes.items():
-        name, schema, state = names[index], schemas[index], states.get(index, {})
+        name, schema, state = names[index], schemas[index], described(states.get(index, {}))
         if isinstance(state, dict) and "main_param" in state:
             main_param, state = state["main_param"], {key: state[key] for key in state if key != "main_param"}
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE

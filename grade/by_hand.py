@@ -36,8 +36,7 @@ PADDING = "0, as padding is"
 
 @dataclass(frozen=True)
 class ByHand(Run):
-    """Elements 0, 1, 2, … in a few parameters; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some
-    gradients is that of others."""
+    """Elements 0, 1, 2, …; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some is that of others."""
 
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
@@ -73,10 +72,7 @@ class ByHand(Run):
 
 
 def explain(case, seen, finishes):
-    """Raises Wrong unless every element is where `case`, a ByHand, takes it, and nothing is still under way.
-
-    seen: a Seen of each rank. finishes: whether the class has finish_param_sync().
-    """
+    """Raises Wrong unless every element is where `case` takes it, and nothing is under way. seen: of each rank."""
     found = what_is_wrong(case, seen)
     expected = in_words(case, len(seen)) if found else "every collective has arrived when a step ends"
     for rank, one in enumerate(seen):

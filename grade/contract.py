@@ -48,15 +48,11 @@ def holds(package, arguments, is_core):
         name, came, causes = (known or [(*said[0], [])])[0]
         print(f"  FAILED    {len(said)} of {len(cases)}: " + shorten(", ".join(
             f"{name} {count} of {of_all[name]}" for name, count in counts.most_common())))
-        print(f"  expected  {held_by(tests, name)}\n  came      {shorten(came)}",
+        docstrings = [ast.get_docstring(node) for node in ast.parse((ROOT / tests).read_text(encoding="utf-8")).body
+                      if isinstance(node, ast.FunctionDef) and node.name == name]
+        words = name.removeprefix("test_").replace("_", " ")
+        held = ": ".join([words, *(text.splitlines()[0] for text in docstrings if text)])
+        print(f"  expected  {shorten(held)}\n  came      {shorten(came)}",
               *(f"\n  cause     {cause}" for cause in causes), sep="")
         print(f'  more      make test ARGS="{tests} --stage {package} -k {name}"')
     return run.returncode == 0 and bool(cases)
-
-
-def held_by(tests, name):
-    """-> what a test holds: the first line of its docstring behind its name in words."""
-    said = [ast.get_docstring(node) for node in ast.parse((ROOT / tests).read_text(encoding="utf-8")).body
-            if isinstance(node, ast.FunctionDef) and node.name == name]
-    words = name.removeprefix("test_").replace("_", " ")
-    return shorten(": ".join([words, *(text.splitlines()[0] for text in said if text)]))

@@ -20,12 +20,11 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 
 
 class Wrong(Exception):
-    """What was expected, what came (a line, or a list of them), the likely cause, and the number of the step that is
-    wrong: 0 where it is none, but an exception or a hang."""
+    """What was expected, what came (a line, or a list of them), and the likely cause."""
 
     def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
-        self.step = step
+        self.step = step  # that is wrong; 0: none, but an exception or a hang
         first, *more = [came] if isinstance(came, str) else came
         lines = [("expected", expected), ("came", first), *(("", line) for line in more), ("cause", cause)]
         self.lines = [(what, line) for what, line in lines if line]
@@ -61,11 +60,8 @@ class Grader:
         if function is on_ranks.play:
             self.played = *args, world_size
         key = world_size, function, args
-        if key not in self.answers:
-            self.answers[key] = self._run(world_size, function, args, hint)
-        return self.answers[key]
-
-    def _run(self, world_size, function, args, hint):
+        if key in self.answers:
+            return self.answers[key]
         if world_size not in self.workers:
             self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
         told = [[] for _ in range(world_size)]  # by rank: (what it does, its words, the place); see on_ranks
@@ -80,10 +76,11 @@ class Grader:
                 raise WorkerError("all ranks stand still")
 
         try:
-            return self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
-                                                on_event=hear)
+            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
+                                                             on_event=hear)
         except WorkerError as error:
             raise Wrong(*failure(str(error), told, raised, hint), step=0) from None
+        return self.answers[key]
 
 
 def failure(error, told, raised, hint):

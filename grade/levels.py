@@ -21,9 +21,6 @@ EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part i
 LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
 
 
-# ------------------------------------------------------------------------------------------------- without a model
-
-
 def interface(grader):
     facts = grader.facts
     missing = [f"{name}()" for name in ("step", "zero_grad") if name in facts.missing]
@@ -63,9 +60,6 @@ def ranges(grader):
                 for ((numels, starts, first, stop), due), came in zip(cases.items(), answers))
 
 
-# ------------------------------------------------------------------------------------------------- parameters by hand
-
-
 def by_hand(world_size, hint=None, **case):
     """-> a check."""
     def check(grader, **more):
@@ -93,14 +87,9 @@ def constructor(grader):
                 for rank, value in enumerate(values))
 
 
-# ------------------------------------------------------------------------------------- beside one process with all data
-
-
 def trains(d, otherwise=UNKNOWN, **settings):
     """-> a check: every parameter after every step is the same on all d ranks, and as in one process with all data.
-
-    otherwise: the cause where no known mistake computes the same.
-    """
+    otherwise: the cause where no known mistake computes the same."""
     run = Run(**settings)
 
     def check(grader):
@@ -192,10 +181,8 @@ def mistakes(run, d):
 
 
 def likely(came, due, step, run, d):
-    """-> the cause, where one process that makes a known mistake gets what `came`; "" otherwise.
-
-    came, due: snapshots after each step, of which that of `step` is the first to differ.
-    """
+    """-> the cause, where one process that makes a known mistake gets what `came`; "" otherwise. came, due: snapshots
+    after each step, of which that of `step` is the first to differ."""
     for cause, how in mistakes(run, d):
         if all(map(close, came, in_one_process(**how).snapshots)):
             return cause
@@ -207,10 +194,8 @@ def likely(came, due, step, run, d):
 
 
 def wrong_hyperparameters(came, run, d):
-    """-> (which parameters were stepped with whose hyperparameters, the cause) after the first step; None if unknown.
-
-    That step is done here with every group's lr and every group's weight decay, and compared parameter by parameter.
-    """
+    """-> (which parameters were stepped with whose hyperparameters, the cause) after the first step; None if unknown:
+    the step is done with every group's lr and every group's weight decay, and compared parameter by parameter."""
     names, numels = names_and_numels(run)
     start = [{key: group[key] for key in ("lr", "weight_decay")} for group in run.params(run.model(0))]
     words = {"own": "its own", "constructor": "the constructor's", 0: "group 0's", 1: "group 1's", 2: "group 2's",
@@ -277,9 +262,6 @@ def check_norms(came, due, run):
         raise Wrong(f"clip_grad_norm_ returns the norm of the averaged gradients of the whole model: {due:.5f}",
                     ", ".join(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(came)),
                     next((cause for cause, norms in known if are(norms)), UNKNOWN))
-
-
-# ------------------------------------------------------------------------------------------- what is held, and sent
 
 
 LAYERS = Run(optimizer="AdamW", steps=2, sizes=(64,) * 9, counts=True, frees=False)

@@ -81,12 +81,8 @@ class Awaited(dist.Work):
         return self.work.get_future()
 
 
-# ------------------------------------------------------------------------------------------------- what a rank tells
-
-
 def where(frames):
-    """-> "file:line" of the first of (frame, line) in a file of the current folder that is neither ours nor a
-    library's; "" if there is none."""
+    """-> "file:line" of the first of (frame, line) in the current folder that is not ours nor a library's; or ""."""
     for frame, line in frames:
         path = frame.f_code.co_filename
         if path.startswith(os.getcwd() + os.sep) and not path.startswith(OURS) and "site-packages" not in path:
@@ -128,11 +124,8 @@ def judges():
 
 
 def watched(rank, package, limits, function, *args):
-    """-> function(candidate, *args), with everything told of that happens on the way, in the package's import too.
-
-    candidate: the rank, the package, the name and the class of what is graded there, the entries of its ledger. What
-    the package replaces of ours is told of: it would judge itself. Our own is known before it is imported.
-    """
+    """-> function(candidate, *args), with everything told of that happens on the way, in the package's import too: also
+    what the package replaces of ours, which is known before it is imported: it would judge itself."""
     silence()
     ours_now, ours, tell, place_of, ended = judges, judges(), event, where, threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
@@ -179,7 +172,8 @@ def look(candidate):
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     return SimpleNamespace(
         name=candidate.name, kind="class" if isinstance(cls, type) else type(cls).__name__, refusal=refusal,
-        missing=missing, is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
+        missing=missing, file=getattr(sys.modules[candidate.package], "__file__", None),
+        is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
         is_core=candidate.name == CLASSES[1], is_whole=candidate.name != CLASSES[1],
         prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing,
         takes_grad_dtype="grad_dtype" in str(signature), has_ranges=ranges_of(candidate.package) is not None,
@@ -197,13 +191,9 @@ def ranges(candidate, cases):
     return [[tuple(one) for one in ranges_of(candidate.package)(*case)] for case in cases]
 
 
-# --------------------------------------------------------------------------------------------- training, by one runner
-
-
 @dataclass(frozen=True)
 class Run:
-    """A training run, which the ranks and the one process do alike: of odd sizes, 190 elements, unless others are said.
-    """
+    """A training run, which the ranks and the one process do alike: of odd sizes, 190 elements by default."""
 
     optimizer: str = "SGD"
     steps: int = 3
@@ -289,9 +279,7 @@ def flat(params):
 
 def play(candidate, run, ranks=None, factor=lambda step, micro: 1):
     """-> Seen of this rank. With `prefetch` there is a snapshot after the last step alone: to look would be to wait.
-
-    ranks: whose batches it has, on average; its own by default. factor: of the gradients of a micro-batch.
-    """
+    ranks: whose batches it has, on average; its own by default. factor: of the gradients of a micro-batch."""
     rank, entries, ranks = candidate.rank, candidate.entries, ranks or [candidate.rank]
     seen, stepped, at_inner = Seen(), set(), []
 

@@ -3,7 +3,6 @@
     make exercise STAGE=3 TO=mine            (STAGE=variants)
 """
 
-import argparse
 import ast
 import sys
 from pathlib import Path
@@ -105,10 +104,7 @@ def emptied(path, asked):
 
 
 def write(what, to):
-    """An exercise: a stage by its package or its number, or "variants".
-
-    Raises ValueError: there is no such exercise, or `to` is no place for a package.
-    """
+    """An exercise: a stage by its package or its number, or "variants". Raises ValueError or OSError."""
     exercise = next((exercise for exercise in ASKED if what in (exercise, exercise[5:6])), None)
     if exercise is None:
         raise ValueError(f"STAGE={what}: there are the exercises 1, 2, 3, 4, and variants")
@@ -116,18 +112,14 @@ def write(what, to):
     write_package(to, {"__init__.py": "", **files})
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0])
-    parser.add_argument("what")
-    parser.add_argument("to", type=Path)
-    args = parser.parse_args()
+def main(what, to):
     try:
-        write(args.what, args.to)
+        write(what, to)
     except (ValueError, OSError) as reason:
         print(f"exercise: {reason}", file=sys.stderr)
         sys.exit(2)
-    print(f"{args.to}: fill in its bodies, then make grade STAGE={args.to}")
+    print(f"{to}: fill in its bodies, then make grade STAGE={to}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], Path(sys.argv[2]))

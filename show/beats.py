@@ -7,17 +7,12 @@ from typing import NamedTuple
 
 
 class Beat(NamedTuple):
-    """says: a sentence. also: other lines of that function that do it. look: the row to look at.
-
-    right: (at, visit) in the run without the bug, where that isn't the same line.
-    """
-
     says: str
     at: str
     visit: int = 0
-    also: tuple = ()
-    look: str = ""
-    right: tuple = ()
+    also: tuple = ()  # other lines of that function that do it
+    look: str = ""  # the row to look at
+    right: tuple = ()  # (at, visit) in the run without the bug, where that isn't the same line
 
 
 # Bytes that a rank sends in a step, and holds after one, before zero_grad: a mean over the ranks. Ψ = 64 elements of 4

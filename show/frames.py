@@ -24,18 +24,14 @@ from collections import Counter, deque
 
 
 def folded(events):
-    """Rounds of a loop after its first are one with the last event of that, unless they send something.
-
-    Also not if a function that they call waits for a message: what arrives is worth an event.
-    """
+    """Rounds of a loop after its first are one with the last event of that, unless they send, or call what waits."""
     kept, index, n_starts = [], 0, 0
     seen = {}  # (place,) -> number of sends when the rank was there last
     while index < len(events):
         event = events[index]
         depth, place = len(event.stack), event.stack[-1:]
-        rest = itertools.takewhile(lambda one: len(one.stack) > depth or not one.is_line and one.stack[-1:] == place,
-                                   events[index + 1 :])
-        body = [event, *rest]
+        body = [event, *itertools.takewhile(
+            lambda one: len(one.stack) > depth or not one.is_line and one.stack[-1:] == place, events[index + 1 :])]
         is_again = kept and event.is_line and seen.get(place) == n_starts
         if is_again and not any(one.starts or one.ends and len(one.stack) > depth for one in body):
             kept[-1].memory = body[-1].memory
@@ -90,10 +86,7 @@ def recording(records, program, title=""):
     owners = [[rank for rank, record in enumerate(records) if element in record["owned"]]
               for element in range(sum(program.params))]
     return {
-        "format": 3,
-        "title": title,
-        "ranks": program.ranks,
-        "params": list(program.params),
+        "format": 3, "title": title, "ranks": program.ranks, "params": list(program.params),
         "files": [list(item) for item in sources.items()],
         "functions": functions,
         "owners": [of[0] if len(of) == 1 else -1 for of in owners],
@@ -141,16 +134,11 @@ def functions_in(file, parent, prefix=""):
 
 
 class Memory:
-    """What all ranks hold, as the frames of a recording go by.
-
-    Attributes:
-        cells: storage -> (value, kind, element, origin) of each of its cells; None when it has been released.
-        at: rank -> stack.
-    """
+    """What all ranks hold, as the frames of a recording go by: after frame `last` at first."""
 
     def __init__(self, recording, last=-1):
-        """As it is after frame `last`."""
-        self.recording, self.cells, self.at = recording, {}, {}
+        self.recording, self.at = recording, {}  # at: rank -> stack
+        self.cells = {}  # storage -> (value, kind, element, origin) of each of its cells; None when it is released
         self.params = [index for index, numel in enumerate(recording["params"]) for _ in range(numel)]
         for frame in recording["frames"][: last + 1]:
             self.take(frame)

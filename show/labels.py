@@ -32,13 +32,7 @@ class Label(NamedTuple):
 
 
 class Table:
-    """Finds labels by value. Built from what goes in: weights, and the gradients of each step on each rank.
-
-    Args:
-        weights: (n,) all elements before the first step.
-        grads: (steps, d, n).
-        later: for each step the elements after it, (n,) each: of a replicated step.
-    """
+    """Finds labels by value. weights: (n,), at first; grads: (steps, d, n); later: (n,) after each replicated step."""
 
     def __init__(self, weights, grads, later, dtype):
         self.tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
@@ -93,12 +87,9 @@ def label_of(table, value, place, homes):
 
 
 def put_cells(trace, labels, telling, steps):
-    """Make `memory` of each event of `trace` {storage: its cells, (value, kind, element, origin) each}.
-
-    telling: events of the labelled run, for each one of `trace`. Cells that nobody reads before they are written or
-    released are garbage. The end of the recording counts as such. Whoever likes may read the model's own parameters:
-    they never are.
-    """
+    """Make `memory` of each event of `trace` {storage: its cells, (value, kind, element, origin) each}. telling: events
+    of the labelled run. Garbage is what nobody reads before it is written or released, or the recording ends; but the
+    model's own parameters anybody may read."""
     nexts, log = defaultdict(dict), list(trace.log)  # nexts: storage -> {byte: how it is accessed next}
     for event, told in zip(reversed(trace.events), reversed(telling)):
         while len(log) > event.time:
@@ -106,22 +97,17 @@ def put_cells(trace, labels, telling, steps):
             nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
         cells = {}
         for uid, memory in event.memory.items():
-            storage, itemsize = trace.storages[uid], trace.storages[uid].dtype.itemsize
-            cells[uid] = tuple(
-                (plain(value), *as_seen(label, storage.is_model or nexts[uid].get(cell * itemsize) == "read",
-                                        event.step, steps))
-                for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, told.memory[uid]]))
-            )
+            storage, seen = trace.storages[uid], []
+            for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, told.memory[uid]])):
+                is_read = storage.is_model or nexts[uid].get(cell * storage.dtype.itemsize) == "read"
+                if not is_read and label.kind not in NOTHING:
+                    label = Label("garbage", label.element)
+                elif label.kind == "parameter":
+                    is_new = label.origin > min(event.step, steps - 1)
+                    label = label._replace(kind="stale" if label.origin < event.step else "new" if is_new else "old")
+                seen.append((plain(value), *label))
+            cells[uid] = tuple(seen)
         event.memory = cells
-
-
-def as_seen(label, is_read, step, steps):
-    if not is_read and label.kind not in NOTHING:
-        return Label("garbage", label.element)
-    if label.kind != "parameter":
-        return label
-    is_new = label.origin > min(step, steps - 1)
-    return label._replace(kind="stale" if label.origin < step else "new" if is_new else "old")
 
 
 def plain(value):

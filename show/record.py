@@ -24,23 +24,18 @@ GRADIENTS, PARAMETERS = {"gradient", "share", "average"}, {"old", "new", "stale"
 
 @dataclass(frozen=True)
 class Program:
-    """What is recorded.
+    """What is recorded."""
 
-    package: of the core; "show.replicated" is rung 0. edit: (file, before, after), made in a copy of it.
-    params: elements of each parameter. buckets: how many, where the core has buckets. orders: rank -> order in which
-    it calls its layers, where that isn't the order of the parameters. loop: a function of show/loop.py.
-    """
-
-    package: str
+    package: str  # of the core; "show.replicated" is rung 0
     ranks: int = 4
-    params: tuple = (5, 2, 9)
+    params: tuple = (5, 2, 9)  # elements of each parameter
     dtype: str = "float32"
     optimizer: str = "momentum"
-    buckets: int = 3
+    buckets: int = 3  # where the core has buckets
     steps: int = 1
-    edit: tuple = ()
-    orders: tuple = ()
-    loop: str = "train"
+    edit: tuple = ()  # (file, before, after), made in a copy of the package
+    orders: tuple = ()  # (rank, order in which it calls its layers), where that isn't the order of the parameters
+    loop: str = "train"  # a function of show/loop.py
 
 
 OPTIMIZERS = {
@@ -51,21 +46,15 @@ OPTIMIZERS = {
 
 
 def plain_inputs(program):
-    """Values that a reader can check -> weights (n,), gradients (steps + 1, d, n).
-
-    A step more than is shown: its first lines are, and the rest tells what is read again.
-    """
+    """Values that a reader can check -> weights (n,), gradients (steps + 1, d, n)."""
     elements = torch.arange(1.0, sum(program.params) + 1)
     ranks = 100 * torch.arange(float(program.ranks))
-    steps = 20 * torch.arange(program.steps + 1.0)
+    steps = 20 * torch.arange(program.steps + 1.0)  # one more than is shown: it tells what is read again
     return 500 + 2 * elements, elements + ranks[:, None] + steps[:, None, None]
 
 
 def telling_inputs(program):
-    """Values that can't be confused, of the same shapes: each element has a magnitude of its own.
-
-    Weights are larger than what is subtracted from them, or few digits would be left.
-    """
+    """Values that can't be confused, of the same shapes: each element has a magnitude of its own."""
     generator = torch.Generator().manual_seed(53)
     n = sum(program.params)
     scale = 2.0 ** torch.randint(-4, 5, (n,), generator=generator)
@@ -73,7 +62,7 @@ def telling_inputs(program):
     def draw(*shape):
         return (1 + torch.rand(*shape, n, generator=generator)) * scale
 
-    return 64 * draw(), draw(program.steps + 1, program.ranks)
+    return 64 * draw(), draw(program.steps + 1, program.ranks)  # with smaller weights few digits would be left
 
 
 def core_files(package):
@@ -161,10 +150,7 @@ def run_traced(rank, program, package, weights, grads):
 
 
 def replicated_steps(program, weights, grads):
-    """-> for each step all elements after it, (n,) each: what one process gets from the averaged gradients.
-
-    16-bit parameters are stepped in fp32, and rounded.
-    """
+    """-> for each step all elements after it, in fp32, (n,) each: what one process gets from averaged gradients."""
     torch_class, options = OPTIMIZERS[program.optimizer]
     param = torch.nn.Parameter(weights.float().clone())
     optimizer, later = torch_class([param], **options), []
@@ -176,11 +162,8 @@ def replicated_steps(program, weights, grads):
 
 
 def record_rank(rank, program):
-    """-> what a rank did, in plain data.
-
-    events: see show/trace.py; of the steps that are shown, and of the forward pass after them.
-    storages: uid -> as `described`. owned: elements that its inner optimizer steps. sources: name -> text of a file.
-    """
+    """-> what a rank did, in plain data. events: see show/trace.py; of the steps that are shown, and the forward pass
+    after them. storages: uid -> as `described`. owned: elements that it steps. sources: name -> text of a file."""
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
     plain, inputs = ([tensor.to(getattr(torch, program.dtype)) for tensor in make(program)]
                      for make in (plain_inputs, telling_inputs))

@@ -60,21 +60,15 @@ class Event:
 
 
 class Trace:
-    """Records what runs while it is entered.
-
-    files: path -> name, of the files whose lines are watched. optimizer: to be set when it has been made; what it is
-    made of gets its names before.
-    """
+    """Records what runs while it is entered. files: path -> name, of the files whose lines are watched."""
 
     def __init__(self, files, model):
-        self.files, self.model, self.optimizer = files, model, None
+        self.files, self.model, self.optimizer = files, model, None  # which is set when it has been made
         self.events, self.storages, self.log, self.memory = [], {}, [], {}
         self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
         self.instances = {}  # name of a class -> {id: instance of the core, and which one of them}
         self.calls, self.n_calls, self.here = {}, 0, ()
         self.phase, self.step = "", -1
-
-    # ------------------------------------------------------------------------------------------------- lines
 
     def __enter__(self):
         sys.settrace(self.on_call)
@@ -132,8 +126,6 @@ class Trace:
         if not (event.is_line or event.starts or event.ends or event.is_change):
             self.events.pop()
 
-    # ---------------------------------------------------------------------------------------------- messages
-
     def starts(self, operation):
         """Called by Wires. The rank is at the same line as before, and messages are under way."""
         self.cut(lambda event: not event.ends).starts.append(operation)
@@ -156,8 +148,6 @@ class Trace:
     def span(self, tensor):
         start = tensor.storage_offset() * tensor.itemsize
         return self.uid_of(tensor), start, start + tensor.nbytes
-
-    # ------------------------------------------------------------------------------------------------ memory
 
     def uid_of(self, tensor):
         storage = tensor.untyped_storage()

@@ -2,8 +2,7 @@
 
 A message that a rank doesn't wait for may arrive at any line. Here what is sent is copied as it leaves, what is
 received arrives in a copy, and `wait` puts it in place: two recordings are equal, and whoever reads too early reads
-what was there before, each time. Everything that is read and written is noted too, so that afterwards one can tell
-what nobody reads again.
+what was there before. All reads and writes are noted too, to tell what nobody reads again.
 """
 
 from collections import Counter
@@ -21,18 +20,13 @@ WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy
 
 
 class Operation(NamedTuple):
-    """One call of one rank. Ranks' calls of the same `key` belong together.
-
-    kind: "all-reduce" and so on; between two ranks "send" or "receive".
-    arrows: (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes.
-    spans: (storage, first byte, end) of what is sent; what, elements: what lies there, known when labels are.
-    """
+    """One call of one rank. Ranks' calls of the same `key` belong together."""
 
     key: tuple
-    kind: str
-    arrows: tuple
-    spans: tuple = ()
-    what: str = ""
+    kind: str  # "all-reduce" and so on; between two ranks "send" or "recv"
+    arrows: tuple  # (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes
+    spans: tuple = ()  # (storage, first byte, end) of what is sent
+    what: str = ""  # this and `elements`: what lies there, known when labels are
     elements: frozenset = frozenset()
 
 

@@ -138,13 +138,9 @@ def muon_table():
           for place, result in measured("muon").items())])
 
 
-def loss_tables():
-    """None where nothing was measured."""
-    return map(loss_sheet, saved_in("losses.json"))
-
-
 BLOCKS = {"table": lambda: markdown(table()), "balance": lambda: markdown(balance_table()),
-          "muon": lambda: markdown(muon_table()), "losses": lambda: "\n".join(map(markdown, loss_tables()))}
+          "muon": lambda: markdown(muon_table()),
+          "losses": lambda: "\n".join(markdown(loss_sheet(measured)) for measured in saved_in("losses.json"))}
 
 
 def main():
