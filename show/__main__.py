@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from harness.workers import WorkerError, Workers
 
-from . import frames, page, record, terminal
+from . import frames, hero, page, record, terminal
 
 fail = functools.partial(command_line.fail, "show")
 STAGES = {one.id: one for one in page.SHOWN if not one.right}  # by number
@@ -77,8 +77,9 @@ def main():
 
 
 def write_pages():
-    """docs/watch.html, and the figures of the chapters, by the page's own renderer."""
+    """docs/watch.html, the picture of README.md, and the figures of the chapters, by the page's own renderer."""
     write("docs/watch.html", page.page(page.all_recordings()))
+    write("results/watch.svg", hero.picture())
     if page.MISSING:
         print(f"results/show_*.svg stay as they are: {page.MISSING}")
     else:

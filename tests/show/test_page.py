@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from show import beats, page
+from show import beats, hero, page
 from show.frames import Memory
 from tests.ranks import ROOT
 
@@ -40,6 +40,7 @@ def test_figures_are_of_the_page_and_all_is_small_and_needs_nothing_else():
     """Of the page by their stamp; whether they are what it draws, is seen in a browser."""
     for name in FIGURES:
         assert f'data-stamp="{DATA["stamp"][:16]}"' in (ROOT / "results" / name).read_text(encoding="utf-8"), NEW
+    assert (ROOT / "results" / "watch.svg").read_text(encoding="utf-8") == hero.picture(), NEW
     assert len(TEXT.encode()) < 700_000
     for name in ("watch.svg", *FIGURES):
         assert (ROOT / "results" / name).stat().st_size <= 60_000, name
