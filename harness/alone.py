@@ -29,10 +29,10 @@ from stage4_overlap.transport import Exchange
 
 
 @contextmanager
-def rank_0_of(d, rank=0):
-    """While it is entered this process plays rank 0 of d, or another: torch's fake process group sends nothing."""
+def rank_0_of(d):
+    """While it is entered this process plays rank 0 of d: torch's fake process group sends nothing."""
     hook = sys.excepthook
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=d)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=d)
     try:
         yield
     finally:

@@ -92,8 +92,9 @@ def cycles_per_s(cycles=10**8):
 
 def ways(link):
     return {
-        "computing alone": catalogue.compute_only, "ddp": catalogue.ddp_of_one(hook=link.all_reduce_of_ddp),
-        "ddp, 100 MB buckets": catalogue.ddp_of_one(100, link.all_reduce_of_ddp),
+        "computing alone": catalogue.compute_only,
+        "ddp": catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
+        "ddp, 100 MB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
         "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
         "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
         "stage 4 overlap, no prefetch": catalogue.stage(catalogue.STAGE_4),

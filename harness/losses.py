@@ -66,11 +66,9 @@ def main():
     parser = command_line.Parser("losses", __doc__)
     for option, default, what in (("--steps", 300, "of each run"), ("--seeds", 3, "of model and text"),
                                   ("--ranks", 2, "processes on this machine")):
-        parser.add_argument(option, type=int, default=default, help=f"{what} (default {default})")
+        parser.add_argument(option, type=command_line.COUNT, default=default, help=f"{what} (default {default})")
     command_line.add_json(parser, "measured/losses.json")
     args = parser.parse_args()
-    if min(args.steps, args.seeds, args.ranks) < 1:
-        parser.error("--steps, --seeds and --ranks must be at least 1")
     command_line.check_writable("--json", args.json, parser.error)
     with Workers(args.ranks, timeout_s=600) as workers:
         result = measure(workers, args.steps, args.seeds)

@@ -6,7 +6,7 @@ import math
 import torch.distributed as dist
 
 from harness import gpt, meeting
-from harness.command_line import number
+from harness.command_line import COUNT, number
 from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
@@ -14,7 +14,7 @@ from harness.meeting import is_rank_0, leave, on_all_ranks
 PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
 WEIGHT_DECAY = 0.1
 TIMEOUT_S = 600  # that a rank waits for another one
-SECONDS, COUNT, SIZE = number(float, 0.001, 10**6), number(int, 1, 10**6), number(float, 0, 10**6)
+SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
 
 
 def connect():

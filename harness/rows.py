@@ -90,25 +90,29 @@ class ComputeAndBytes(Training):
             work.wait()
 
 
-def beneath_ddp(package, bucket_cap_mb=None, hook=None):
-    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps."""
+def with_ddp(make, bucket_cap_mb=None, hook=None, is_alone=False):
+    """DDP averages the gradients while backward runs, in buckets; `make(params, **adamw)` makes what steps.
+
+    `is_alone`: in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with.
+    """
     def build(model, adamw):
-        wrapped = in_ddp(model, bucket_cap_mb, hook)
-        optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
-        return Training(model, wrapped, optimizer)
+        group = {"process_group": dist.new_group([0], backend="gloo")} if is_alone else {}
+        return Training(model, in_ddp(model, bucket_cap_mb, hook, **group), make(model.parameters(), **adamw))
     return build
 
 
-def ddp_of_one(bucket_cap_mb=None, hook=None, optimizer_cls=torch.optim.AdamW, **kwargs):
-    """DDP in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with."""
-    def build(model, adamw):
-        wrapped = in_ddp(model, bucket_cap_mb, hook, process_group=dist.new_group([0], backend="gloo"))
-        return Training(model, wrapped, optimizer_cls(model.parameters(), **kwargs, **adamw))
-    return build
+ddp_of_one = functools.partial(with_ddp, is_alone=True)
 
 
-ddp = beneath_ddp("harness.reference")
-ddp_summed_in_bf16 = beneath_ddp("harness.reference", hook=bf16_sum)
+def beneath_ddp(package, bucket_cap_mb=None):
+    """Stage 1 or 2 steps what it steps."""
+    return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw),
+                    bucket_cap_mb)
+
+
+ddp = with_ddp(torch.optim.AdamW)
+ddp_summed_in_bf16 = with_ddp(torch.optim.AdamW, hook=bf16_sum)
+zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
 
 
 def ddp_and_zero(bucket_cap_mb=None):
@@ -116,12 +120,7 @@ def ddp_and_zero(bucket_cap_mb=None):
 
     With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
     """
-    def build(model, adamw):
-        wrapped = in_ddp(model, bucket_cap_mb)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
-                                            parameters_as_bucket_view=bucket_cap_mb is not None, **adamw)
-        return Training(model, wrapped, optimizer)
-    return build
+    return with_ddp(functools.partial(zero, parameters_as_bucket_view=bucket_cap_mb is not None), bucket_cap_mb)
 
 
 def fsdp2(reshard_after_forward):
@@ -290,7 +289,7 @@ PLANNED = [
 ROWS = [
     Configuration("compute only", "floor", compute_only, 0, 16, starts_apart=False),
     Configuration("compute + bytes", "floor", ComputeAndBytes, 8, 16, starts_apart=False),
-    in_buckets("ddp", functools.partial(beneath_ddp, "harness.reference"), 8, 16, kind="reference"),
+    in_buckets("ddp", functools.partial(with_ddp, torch.optim.AdamW), 8, 16, kind="reference"),
     in_buckets("ddp + stage 1", functools.partial(beneath_ddp, STAGE_1), 12, 8, 8),
     in_buckets("ddp + stage 2", functools.partial(beneath_ddp, STAGE_2), 12, 8, 8),
     Configuration("rung 0 replicated", "stage", stage("harness.reference"), 8, 16),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import checkpoint
 import stage4_overlap
 from harness import command_line, results
+from harness.command_line import COUNT
 from harness.examine import made_here
 from harness.results import SavingConditions, SavingResult, SavingRow
 from harness.tables import saving_sheet, sheet_text
@@ -26,7 +27,6 @@ from harness.workers import Workers
 
 RANKS, WIDTH, N_STEPS = 2, 1024, 5
 CHUNK = 2**20  # bytes that the rows of the disk alone write or read at once
-BYTES_A_PARAMETER = 12  # of a checkpoint: fp32 parameters and two moments
 BESIDE = {"disk, write": "", "torch.save": "disk, write", "checkpoint.save": "disk, write",
           "checkpoint.save, asynchronous": "disk, write", "disk, read": "", "torch.load": "disk, read",
           "checkpoint.load": "disk, read"}
@@ -60,7 +60,7 @@ class Round:
     """One rank's model, optimizer, and the tensors that it owns."""
 
     def __init__(self, n_bytes):
-        n_layers = round(RANKS * n_bytes / BYTES_A_PARAMETER / WIDTH**2)
+        n_layers = round(RANKS * n_bytes / 12 / WIDTH**2)  # in fp32 a parameter and two moments are 12 bytes
         self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n_layers)))
         self.optimizer = stage4_overlap.DistributedOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True)
         self.x = torch.randn(64, WIDTH)
@@ -142,13 +142,12 @@ def measure(rank, n_bytes, folder, rounds):
 
 def main():
     parser = command_line.Parser("saving", __doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of each rank (default 1)")
-    parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
+    size = command_line.number(float, 0.01, 100)
+    parser.add_argument("--gigabytes", type=size, default=1.0, help="of each rank (default 1)")
+    parser.add_argument("--rounds", type=COUNT, default=4, help="(default 4)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: for temporary files)")
     command_line.add_json(parser, "measured/saving.json")
     args = parser.parse_args()
-    command_line.check_bounds(args, {"gigabytes": (0.01, 100)}, parser.error)
-    command_line.check_at_least_1(args, ("rounds",), parser.error)
     command_line.check_writable("--json", args.json, parser.error)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, Workers(RANKS, timeout_s=3600) as workers:
         answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from harness import command_line
 from harness import rows as catalogue
-from harness.command_line import write
+from harness.command_line import COUNT, write
 from harness.every_row import attempt
 from harness.examine import WARMUP_STEPS, Settings, make_batches, make_training
 from harness.gpt import MODELS
@@ -145,12 +145,12 @@ def main():
     add = parser.add_argument
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
         "stages, on rank 0")
-    add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
-    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
+    add("--model", choices=MODELS, default="tiny", help="(default tiny)")
     command_line.add_sizes(add, batch_size=8)
     add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
-    command_line.check_workload(args, ("ranks",), MODELS, fail)
+    command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     command_line.check_beside("--out", args.out, ".json", fail)
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")

@@ -89,7 +89,8 @@ class Run:
                  f"torch {torch.__version__}")
         self.say(f"model {args.model}, {n_params:,} parameters, {args.dtype}; lr {args.lr:g}, weight decay "
                  f"{args.weight_decay:g}, clip {args.clip:g}, seed {args.seed}")
-        self.say(f"batch {' x '.join(map(str, self.sizes))} (ranks x micro-batches x sequences x bytes) of {args.data or python}")
+        self.say(f"batch {' x '.join(map(str, self.sizes))} (ranks x micro-batches x sequences x bytes) of "
+                 f"{args.data or python}")
 
     def say(self, line):
         if self.rank.rank == 0:

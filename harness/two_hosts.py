@@ -22,7 +22,7 @@ from harness import command_line, every_row, examine, pictures, tables, timeline
 from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
-from harness.command_line import write
+from harness.command_line import COUNT, write
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep
@@ -54,11 +54,11 @@ def parse(description):
     add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
         help="the curve, at these rates (default %(const)s), with --json measured/network.json")
     add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
-    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--model", choices=MODELS, default="tiny", help="(default tiny)")
     command_line.add_sizes(add, batch_size=8)
-    add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
-    add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
-    add("--ranks-per-host", type=int, default=1, help="processes on each of the two hosts (default 1)")
+    add("--rounds", type=COUNT, default=4, help="in each, every row is timed once (default 4)")
+    add("--steps", type=COUNT, default=6, help="timed in a round, one by one (default 6)")
+    add("--ranks-per-host", type=COUNT, default=1, help="processes on each of the two hosts (default 1)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, or one of several with commas "
         "between them, ddp and compute only; or curve")
     add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; the best are "
@@ -66,7 +66,7 @@ def parse(description):
     add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
-    add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
+    add("--timeout", type=COUNT, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
@@ -278,7 +278,7 @@ def measure_curve(args):
 def main():
     args = parse(__doc__)
     args.json = args.json or (Path("measured/network.json") if args.curve else None)
-    command_line.check_workload(args, ("rounds", "steps", "timeout", "ranks_per_host"), MODELS, fail)
+    command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     if args.json:
         command_line.check_beside("--json", args.json, ".svg", fail)
     sys.exit(measure_curve(args) if args.curve else measure(args))
