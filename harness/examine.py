@@ -107,12 +107,10 @@ def _cpu_name():
 def tolerance(world_size):
     """The largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS steps in fp32.
 
-    One or two ranks: a + b = b + a, every order of summation gives the same bits, and the difference is 0.
-    More ranks: (a + b) + c and a + (b + c) differ in the last bits, and who adds what first depends on the layout.
-    AdamW divides a gradient by its own size: one that is rounding error and nothing else (of the bias of the keys in
-    attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise, about 1e-10, is a
-    ten-thousandth of lr at most; with 1e-8 it is a hundredth. Measured at d = 3 and 4: 2e-7 (4e-6 with 1e-8).
-    The tolerance leaves room for larger models. What a stage does wrong shows as differences like lr: 1e-4 to 1e-3.
+    One or two ranks: every order of summation gives the same bits. More: sums differ in the last bits, and AdamW
+    divides a gradient by its own size, so that one which is rounding error and nothing else (of the bias of the keys in
+    attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise is a ten-thousandth of
+    it: 2e-7 at d = 3 and 4 (4e-6 with 1e-8). What a stage does wrong shows as differences like lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
 

@@ -1,5 +1,6 @@
 """The rows: each configuration to train by its name, with what it must agree with, send and hold."""
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -29,30 +30,24 @@ def is_asked(text, name):
     return any(one in name for one in text.split(",")) or text == "variants" and name in BESIDE_VARIANTS
 
 
-class Choice(NamedTuple):
-    """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
-    base: str
-    bucket_mb: float | None = None
+class OfChoice:
+    """For what has the two fields of a Choice: its names, to be shown, and never read, such as "ddp, 2 MB buckets"."""
+
+    choice = property(lambda self: Choice(self.base, self.bucket_mb))
 
     @property
     def name(self):
-        """To be shown, and never read: "ddp, 2 MB buckets"."""
         return self.base if self.bucket_mb is None else f"{self.base}, {self.size} buckets"
 
     @property
     def size(self):
-        """To be shown: "2 MB"."""
         if self.bucket_mb is None:
             return "default"
         return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
 
 
-class OfChoice:
-    """For what has the two fields of a Choice, and its names."""
-
-    choice = property(lambda self: Choice(self.base, self.bucket_mb))
-    name = property(lambda self: self.choice.name)
-    size = property(lambda self: self.choice.size)
+class Choice(OfChoice, collections.namedtuple("Choice", "base bucket_mb", defaults=[None])):
+    """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
 
 
 # ------------------------ Ways to train the same model on the same data: each a small function that sets one of them up
