@@ -308,8 +308,7 @@ GATHERED = {"stage 2": Choice("stage 2 all-gather"), "stage 3": Choice("stage 3 
 
 
 def model_state(model):
-    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows. Stage 4
-    exchanges parts, as on gloo."""
+    """-> StateRows: bytes a parameter that stages 3 and 4 hold after a step. Stage 4 exchanges parts, as on gloo."""
     rows = []
     for name, choice, formula in STATES:
         found = {d: record(choice, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
@@ -319,8 +318,7 @@ def model_state(model):
 
 
 def gathered(model):
-    """Elements that a step gathers, padding included, over those that the model has, at any number of ranks ->
-    GatheredRows."""
+    """-> GatheredRows: elements that a step gathers, padding included, over those that the model has."""
     def over_numel(one):
         return sum(one.gathered()) / 4 / one.numel
     return [GatheredRow(name, {d: over_numel(record(choice, models.NAMED[model], d)) for d in STATE_RANKS})
@@ -328,7 +326,7 @@ def gathered(model):
 
 
 def caps(d=2):
-    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of CapRows."""
+    """-> CapRows: stage 4's default bucket and what its two buffers hold, models nano … large."""
     rows = []
     for name in MODELS:
         native, exchanged = (record(STAGE_4, models.NAMED[name], d, transport=kind) for kind in (None, Exchange))

@@ -57,23 +57,18 @@ def compute_only(model, adamw):
     return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
 
 
-PIECE = 2**18  # elements of one of its messages: 1 MiB, as in stage 4
-
-
 class ComputeAndBytes(Training):
     """Sends as many bytes as stage 4 while it computes, to the next rank; nothing waits for them before the step ends.
-
-    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more.
-    """
+    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more."""
 
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
         numel, rank, d = sum(param.numel() for param in model.parameters()), dist.get_rank(), dist.get_world_size()
         n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
-        sent, received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
+        sent, received = torch.zeros(2, 2**18, device=next(model.parameters()).device)  # 1 MiB, a message of stage 4
         self.messages = [(sent[:n - start], (rank + 1) % d, received[:n - start], (rank - 1) % d)
-                         for start in range(0, n, PIECE)]
-        self.optimizer.bucket_buffer_bytes = 2 * 4 * PIECE
+                         for start in range(0, n, len(sent))]
+        self.optimizer.bucket_buffer_bytes = sent.nbytes + received.nbytes
 
     def _send_and_compute(self, tokens, targets):
         self.works = start(self.messages, None)
@@ -342,20 +337,12 @@ def in_its_context(measure):
 
 
 TUNED = [REFERENCE, "ddp + torch ZeRO"]  # each is also measured with the size of buckets that is DDP's best
-PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB
 DEFAULT_MB = 25  # of DDP
 OVERLAP = "stage 4 overlap"
 SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
-
-
-def swept():
-    """The rows of a sweep -> list of Choices."""
-    return [*(Choice(REFERENCE, size) for size in (None, *PEER_SIZES)), *(Choice(OVERLAP, size) for size in SIZES)]
-
-
-def of_curve():
-    """DDP alone, in fewer sizes: what is swept at each rate of the curve."""
-    return [Choice(REFERENCE, size) for size in (None, 0.25, 1, 4)]
+# The rows of a sweep, and of the one at each rate of the curve: DDP alone, in fewer sizes.
+SWEPT = [*(Choice(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(Choice(OVERLAP, size) for size in SIZES)]
+SWEPT_FOR_CURVE = [Choice(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 
 
 def is_whole(sweep):

@@ -97,12 +97,7 @@ class Round:
         """
         content = memoryview(bytearray(os.urandom(CHUNK)) * (self.n_bytes // CHUNK))
         pieces = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
-        mine, torch_path, saved, held_up = folder / f"mine-{rank}", folder / f"torch-{rank}", folder / "saved", []
-
-        def save_all_behind():
-            saving, call_ms = self.save_behind(folder / "behind")
-            saving.result()
-            held_up.append(call_ms)
+        mine, torch_path, saved = folder / f"mine-{rank}", folder / f"torch-{rank}", folder / "saved"
 
         def read_raw():
             """Into memory that is there: what no load can exceed."""
@@ -113,7 +108,7 @@ class Round:
         writers = [("disk, write", lambda: write(mine, lambda file: file.writelines(pieces))),
                    ("torch.save", lambda: write(torch_path, lambda file: torch.save(self.tensors, file))),
                    ("checkpoint.save", lambda: checkpoint.save(saved, self.model, self.optimizer)),
-                   ("checkpoint.save, asynchronous", save_all_behind)]
+                   ("checkpoint.save, asynchronous", lambda: self.save_behind(folder / "behind")[0].result())]
         first = number % len(writers)
         found = {name: seconds_of(writer) for name, writer in writers[first:] + writers[:first]}
         alone = statistics.median(self.steps(lambda n: n == N_STEPS))
@@ -121,10 +116,10 @@ class Round:
         readers = {"disk, read": read_raw, "torch.load": lambda: torch.load(torch_path),
                    "checkpoint.load": lambda: checkpoint.load(saved, self.model, self.optimizer)}
         found.update({name: seconds_of(reader) for name, reader in readers.items()})
-        again, _ = self.save_behind(folder / "again")
+        again, held_up = self.save_behind(folder / "again")
         behind = self.steps(lambda n: again.done())
         again.result()
-        return found, (held_up[0], alone, sum(behind) - alone * len(behind), len(behind))
+        return found, (held_up, alone, sum(behind) - alone * len(behind), len(behind))
 
 
 def measure(rank, n_bytes, folder, rounds):

@@ -29,13 +29,8 @@ RECORDED_STEPS = 6  # the first is there for what it leaves under way
 class Recorder(Ledger):
     """A ledger that also writes down when operators ran, in which phase of the step, and how much was alive.
 
-    Args:
-        memory: a `harness.memory.Memory` that has been entered.
-
-    Attributes:
-        busy: [[start, end], …] in seconds of time.perf_counter, in order.
-        phases: [(name, start, end), …].
-        live: [(time, bytes), …]: what is alive from that time on.
+    `busy`: [[start, end], …] in seconds of time.perf_counter, in order; `phases`: [(name, start, end), …]; `live`:
+    [(time, bytes), …], what is alive from that time on, by a `memory` that has been entered.
     """
 
     def __init__(self, memory):
@@ -116,12 +111,8 @@ def record_rows(workers, settings, rows, progress=lambda text: None):
 
 
 def one_step(recorder, number):
-    """One of the recorded steps, not the first -> RecordedStep, from the start of its forward until the next
-    one's could start.
-
-    What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
-    start, that of the step before.
-    """
+    """One of the recorded steps, not the first -> RecordedStep. What travels across its border (parameters that the
+    next forward waits for) is shown where it is seen: at the start, that of the step before."""
     start, end = span_of(recorder, number)
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]

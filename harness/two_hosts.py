@@ -37,15 +37,13 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
-CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
-                       "stage 4 overlap", "fsdp2"))]
+CURVE = [Choice(name) for name in ("compute only", "ddp", "rung 0 replicated", *catalogue.LADDER[2:], "fsdp2")]
 # Steps of a round: on a slow line each is long, and the line alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
 # Of these one step is recorded too: which part of its communication is exposed.
 RECORDED = {"compute + bytes", "fsdp2", *catalogue.LADDER, *(row.name for row in catalogue.APART)}
 UNDRAWN = "variants", "muon", "hybrid"  # of these a time is shown, and no picture
-# Where --rows asks for them.
-VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]
+VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
 
 def parse(description):
@@ -195,7 +193,7 @@ def measure_here(args, workers):
     sweep, tuned, is_curve = None, args.tuned, args.rows == "curve"
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-        sizes = catalogue.of_curve() if is_curve else catalogue.swept()
+        sizes = catalogue.SWEPT_FOR_CURVE if is_curve else catalogue.SWEPT
         found = every_row.measure_rows(workers, short, sizes, progress)
         sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
     named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS

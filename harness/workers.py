@@ -30,7 +30,7 @@ class WorkerError(RuntimeError):
         self.details = details
 
 
-class Workers:
+class Workers(contextlib.AbstractContextManager):
     """`world_size` processes on this machine, in one process group, started once, that run what they are given.
 
         with Workers(2) as workers:
@@ -47,9 +47,6 @@ class Workers:
         self.world_size, self.timeout_s, self.limit_s, self.enter = world_size, timeout_s, limit_s, enter
         self.processes, self.pipes = [], []
         self._start()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception):
         self.close()
@@ -150,8 +147,7 @@ class Workers:
 def start_forkserver():
     """Starts, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
 
-    The first call is the main thread's. It starts while Ctrl-C is ignored, and its children inherit that: Ctrl-C
-    reaches the parent alone, which ends them.
+    The first call is the main thread's. The process and its children ignore Ctrl-C: the parent ends them.
     """
     # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
