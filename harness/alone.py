@@ -22,7 +22,7 @@ from harness import models
 from harness import rows as catalogue
 from harness.gpt import MODELS
 from harness.ledger import Ledger
-from harness.memory import StorageMemory, mark_grads, mark_state
+from harness.memory import Memory, mark_grads, mark_state
 from harness.results import CapRow, GatheredRow, StateRow
 from harness.rows import Choice
 from stage4_overlap.transport import Exchange
@@ -83,7 +83,7 @@ class Recorded(NamedTuple):
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
-class Dry(StorageMemory):
+class Dry(Memory):
     """Counts memory and writes events down; collectives go nowhere."""
 
     def __init__(self):

@@ -88,14 +88,6 @@ def check_writable(option, path, fail):
         fail(f"{option} {path}: {getattr(error, 'strerror', None) or error}")
 
 
-def check_beside(option, path, suffix, fail):
-    """As check_writable, also for the file that is written beside `path`, with `suffix`."""
-    if path.suffix == suffix:
-        fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
-    for one in (path, path.with_suffix(suffix)):
-        check_writable(option, one, fail)
-
-
 def write(option, path, text, fail):
     """Puts `text` in the place of what `path` holds."""
     partial = beside(path)

@@ -86,7 +86,6 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-met = []  # where the ranks met: (store, rank, world_size)
 MISSING_S = 3  # that ranks which have lost another one wait for each other's word
 
 
@@ -98,8 +97,8 @@ def _missing_ranks():
     missing = []
 
     def ask():
-        with contextlib.suppress(LookupError, RuntimeError):  # the store was never reached, or has gone
-            store, rank, world_size = met[-1]
+        with contextlib.suppress(ValueError, RuntimeError):  # the ranks never met, or the store has gone
+            store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
             store.set(f"lost another: {rank}", "")
             others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
             while len(others) > 1 and time.monotonic() < deadline:
@@ -142,7 +141,6 @@ def connect(timeout_s=120):
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
     sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
-    met.append((store, rank, world_size))
     return me
 
 

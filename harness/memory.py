@@ -25,12 +25,7 @@ REST = "buffers"  # what nobody has marked: after a step that is what neither th
 KINDS = "parameters", "gradients", "state", REST
 
 
-def Memory(device):
-    """A counter for `device` (torch.device or str), to be entered with `with`."""
-    return CudaMemory(device) if torch.device(device).type == "cuda" else StorageMemory()
-
-
-class StorageMemory(TorchDispatchMode):
+class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
     A view returns the storage of its base: it is known already, and counts nothing. Nor does a storage that
@@ -39,8 +34,9 @@ class StorageMemory(TorchDispatchMode):
     operator returns it or a view of it, or from `track`. The idea is that of torch's own MemTracker.
     """
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
         super().__init__()
+        self.device = torch.device(device)
         self.live = self.peak = self.made = 0
         self.lock = threading.RLock()  # gloo's threads let go of tensors at any moment, and that is counted there
         self.counted = weakref.WeakKeyDictionary()  # storage -> [the bytes that it counts with]
@@ -48,6 +44,9 @@ class StorageMemory(TorchDispatchMode):
         self.owners = weakref.WeakKeyDictionary()  # storage -> the one in whose memory it lies, if that is another
 
     def __enter__(self):
+        if self.device.type == "cuda":
+            forget_peaks(self.device)
+            self.allocated_before = torch.cuda.memory_allocated(self.device)
         # One frees and brings back memory, the other gives it a second storage; neither is an operator.
         self.resize, self.share = torch.UntypedStorage.resize_, torch.from_dlpack
         torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)
@@ -57,6 +56,12 @@ class StorageMemory(TorchDispatchMode):
     def __exit__(self, *exception):
         torch.UntypedStorage.resize_, torch.from_dlpack = self.resize, self.share
         return super().__exit__(*exception)
+
+    @property
+    def reserved(self):
+        """On CUDA, the most bytes since the start that torch's caching allocator had of the GPU, less those of tensors
+        from before. With them come what kernels work in and what is rounded up, to 1 MiB where a tensor is large."""
+        return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 
     def reset_peak(self):
         self.peak = self.live
@@ -164,24 +169,3 @@ def forget_peaks(device):
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-
-
-class CudaMemory(StorageMemory):
-    """The same, of tensors anywhere, and what torch's caching allocator had of the GPU for those there: `reserved`.
-
-    That is the most bytes since the start, less those of tensors from before. With it come what kernels work in and
-    what is rounded up, to 1 MiB where a tensor is large: no formula is met to the byte.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def __enter__(self):
-        forget_peaks(self.device)
-        self.allocated_before = torch.cuda.memory_allocated(self.device)
-        return super().__enter__()
-
-    @property
-    def reserved(self):
-        return torch.cuda.max_memory_reserved(self.device) - self.allocated_before

@@ -18,7 +18,7 @@ import stage4_overlap
 from harness import STAGES, muon
 from harness.exchange import in_place_of_gloos, start
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, in_ddp, rounded
-from harness.training import ShardedTraining, Training
+from harness.training import Training
 
 # What the variants are compared with: --rows variants measures these, too.
 BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
@@ -119,7 +119,7 @@ def fsdp2(reshard_after_forward):
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for module in [*model.blocks, model]:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        return ShardedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+        return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
     return build
 
 

@@ -142,7 +142,8 @@ def main():
     add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
-    command_line.check_beside("--out", args.out, ".json", fail)
+    for path in (args.out, args.out.with_suffix(".json")):
+        command_line.check_writable("--out", path, fail)
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]

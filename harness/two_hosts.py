@@ -61,7 +61,7 @@ def parse(description):
         "between them, ddp and compute only; or curve")
     add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; the best are "
         "rows, now and in later runs at this rate with the same --json")
-    add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
+    add("--accumulation", action="store_true", help="also time 1 to 4 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=COUNT, default=120, help="seconds after which a waiting rank gives up (default 120)")
@@ -277,8 +277,10 @@ def main():
     args = parse(__doc__)
     args.json = args.json or (Path("measured/network.json") if args.curve else None)
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
-    if args.json:
-        command_line.check_beside("--json", args.json, ".svg", fail)
+    if args.json and args.json.suffix == ".svg":
+        fail(f"--json {args.json}: the picture of that name is written beside it: choose another ending")
+    for path in [args.json, args.json.with_suffix(".svg")] if args.json else []:
+        command_line.check_writable("--json", path, fail)
     sys.exit(measure_curve(args) if args.curve else measure(args))
 
 

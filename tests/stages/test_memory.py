@@ -123,9 +123,8 @@ def test_a_linear_layer_and_adamw(rank):
         del x, y
         assert memory.live == 8_000_000
         optimizer.step()
-        live, reserved = memory.live, getattr(memory, "reserved", None)
-        assert live == 16_000_000 + 4  # the number of the step
-        assert reserved is None or reserved > live
+        assert memory.live == 16_000_000 + 4  # the number of the step
+        assert rank.device.type != "cuda" or memory.reserved > memory.live
 
 
 # In a process of its own: its peak is not yet somebody else's. Before the counted part all code has run once, so that
