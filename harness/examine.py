@@ -274,9 +274,6 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
-MICRO_BATCHES = (1, 2, 4)  # a step
-
-
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
     configuration, batches = rows.find(*choice), make_batches(settings, rank)
@@ -305,7 +302,7 @@ def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     ways = {"no_sync_ms": (Choice("stage 4 overlap"), True), "each_ms": (Choice("stage 4 overlap"), False),
             "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(rows.REFERENCE, ddp_mb), True),
             "stage3_ms": (Choice("stage 3 grad buffer"), True)}
-    found = [AccumulatedRow(k) for k in MICRO_BATCHES]
+    found = [AccumulatedRow(k) for k in (1, 2, 4)]
     for turn in range(settings.rounds):
         for row in found:
             for field, (choice, in_no_sync) in ways.items():

@@ -299,12 +299,10 @@ def overlap_sheet(rows):
         f"{len(first.rounds_ms)} step(s), recorded by torch.profiler.")
 
 
-DRAWN = "ddp", "stage 3 grad buffer", "stage 4 overlap"
-
-
 def overlap_picture(rows):
     """Of some rows when what computes and what is in flight -> SVG."""
-    return pictures.svg([(row.name, row.step) for row in rows if row.name in DRAWN],
+    drawn = "ddp", "stage 3 grad buffer", "stage 4 overlap"
+    return pictures.svg([(row.name, row.step) for row in rows if row.name in drawn],
                         f"One recorded step of rank 0 of {rows[0].d} on a GPU, beside a simulated link")
 
 

@@ -1,6 +1,5 @@
 """One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
 
-import functools
 import json
 import sys
 import time
@@ -128,12 +127,9 @@ def one_step(recorder, number):
         memory=most_alive(recorder.live, start, end))
 
 
-fail = functools.partial(command_line.fail, "timeline")
-
-
 def main():
     parser = command_line.Parser("timeline", __doc__)
-    add = parser.add_argument
+    add, fail = parser.add_argument, parser.error
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
         "stages, on rank 0")
     add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
