@@ -6,7 +6,6 @@ Each row is checked against replicated training first; one that computes somethi
 Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
 """
 
-import argparse
 import functools
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ import rich.progress
 
 from harness import alone, corpus, every_row, examine, host_time, results, tables, timeline
 from harness import rows as catalogue
+from harness.command_line import COUNT
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.rows import Choice, is_asked
@@ -33,31 +33,26 @@ def parse():
     rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     parser = command_line.Parser("bench.py", __doc__)
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
-    add("--model", help=f"one of {', '.join(MODELS)} (default: tiny, on a GPU medium)")
+    add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
+    add("--model", choices=MODELS, help="(default: tiny, on a GPU medium)")
     command_line.add_sizes(add, batch_size=4)
-    add("--rounds", type=int, default=3, help="in each, every row is timed once (default 3)")
-    add("--steps", type=int, default=3, help="timed in a round, end to end (default 3)")
+    add("--rounds", type=COUNT, default=3, help="in each, every row is timed once (default 3)")
+    add("--steps", type=COUNT, default=3, help="timed in a round, end to end (default 3)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32",
         help="rows with such parameters, and ddp (default float32)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no exposed time, no model state: a look")
     add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
-    add("--timeout", type=int, default=120, help="seconds that one part of the measurement may take (default 120)")
+    add("--timeout", type=COUNT, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
-    check_model(args, args.model or "medium")  # which of the defaults it is the ranks will say
+    command_line.check_length(args.sequence_length, args.model or "medium", MODELS, fail)  # the longest default
     of_dtype = [row for row in rows if row.dtype == args.dtype or args.rows == "variants"]
     choices = [Choice(row.name) for row in rows if is_asked(args.rows, row.name) and row in of_dtype
                and (args.rows or row not in catalogue.VARIANTS) or row.kind in ("reference", "noise")]
     if args.rows and not any(is_asked(args.rows, choice.name) for choice in choices):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
     return args, choices
-
-
-def check_model(args, model):
-    args = argparse.Namespace(**{**vars(args), "model": model})
-    command_line.check_workload(args, ("ranks", "rounds", "steps", "timeout"), MODELS, fail)
 
 
 def main():
@@ -75,9 +70,9 @@ def main():
                 rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True), transient=True) as bar:
-            model = args.model or on_rank_0(workers, examine.default_model)
-            check_model(args, model)
-            settings = Settings(model, args.batch_size, args.sequence_length, rounds, steps, args.data)
+            args.model = args.model or on_rank_0(workers, examine.default_model)
+            command_line.check_length(args.sequence_length, args.model, MODELS, fail)
+            settings = Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
             more = 0 if args.quick else len(choices) + 4
             task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, choices) + more)
 
@@ -89,8 +84,8 @@ def main():
                 results.keep_exposed_only(result.rows)
             if not args.quick and not args.rows and args.dtype == "float32":  # what doesn't depend on these
                 progress("model state at any number of ranks")
-                result.model_state = alone.model_state(model)
-                result.gathered = alone.gathered(model)
+                result.model_state = alone.model_state(args.model)
+                result.gathered = alone.gathered(args.model)
                 result.caps = alone.caps()
                 result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
     except WorkerError as error:

@@ -22,17 +22,17 @@ from harness import models
 from harness import rows as catalogue
 from harness.gpt import MODELS
 from harness.ledger import Ledger
-from harness.memory import StorageMemory, mark_grads, mark_state
+from harness.memory import Memory, mark_grads, mark_state
 from harness.results import CapRow, GatheredRow, StateRow
 from harness.rows import Choice
 from stage4_overlap.transport import Exchange
 
 
 @contextmanager
-def rank_0_of(d, rank=0):
-    """While it is entered this process plays rank 0 of d, or another: torch's fake process group sends nothing."""
+def rank_0_of(d):
+    """While it is entered this process plays rank 0 of d: torch's fake process group sends nothing."""
     hook = sys.excepthook
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=d)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=d)
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ class Recorded(NamedTuple):
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
-class Dry(StorageMemory):
+class Dry(Memory):
     """Counts memory and writes events down; collectives go nowhere."""
 
     def __init__(self):
@@ -308,8 +308,7 @@ GATHERED = {"stage 2": Choice("stage 2 all-gather"), "stage 3": Choice("stage 3 
 
 
 def model_state(model):
-    """Bytes a parameter that stages 3 and 4 hold after a step, at any number of ranks -> list of StateRows. Stage 4
-    exchanges parts, as on gloo."""
+    """-> StateRows: bytes a parameter that stages 3 and 4 hold after a step. Stage 4 exchanges parts, as on gloo."""
     rows = []
     for name, choice, formula in STATES:
         found = {d: record(choice, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
@@ -319,8 +318,7 @@ def model_state(model):
 
 
 def gathered(model):
-    """Elements that a step gathers, padding included, over those that the model has, at any number of ranks ->
-    GatheredRows."""
+    """-> GatheredRows: elements that a step gathers, padding included, over those that the model has."""
     def over_numel(one):
         return sum(one.gathered()) / 4 / one.numel
     return [GatheredRow(name, {d: over_numel(record(choice, models.NAMED[model], d)) for d in STATE_RANKS})
@@ -328,7 +326,7 @@ def gathered(model):
 
 
 def caps(d=2):
-    """Stage 4's default bucket and what its two buffers hold, models nano … large -> list of CapRows."""
+    """-> CapRows: stage 4's default bucket and what its two buffers hold, models nano … large."""
     rows = []
     for name in MODELS:
         native, exchanged = (record(STAGE_4, models.NAMED[name], d, transport=kind) for kind in (None, Exchange))

@@ -63,32 +63,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Whether a rank was told to stop, as all ranks see it after the same step.
+    """Whether a rank was told to stop, as all ranks see it after the same step. The handler only takes a note."""
 
-    The handler only takes a note. When optimizer.step() begins the ranks send each other their notes, beside what the
-    step sends, and look at the answer when the step is over: nothing waits for it. What comes while step() runs is seen
-    after the next one.
-    """
-
-    def __init__(self, optimizer, timeout_s):
-        self.work, self.received = None, [0]
+    def __init__(self, timeout_s):
+        self.received = [0]
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: the run goes on without its terminal
                 signal.signal(number, lambda number, _: self.received.__setitem__(0, number))
-        self.group = beside(timeout_s)  # made now, by all ranks
-        optimizer.register_step_pre_hook(lambda *_: self._ask())
-
-    def _ask(self):
-        self.answer = torch.tensor(self.received)  # (1,) int64
-        self.work = dist.all_reduce(self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.group = beside(timeout_s)
 
     def agreed(self):
         """-> the name of the signal that some rank has had, the same one on every rank, or None. Collective."""
-        if self.work is None:
-            self._ask()
-        self.work.wait()
-        self.work, number = None, self.answer.item()
-        return signal.Signals(number).name if number else None
+        received = torch.tensor(self.received)  # (1,) int64
+        dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
+        return signal.Signals(received.item()).name if received else None
 
 
 MISTAKES = OSError, ValueError, checkpoint.CheckpointError
@@ -128,7 +116,7 @@ class Checkpoints:
             # Now, and not at the first save.
             on_all_ranks(lambda: check_writable("--checkpoint", Path(args.checkpoint) / "step", refuse))
             on_all_ranks(self._resume, MISTAKES)
-            self.stop_signal = StopSignal(optimizer, args.timeout)
+            self.stop_signal = StopSignal(args.timeout)
 
     def step_done(self):
         """Counts a step, and saves if it is time to; after a signal it doesn't return. Collective."""

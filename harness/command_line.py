@@ -35,11 +35,6 @@ def add_json(parser, path):
     parser.add_argument("--json", type=Path, default=Path(path), help="where the result is written")
 
 
-def add_sizes(add, batch_size):
-    add("--batch-size", type=int, default=batch_size, help=f"sequences per rank (default {batch_size})")
-    add("--sequence-length", type=int, default=128, help="bytes per sequence (default 128)")
-
-
 def number(kind, least, most):
     """-> a type for argparse: an int or float from `least` to `most`; nan is none."""
     def parse(text):
@@ -54,32 +49,23 @@ def number(kind, least, most):
     return parse
 
 
+COUNT = number(int, 1, 10**6)
+
+
+def add_sizes(add, batch_size):
+    add("--batch-size", type=COUNT, default=batch_size, help=f"sequences per rank (default {batch_size})")
+    add("--sequence-length", type=COUNT, default=128, help="bytes per sequence (default 128)")
+
+
 def fail(program, message):
     """End `program` because of what its user wrote: one line, exit code 2."""
     print(f"{program}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def check_bounds(args, bounds, fail):
-    """`bounds`: name of an option -> the least and the most that it may be. What was not given is None; nan is wrong.
-    """
-    for name, (least, most) in bounds.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            fail(f"--{name.replace('_', '-')} {value:g}: it must be from {least:g} to {most:g}")
-
-
-def check_at_least_1(args, names, fail):
-    check_bounds(args, dict.fromkeys(names, (1, 10**6)), fail)
-
-
-def check_workload(args, at_least_1, models, fail):
-    """`fail` where one of these options is less than 1, or there is no such model, or not for such sequences."""
-    check_at_least_1(args, ("batch_size", "sequence_length", *at_least_1), fail)
-    if args.model not in models:
-        fail(f"there is no model {args.model!r}: choose one of {', '.join(models)}")
-    if args.sequence_length > models[args.model].block_size:
-        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {models[args.model].block_size}")
+def check_length(length, model, models, fail):
+    if length > models[model].block_size:
+        fail(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
 
 
 def beside(path):
@@ -100,14 +86,6 @@ def check_writable(option, path, fail):
             partial.unlink(missing_ok=True)  # another rank may have been here
     except (OSError, RuntimeError) as error:  # the latter, of a loop of links, before Python 3.13
         fail(f"{option} {path}: {getattr(error, 'strerror', None) or error}")
-
-
-def check_beside(option, path, suffix, fail):
-    """As check_writable, also for the file that is written beside `path`, with `suffix`."""
-    if path.suffix == suffix:
-        fail(f"{option} {path}: another file of that name is written beside it: choose another ending")
-    for one in (path, path.with_suffix(suffix)):
-        check_writable(option, one, fail)
 
 
 def write(option, path, text, fail):

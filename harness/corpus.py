@@ -105,8 +105,6 @@ class Batches:
 
 def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
     """This rank's part of VALIDATION_SEQUENCES fixed sequences -> list of (tokens, targets), each (B or fewer, T)."""
-    if len(data) <= sequence_length:
-        raise ValueError(f"{len(data)} bytes to validate on are too few for one sequence of {sequence_length} + 1")
     starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
     pieces = [starts[i:i + batch_size] for i in range(0, len(starts), batch_size)]
     return [_sequences(data, piece, sequence_length, torch.device(device)) for piece in pieces]

@@ -107,12 +107,10 @@ def _cpu_name():
 def tolerance(world_size):
     """The largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS steps in fp32.
 
-    One or two ranks: a + b = b + a, every order of summation gives the same bits, and the difference is 0.
-    More ranks: (a + b) + c and a + (b + c) differ in the last bits, and who adds what first depends on the layout.
-    AdamW divides a gradient by its own size: one that is rounding error and nothing else (of the bias of the keys in
-    attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise, about 1e-10, is a
-    ten-thousandth of lr at most; with 1e-8 it is a hundredth. Measured at d = 3 and 4: 2e-7 (4e-6 with 1e-8).
-    The tolerance leaves room for larger models. What a stage does wrong shows as differences like lr: 1e-4 to 1e-3.
+    One or two ranks: every order of summation gives the same bits. More: sums differ in the last bits, and AdamW
+    divides a gradient by its own size, so that one which is rounding error and nothing else (of the bias of the keys in
+    attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise is a ten-thousandth of
+    it: 2e-7 at d = 3 and 4 (4e-6 with 1e-8). What a stage does wrong shows as differences like lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
 
@@ -276,9 +274,6 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
-MICRO_BATCHES = (1, 2, 4)  # a step
-
-
 def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
     configuration, batches = rows.find(*choice), make_batches(settings, rank)
@@ -307,7 +302,7 @@ def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     ways = {"no_sync_ms": (Choice("stage 4 overlap"), True), "each_ms": (Choice("stage 4 overlap"), False),
             "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(rows.REFERENCE, ddp_mb), True),
             "stage3_ms": (Choice("stage 3 grad buffer"), True)}
-    found = [AccumulatedRow(k) for k in MICRO_BATCHES]
+    found = [AccumulatedRow(k) for k in (1, 2, 4)]
     for turn in range(settings.rounds):
         for row in found:
             for field, (choice, in_no_sync) in ways.items():

@@ -8,7 +8,6 @@ other rank's, and no more. Rows called "gloo's own" are those without.
 
 import contextlib
 import functools
-from collections import deque
 from unittest import mock
 
 import torch
@@ -42,9 +41,10 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
     numel = max(1, PIECE_BYTES // input.itemsize)
     pieces = [part.split(numel) for part in parts]
     received = input.new_empty(2, d, min(numel, out.numel()))  # one is added up while the other fills
-    under_way = deque(exchange(pieces, received, number, rank, group) for number in range(min(2, len(pieces[0]))))
+    next_works = exchange(pieces, received, 0, rank, group)
     for number, piece in enumerate(out.split(numel)):
-        for work in under_way.popleft():
+        works, next_works = next_works, exchange(pieces, received, number + 1, rank, group)
+        for work in works:
             work.wait()
         arrived = received[number % 2, :, : piece.numel()]
         *first, last = [*arrived[:rank], pieces[rank][number], *arrived[rank + 1 :]]
@@ -52,8 +52,6 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
             torch.add(functools.reduce(torch.add, first), last, out=piece)
         else:
             piece.copy_(last)
-        if number + 2 < len(pieces[0]):
-            under_way.append(exchange(pieces, received, number + 2, rank, group))
     if op == dist.ReduceOp.AVG:
         out /= d
 
@@ -91,6 +89,7 @@ def start(messages, group):
 
 
 def exchange(pieces, received, number, rank, group):
-    """Start piece `number` of every other rank's part, and of this rank's from every other -> the works."""
+    """Start piece `number`, if there is one, of every other rank's part, and of this rank's from every other -> the
+    works."""
     return start([(pieces[to][number], to, received[number % 2, by, : pieces[to][number].numel()], by)
-                  for to, by in neighbours(rank, len(pieces))], group)
+                  for to, by in neighbours(rank, len(pieces)) if number < len(pieces[to])], group)

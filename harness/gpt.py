@@ -123,12 +123,9 @@ def build_model(args, rank):
     return model
 
 
-OTHERS = *STAGES[:3], "train"  # folders of the other train.py
-
-
 def misfit(tp, world_size, n_heads, sequence_length):
     """-> why `tp` ranks can't share the layers, or None."""
-    if tp > 1 and Path(sys.argv[0]).resolve().parent.name in OTHERS:
+    if tp > 1 and Path(sys.argv[0]).resolve().parent.name in (*STAGES[:3], "harness"):  # of the other train.py
         return f"it is for {STAGES[3]}/train.py, whose optimizer takes DTensors"
     for what, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
                     (f"sequences of {sequence_length}", sequence_length)):

@@ -1,35 +1,51 @@
-"""What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, and how well it uses the memory.
+"""What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, how well it uses the memory, and
+what overlap is worth.
 
     python -m harness.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
-One process plays rank 0 of d with torch's fake process group, and collectives return at once: what is measured is the
-sharded update itself. The batch is one byte long, and backward() is outside the clock. Without a GPU: one line.
+One process plays rank 0 of d with torch's fake process group. First collectives return at once: what is measured is the
+sharded update itself. The batch is one byte long, and backward() is outside the clock. Then whole steps, beside a link
+that is played. Without a GPU: one line.
 """
 
 import importlib
 import statistics
+import time
 from datetime import date
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import FakeWork
 
-from harness import STAGES, command_line, gpu_overlap, host_time, memory, results
+from harness import STAGES, command_line, exchange, host_time, memory, pictures, results
+from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.examine import commit
 from harness.gpt import GPT, MODELS
-from harness.gpu_overlap import seconds_of
-from harness.results import GpuConditions, GpuResult, GpuRow
-from harness.tables import gpu_sheet, host_sheet, sheet_text
+from harness.ledger import wire_bytes
+from harness.results import GpuConditions, GpuResult, GpuRow, GpuStep, Message, RecordedStep, length, overlap, union
+from harness.tables import gpu_sheet, host_sheet, median, ratio, sheet_of, sheet_text
 from harness.training import UPDATE_BYTES
 
+ADAMW = {"lr": 1e-4, "fused": True}
 WARMUP_STEPS = 2  # the first one makes the state
 
 
 def n_allocations(device):
     """How often torch's allocator was asked for memory so far; 0 on a CPU, whose allocator doesn't count."""
     return torch.cuda.memory_stats(device)["allocation.all.allocated"] if device.type == "cuda" else 0
+
+
+def seconds_of(function, device):
+    """Of one call, until the device has done what it launched."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - start
 
 
 def copy_rate(device, n_bytes=2**30, repeats=10):
@@ -68,7 +84,7 @@ def facts(stage, model_name, d, device, n_steps=10):
                 model = GPT(MODELS[model_name])
             numel = sum(param.numel() for param in model.parameters())
             optimizer_cls = importlib.import_module(stage).DistributedOptimizer if stage else torch.optim.AdamW
-            optimizer = optimizer_cls(model.parameters(), lr=1e-4, fused=True)
+            optimizer = optimizer_cls(model.parameters(), **ADAMW)
             seconds, made = time_steps(model, optimizer, device, n_steps)
             row.step_ms, row.allocations = seconds * 1000, made
             row.bytes_per_s = UPDATE_BYTES * numel / d / seconds
@@ -91,6 +107,205 @@ def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, 
     return GpuResult(conditions, rows, host_time.measure_ranks(device, n_steps=host_steps))
 
 
+# ---------------------------------------------------------------------------- Whole steps, beside a link that is played
+# A collective moves nothing. It occupies a stream of its own, as NCCL's do, for as long as its bytes take on a link of
+# the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows what d of them would do, but
+# for what NCCL's kernels take from the others: some multiprocessors, and some of the memory's rate.
+
+
+D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
+SEQUENCE_LENGTH = 512
+COMPUTES_OVER_BYTES = 1.25  # of plain training, over DDP's all-reduce: the batch is chosen so
+PROFILED_STEPS = 4
+GAP_S = 5e-5
+MARK_NS = 5_000  # a kernel that marks where a phase begins is shorter, every message longer
+
+
+class Arrival:
+    """In place of a Work: whoever waits makes its own stream wait, and not the host."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def wait(self, timeout=None):
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def is_completed(self):
+        return self.event.query()
+
+
+class Link:
+    """Plays the collectives of rank 0 of D: `bytes_per_s` bytes a second leave it, one collective after the other.
+
+    `carried`: [(kind, bytes of the full tensor), …] of all that it was given.
+    """
+
+    def __init__(self, bytes_per_s, device):
+        self.bytes_per_s, self.stream, self.carried = bytes_per_s, torch.cuda.Stream(device), []
+        self.cycles_per_s = cycles_per_s()
+
+    def carry(self, kind, n_bytes):
+        """-> Arrival, of what leaves when the current stream has come so far."""
+        self.carried.append((kind, n_bytes))
+        seconds = wire_bytes(kind, n_bytes, D, "nccl") / self.bytes_per_s
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(seconds * self.cycles_per_s))
+            return Arrival(self.stream.record_event())
+
+    def plays(self, kind):
+        """-> a function in place of torch's collective of that kind; the larger of its two tensors is the whole."""
+        def collective(*args, async_op=False, **kwargs):
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            arrival = self.carry(kind, max(tensor.nbytes for tensor in tensors))
+            return arrival if async_op else arrival.wait()
+        return collective
+
+    def all_reduce_of_ddp(self, _, bucket):
+        """A communication hook of DDP's, in place of its own."""
+        bucket.buffer().div_(D)
+        self.carry("all_reduce", bucket.buffer().nbytes)
+        with torch.cuda.stream(self.stream):
+            future = torch.futures.Future(devices=[self.stream.device])
+            future.set_result(bucket.buffer())  # there when this stream has come so far
+        return future
+
+    def played(self):
+        """A context in which torch's collectives are these."""
+        return mock.patch.multiple(dist, **{name: self.plays("reduce_scatter") for name in exchange.NAMES},
+                                   **{name: self.plays("all_gather") for name in exchange.GATHERS})
+
+
+def cycles_per_s(cycles=10**8):
+    """Of the clock that torch.cuda._sleep() counts."""
+    torch.cuda._sleep(cycles // 10)  # loads the kernel
+    return cycles / seconds_of(lambda: torch.cuda._sleep(cycles), torch.device("cuda"))
+
+
+def ways(link):
+    return {
+        "computing alone": catalogue.compute_only,
+        "ddp": catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
+        "ddp, 100 MB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
+        "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
+        "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
+        "stage 4 overlap, no prefetch": catalogue.stage(catalogue.STAGE_4),
+        "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4),
+    }
+
+
+def run(training, batch, n_steps=3):
+    for _ in range(n_steps):
+        training.step(batch)
+    training.finish()
+
+
+def batch_of(size, device):
+    tokens = torch.randint(256, (size, SEQUENCE_LENGTH), device=device)
+    return tokens, tokens
+
+
+def fitting_batch(model_name, device):
+    """The batch with which plain training takes COMPUTES_OVER_BYTES times as long as DDP's bytes, from two trials."""
+    model = GPT(MODELS[model_name]).to(device)
+    training = catalogue.compute_only(model, ADAMW)
+    n_bytes = 2 * (D - 1) / D * sum(param.nbytes for param in model.parameters())
+    wanted = COMPUTES_OVER_BYTES * n_bytes / BYTES_PER_S
+    seconds = {}
+    for size in (1, 9):
+        run(training, batch_of(size, device))
+        seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), 3), device) / 3
+    return max(1, round(1 + (wanted - seconds[1]) * 8 / (seconds[9] - seconds[1])))
+
+
+def profiled(training, link, batch):
+    """Kernels of a step between others, as torch.profiler saw them -> RecordedStep. Its memory isn't recorded."""
+    link.carried.clear()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            torch.cuda._sleep(1)  # a mark
+            loss = training.forward(*batch)
+            torch.cuda._sleep(1)
+            loss.backward()
+            torch.cuda._sleep(1)
+            training.update()
+            training.zero_grad()
+        training.finish()
+    return one_step([(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+                     for event in profiler.profiler.kineto_results.events() if event.device_type() == DeviceType.CUDA],
+                    link.carried)
+
+
+def one_step(kernels, carried):
+    """[(name, start, end), …] in ns of PROFILED_STEPS steps, what the link carried -> the last step but one."""
+    kernels = sorted(kernels, key=lambda kernel: kernel[1])
+    marks = [start for name, start, end in kernels if "spin" in name and end - start < MARK_NS]
+    first, backward, update, last = marks[-6:-2]
+
+    def since(start, end):
+        return max(start - first, 0) / 1e9, (min(end, last) - first) / 1e9
+    sent = [kernel for kernel in kernels if "spin" in kernel[0] and kernel[2] - kernel[1] >= MARK_NS]
+    messages = [Message(kind, n_bytes, *since(start, end))
+                for (kind, n_bytes), (_, start, end) in zip(carried, sent, strict=True) if end > first and start < last]
+    busy = union(since(start, end) for name, start, end in kernels
+                 if "spin" not in name and end > first and start < last)
+    travels = union((one.start, one.end) for one in messages)
+    return RecordedStep(
+        exposed_seconds=length(travels) - length(overlap(travels, busy)), seconds=(last - first) / 1e9,
+        phases=[("forward", *since(first, backward)), ("backward", *since(backward, update)),
+                ("step", *since(update, last))], communication=messages,
+        # Kernels with less between them than a picture shows are one span.
+        busy=[(start, end - GAP_S) for start, end in union((start, end + GAP_S) for start, end in busy)])
+
+
+def measure_overlap(device, model_name="medium", n_rounds=3):
+    """-> list of GpuSteps, of all ways in turn."""
+    size, link = fitting_batch(model_name, device), Link(BYTES_PER_S, device)
+    batch = batch_of(size, device)
+    with rank_0_of(D), link.played():
+        trainings, steps = {}, {}
+        for name, build in ways(link).items():
+            torch.manual_seed(0)
+            with device:
+                model = GPT(MODELS[model_name])
+            trainings[name], steps[name] = build(model, ADAMW), []
+            run(trainings[name], batch)
+        for _ in range(n_rounds):
+            for name, training in trainings.items():
+                steps[name].append(profiled(training, link, batch))
+    return [GpuStep(name, model_name, D, BYTES_PER_S, size, SEQUENCE_LENGTH, [1000 * step.seconds for step in found],
+                    sorted(found, key=lambda step: step.seconds)[len(found) // 2]) for name, found in steps.items()]
+
+
+def overlap_sheet(rows):
+    ddp_rounds, first = next(row.rounds_ms for row in rows if row.name == "ddp"), rows[0]
+
+    def phase(name):
+        return lambda row: next(1000 * (end - start) for what, start, end in row.step.phases if what == name)
+
+    def travels(row):
+        return 1000 * length(union((one.start, one.end) for one in row.step.communication))
+    return sheet_of(
+        f"Whole steps of rank 0 of {first.d} on one GPU, beside a simulated link", rows,
+        [("", "", "name"), ("ms/step", "measured", lambda row: median(row.rounds_ms), ".1f"),
+         ("x ddp", "measured", lambda row: ratio(row.rounds_ms, ddp_rounds), ".2f"),
+         *((name, "measured", phase(name), ".1f") for name in ("forward", "backward", "step")),
+         ("in flight\nms", "modelled", travels, ".1f"),
+         ("exposed\nms", "measured", lambda row: 1000 * row.step.exposed_seconds, ".1f")],
+        f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}. A collective moves nothing, "
+        "but occupies a stream of its own for as long as its bytes take at "
+        f"{first.link_bytes_per_s / 1e9:.0f} GB/s. Exposed: one is in flight and no kernel computes. Median of "
+        f"{len(first.rounds_ms)} step(s), recorded by torch.profiler.")
+
+
+def overlap_picture(rows):
+    """Of some rows when what computes and what is in flight -> SVG."""
+    drawn = "ddp", "stage 3 grad buffer", "stage 4 overlap"
+    return pictures.svg([(row.name, row.step) for row in rows if row.name in drawn],
+                        f"One recorded step of rank 0 of {rows[0].d} on a GPU, beside a simulated link")
+
+
 def main():
     parser = command_line.Parser("cuda", __doc__)
     command_line.add_json(parser, "measured/cuda.json")
@@ -100,8 +315,8 @@ def main():
     command_line.check_writable("--json", args.json, parser.error)
     device = torch.device("cuda", 0)
     result = measure_steps(device)
-    result.steps = gpu_overlap.measure(device)
-    sheets = [gpu_sheet(result), gpu_overlap.sheet(result.steps), *map(host_sheet, result.host)]
+    result.steps = measure_overlap(device)
+    sheets = [gpu_sheet(result), overlap_sheet(result.steps), *map(host_sheet, result.host)]
     command_line.write_and_show(args.json, results.to_json(result), parser.error,
                                 lambda: print("\n".join(map(sheet_text, sheets))))
 

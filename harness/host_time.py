@@ -10,7 +10,6 @@ import statistics
 import time
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from harness import command_line
 from harness import rows as catalogue
@@ -27,9 +26,8 @@ ADAMW = {"lr": 1e-3, "fused": True}
 
 BUILD = {
     "plain AdamW": catalogue.compute_only,
-    "ddp": catalogue.ddp_of_one(),
-    "ddp + torch ZeRO": catalogue.ddp_of_one(optimizer_cls=ZeroRedundancyOptimizer,
-                                             optimizer_class=torch.optim.AdamW),
+    "ddp": catalogue.ddp_of_one(torch.optim.AdamW),
+    "ddp + torch ZeRO": catalogue.ddp_of_one(catalogue.zero),
     "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
     "stage 1 naive broadcast": catalogue.stage(catalogue.STAGE_1),
     "stage 2 all-gather": catalogue.stage(catalogue.STAGE_2),
@@ -93,18 +91,15 @@ def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, pro
 
 
 def numbers(text):
-    return [int(number) for number in text.split(",")]
+    return list(map(command_line.COUNT, text.split(",")))
 
 
 def main():
     parser = command_line.Parser("host", __doc__)
     parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
     parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
-    parser.add_argument("--steps", type=int, default=60, help="of each row (default 60)")
+    parser.add_argument("--steps", type=command_line.COUNT, default=60, help="of each row (default 60)")
     args = parser.parse_args()
-    command_line.check_at_least_1(args, ("steps",), parser.error)
-    if min(args.tensors + args.ranks) < 1:
-        parser.error("--tensors and --ranks: numbers from 1 on, separated by commas")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for n_tensors in args.tensors:
         for rows in measure_ranks(device, n_tensors, args.ranks, args.steps):

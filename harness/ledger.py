@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
@@ -84,10 +85,10 @@ def kind_and_tensors(operator, arguments):
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *used = OPERATORS[name]
-        return kind, [_flatten(arguments[argument]) for argument in used if argument]
+        return kind, [tree_leaves(arguments[argument]) for argument in used if argument]
     if namespace == "_c10d_functional" and (found := FUNCTIONAL.fullmatch(name)):
         kind = {"isend": "send", "irecv": "recv"}.get(found[1], re.sub("_(into_)?tensor|_single", "", found[1]))
-        return kind, [_flatten(next(iter(arguments.values())))]
+        return kind, [tree_leaves(next(iter(arguments.values())))]
     raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
 
@@ -196,13 +197,6 @@ class Ledger(TorchDispatchMode):
             return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
         future.add_done_callback(note)
         return result
-
-
-def _flatten(tensors):
-    """A tensor, a list of them, a list of lists of them -> list of tensors."""
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [tensor for part in tensors for tensor in _flatten(part)]
 
 
 def _group(arguments):

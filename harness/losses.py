@@ -12,8 +12,7 @@ import statistics
 import torch
 
 from harness import command_line, corpus, results
-from harness.examine import Settings, describe
-from harness.gpt import GPT, MODELS
+from harness.examine import Settings, describe, make_batches, make_model
 from harness.results import LossConditions, LossResult, LossRow
 from harness.rows import ddp, ddp_summed_in_bf16, stage
 from harness.tables import loss_sheet, sheet_text
@@ -21,8 +20,6 @@ from harness.workers import Workers, on_rank_0
 
 SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
 BETAS = 0.95, 0.999
-
-
 FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
 WAYS = {  # name -> how it is built, and the row that it is compared with, whose name says the dtype
     FP32: (stage("stage4_overlap"), FP32),
@@ -37,16 +34,15 @@ WAYS = {  # name -> how it is built, and the row that it is compared with, whose
 
 def loss_of(rank, name, seed, n_steps, beta2):
     """-> the loss on the validation text, of this rank's part of it."""
-    torch.manual_seed(seed)
     build, base = WAYS[name]
-    model = GPT(MODELS[SETTINGS.model]).to(torch.bfloat16 if base == BF16 else torch.float32)
+    settings = SETTINGS._replace(seed=seed, steps=n_steps)
+    model = make_model(settings, rank, "bfloat16" if base == BF16 else "float32")
     training = build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
-    train, validation = corpus.split(corpus.load_bytes())
-    sizes = SETTINGS.batch_size, SETTINGS.sequence_length, rank.rank, rank.world_size
-    batches = corpus.Batches(train, *sizes, seed=seed)
-    for step in range(n_steps):
-        training.step(batches.batch(step))
+    for batch in make_batches(settings, rank)[:n_steps]:
+        training.step(batch)
     training.finish()
+    sizes = SETTINGS.batch_size, SETTINGS.sequence_length, *rank[:3]
+    _, validation = corpus.split(corpus.load_bytes())
     with torch.no_grad():
         return statistics.mean(model(*part).item() for part in corpus.validation_batches(validation, *sizes))
 
@@ -66,11 +62,9 @@ def main():
     parser = command_line.Parser("losses", __doc__)
     for option, default, what in (("--steps", 300, "of each run"), ("--seeds", 3, "of model and text"),
                                   ("--ranks", 2, "processes on this machine")):
-        parser.add_argument(option, type=int, default=default, help=f"{what} (default {default})")
+        parser.add_argument(option, type=command_line.COUNT, default=default, help=f"{what} (default {default})")
     command_line.add_json(parser, "measured/losses.json")
     args = parser.parse_args()
-    if min(args.steps, args.seeds, args.ranks) < 1:
-        parser.error("--steps, --seeds and --ranks must be at least 1")
     command_line.check_writable("--json", args.json, parser.error)
     with Workers(args.ranks, timeout_s=600) as workers:
         result = measure(workers, args.steps, args.seeds)

@@ -60,9 +60,9 @@ def works(me, store):
         dist.all_gather_into_tensor(ones, one)
         dist.reduce_scatter_tensor(one, ones)
         if me.world_size > 1:  # nobody sends to itself
-            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, ones, (me.rank + 1) % me.world_size),
-                                            dist.P2POp(dist.irecv, ones.clone(), (me.rank - 1) % me.world_size)])
-            for work in works:
+            for work in dist.batch_isend_irecv([
+                    dist.P2POp(dist.isend, ones, (me.rank + 1) % me.world_size),
+                    dist.P2POp(dist.irecv, ones.clone(), (me.rank - 1) % me.world_size)]):
                 work.wait()
         answer = str(one.item())
     except RuntimeError as refusal:
@@ -86,7 +86,6 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-met = []  # where the ranks met: (store, rank, world_size)
 MISSING_S = 3  # that ranks which have lost another one wait for each other's word
 
 
@@ -98,8 +97,8 @@ def _missing_ranks():
     missing = []
 
     def ask():
-        with contextlib.suppress(LookupError, RuntimeError):  # the store was never reached, or has gone
-            store, rank, world_size = met[-1]
+        with contextlib.suppress(ValueError, RuntimeError):  # the ranks never met, or the store has gone
+            store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
             store.set(f"lost another: {rank}", "")
             others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
             while len(others) > 1 and time.monotonic() < deadline:
@@ -142,7 +141,6 @@ def connect(timeout_s=120):
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
     sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
-    met.append((store, rank, world_size))
     return me
 
 
@@ -177,20 +175,15 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
         dist.destroy_process_group()
 
 
-_beside = []  # the group of `beside`, once there is one
-_left = []  # process groups until just before Python ends
-
-
 def beside(timeout_s):
-    """A gloo group of all ranks for small messages, which don't queue behind what the default group sends.
+    """-> a new gloo group of all ranks for small messages, which don't queue behind what the default group sends."""
+    before = own_threads()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    let_computing_go_first(own_threads() - before)
+    return group
 
-    The first call makes it, and is collective.
-    """
-    if not _beside:
-        before = own_threads()
-        _beside.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-        let_computing_go_first(own_threads() - before)
-    return _beside[0]
+
+left = []  # process groups until just before Python ends
 
 
 def disconnect():
@@ -199,9 +192,8 @@ def disconnect():
     # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
     # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
     # ask for it while it ends: 1 run of 25 aborted, with such threads delayed. So it is done in between, without it.
-    _left.extend([dist.group.WORLD, *_beside])
-    _beside.clear()
-    atexit.register(_left.clear)
+    left.extend(dist.distributed_c10d._world.pg_map)
+    atexit.register(left.clear)
     dist.destroy_process_group()
 
 

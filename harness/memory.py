@@ -1,4 +1,4 @@
-"""Memory that tensors take, in bytes: counted by following storages, and each address once.
+"""Memory that tensors take, in bytes: counted by following storages.
 
     with Memory(device) as memory:
         model = GPT(config).to(device)
@@ -12,7 +12,6 @@ What is counted is what tensors hold, on a CPU as on a GPU. What a kernel needs 
 are buffers that the communication library keeps for itself.
 """
 
-import bisect
 import collections
 import gc
 import threading
@@ -26,43 +25,43 @@ REST = "buffers"  # what nobody has marked: after a step that is what neither th
 KINDS = "parameters", "gradients", "state", REST
 
 
-def Memory(device):
-    """A counter for `device` (torch.device or str), to be entered with `with`."""
-    return CudaMemory(device) if torch.device(device).type == "cuda" else StorageMemory()
-
-
-class Counted:
-    """What is known of a storage: where it lies, and the bytes that it counts with."""
-
-    def __init__(self, storage):
-        self.storage, self.span, self.n_bytes = weakref.ref(storage), None, 0
-
-
-class StorageMemory(TorchDispatchMode):
+class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
-    A view returns the storage of its base: it is known already, and counts nothing. Nor does a storage that lies in the
-    memory of another, as torch.from_dlpack makes them, which keep that other one alive. The operators that C++ calls
-    (autograd's, the buckets of DistributedDataParallel) come by here too. A tensor made before counts from the moment
-    when an operator returns it or a view of it, or from `track`. The idea is that of torch's own MemTracker.
+    A view returns the storage of its base: it is known already, and counts nothing. Nor does a storage that
+    torch.from_dlpack makes in the memory of another, which it keeps alive. The operators that C++ calls (autograd's,
+    the buckets of DistributedDataParallel) come by here too. A tensor made before counts from the moment when an
+    operator returns it or a view of it, or from `track`. The idea is that of torch's own MemTracker.
     """
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
         super().__init__()
+        self.device = torch.device(device)
         self.live = self.peak = self.made = 0
         self.lock = threading.RLock()  # gloo's threads let go of tensors at any moment, and that is counted there
-        self.counted = weakref.WeakKeyDictionary()  # storage -> Counted
+        self.counted = weakref.WeakKeyDictionary()  # storage -> [the bytes that it counts with]
         self.kinds = weakref.WeakKeyDictionary()  # storage -> what `mark` has called it
-        self.starts, self.owners = [], {}  # where storages that count start, sorted; start -> the Counted that does
+        self.owners = weakref.WeakKeyDictionary()  # storage -> the one in whose memory it lies, if that is another
 
     def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_  # frees and brings back memory, and is no operator
+        if self.device.type == "cuda":
+            forget_peaks(self.device)
+            self.allocated_before = torch.cuda.memory_allocated(self.device)
+        # One frees and brings back memory, the other gives it a second storage; neither is an operator.
+        self.resize, self.share = torch.UntypedStorage.resize_, torch.from_dlpack
         torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)
+        torch.from_dlpack = self._shared
         return super().__enter__()
 
     def __exit__(self, *exception):
-        torch.UntypedStorage.resize_ = self.resize
+        torch.UntypedStorage.resize_, torch.from_dlpack = self.resize, self.share
         return super().__exit__(*exception)
+
+    @property
+    def reserved(self):
+        """On CUDA, the most bytes since the start that torch's caching allocator had of the GPU, less those of tensors
+        from before. With them come what kernels work in and what is rounded up, to 1 MiB where a tensor is large."""
+        return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 
     def reset_peak(self):
         self.peak = self.live
@@ -90,8 +89,8 @@ class StorageMemory(TorchDispatchMode):
     def by_kind(self):
         """-> {kind: bytes of it that are alive, …, REST: bytes}: every storage counts once, the sum is `live`."""
         found = collections.Counter({REST: 0})
-        for storage, one in list(self.counted.items()):
-            found[self.kinds.get(storage, REST)] += one.n_bytes
+        for storage, (n_bytes,) in list(self.counted.items()):
+            found[self.kinds.get(storage, REST)] += n_bytes
         return dict(found)
 
     def hold(self, n_bytes):
@@ -106,43 +105,21 @@ class StorageMemory(TorchDispatchMode):
 
     def _track(self, storage):
         with self.lock:
-            one = self.counted.get(storage)
-            if one is None:
-                one = self.counted[storage] = Counted(storage)
-                weakref.finalize(storage, self._forget, one)
-            span = start, stop = span_of(storage)
-            if one.span == span:
-                return
-            self._forget(one)  # where it was
-            one.span = span
-            if start == stop or self._owner(storage) is not storage:
-                return
-            if start:
-                first, last = (bisect.bisect_left(self.starts, address) for address in span)
-                for inside in [self.owners[address] for address in self.starts[first:last]]:
-                    if (kind := self.kinds.get(inside.storage() or storage)) is not None:
-                        self.kinds.setdefault(storage, kind)
-                    self._forget(inside)  # it counted, until this was seen
-                bisect.insort(self.starts, start)
-                self.owners[start] = one
-            one.n_bytes = stop - start
-            self.made += one.n_bytes
-            self.hold(one.n_bytes)
+            storage = self._owner(storage)
+            count = self.counted.get(storage)
+            if count is None:
+                count = self.counted[storage] = [0]
+                weakref.finalize(storage, self._set, count, 0)
+            self._set(count, storage.nbytes())
 
     def _owner(self, storage):
-        """-> the storage that counts, in whose memory `storage` lies; as a rule itself."""
-        start, stop = span_of(storage)
-        before = bisect.bisect_right(self.starts, start)
-        owner = self.owners[self.starts[before - 1]] if start and before else None
-        return owner and stop <= owner.span[1] and owner.storage() or storage
+        return self.owners.get(storage, storage)
 
-    def _forget(self, one):
-        """It counts no more."""
+    def _set(self, count, n_bytes):
         with self.lock:
-            if one.n_bytes and self.owners.get(one.span[0]) is one:
-                del self.owners[one.span[0]], self.starts[bisect.bisect_left(self.starts, one.span[0])]
-            self.live -= one.n_bytes
-            one.n_bytes = 0
+            more, count[0] = n_bytes - count[0], n_bytes
+            self.made += max(0, more)
+            self.hold(more)
 
     def _resized(self, storage, size):
         self.resize(storage, size)
@@ -150,11 +127,10 @@ class StorageMemory(TorchDispatchMode):
             self._track(storage)
         return storage
 
-
-def span_of(storage):
-    """-> (start, stop): where its memory lies; of a fake one, which has none, as many bytes from 0 on."""
-    start = 0 if storage.device.type == "meta" else storage.data_ptr()
-    return start, start + storage.nbytes()
+    def _shared(self, tensor):
+        shared = self.share(tensor)
+        self.owners[shared.untyped_storage()] = self._owner(tensor.untyped_storage())
+        return shared
 
 
 def plain_tensors(tensor):
@@ -193,24 +169,3 @@ def forget_peaks(device):
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-
-
-class CudaMemory(StorageMemory):
-    """The same, of tensors anywhere, and what torch's caching allocator had of the GPU for those there: `reserved`.
-
-    That is the most bytes since the start, less those of tensors from before. With it come what kernels work in and
-    what is rounded up, to 1 MiB where a tensor is large: no formula is met to the byte.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def __enter__(self):
-        forget_peaks(self.device)
-        self.allocated_before = torch.cuda.memory_allocated(self.device)
-        return super().__enter__()
-
-    @property
-    def reserved(self):
-        return torch.cuda.max_memory_reserved(self.device) - self.allocated_before

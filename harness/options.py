@@ -6,7 +6,7 @@ import math
 import torch.distributed as dist
 
 from harness import gpt, meeting
-from harness.command_line import number
+from harness.command_line import COUNT, number
 from harness.corpus import DATA_BYTES, STDLIB_BYTES
 from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
@@ -14,7 +14,7 @@ from harness.meeting import is_rank_0, leave, on_all_ranks
 PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
 WEIGHT_DECAY = 0.1
 TIMEOUT_S = 600  # that a rank waits for another one
-SECONDS, COUNT, SIZE = number(float, 0.001, 10**6), number(int, 1, 10**6), number(float, 0, 10**6)
+SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
 
 
 def connect():
@@ -82,13 +82,12 @@ def parse_args(description, arguments=None):
             parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
+        args.given = given = {option for option, value in vars(args).items() if value is not None}
         for option in ("save_every", "keep", "resume_from"):
-            if getattr(args, option) is not None and not args.checkpoint:
+            if option in given and not args.checkpoint:
                 parser.error(f"argument --{option.replace('_', '-')}: there is no --checkpoint DIR to save in")
-        args.given = {option for option in ("lr", "weight_decay") if getattr(args, option) is not None}
-        for option, default in (("lr", model.lr), ("weight_decay", WEIGHT_DECAY), ("save_every", 100), ("keep", 3)):
-            if getattr(args, option) is None:
-                setattr(args, option, default)
+        defaults = {"lr": model.lr, "weight_decay": WEIGHT_DECAY, "save_every": 100, "keep": 3}
+        vars(args).update((option, value) for option, value in defaults.items() if option not in given)
         return args
     return on_all_ranks(parse)
 

@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 
-from harness import command_line, gpu_overlap, pictures, tables
+from harness import command_line, gpu_step, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
@@ -65,7 +65,7 @@ def hosts(found):
 
 def cuda():
     result = saved.load("cuda.json")
-    return shown(gpu_overlap.sheet(result.steps), pick(tables.gpu_sheet(result)), *hosts(result.host))
+    return shown(gpu_step.overlap_sheet(result.steps), pick(tables.gpu_sheet(result)), *hosts(result.host))
 
 
 def plans():
@@ -111,7 +111,7 @@ BLOCKS = {
 PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
             "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
-            "gpu_overlap.svg": lambda: gpu_overlap.picture(saved.load("cuda.json").steps),
+            "gpu_overlap.svg": lambda: gpu_step.overlap_picture(saved.load("cuda.json").steps),
             "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from harness import alone, command_line, models, pictures
 from harness import results as saved
 from harness import rows as catalogue
+from harness.command_line import COUNT, number
 from harness.examine import made_here
 from harness.replay import Hardware, calibrated, replay
 from harness.results import Check, ModelledRun, PlanResult, PlanRow, PlanSize, PublishedRun
@@ -168,36 +169,33 @@ def published():
 
 
 fail = functools.partial(command_line.fail, "plan")
-BOUNDS = {"world": (1, 4096), "layers": (0, 1000), "width": (0, 2**17), "device_memory": (0.001, 10**6),
-          "bucket_cap_mb": (0.001, 10**6)}
+SIZE = number(float, 0.001, 10**6)
 
 
 def gigabytes(text):
-    return float(text.removesuffix("g"))
+    return SIZE(text.removesuffix("g"))
 
 
 def parse():
     parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
     add("--model", default="7b", choices=models.NAMED, help="(default 7b)")
-    add("--layers", type=int, default=0, metavar="N", help="in place of --model: a LLaMA of so many layers")
-    add("--width", type=int, default=0, metavar="N", help="of that LLaMA, a multiple of 128")
-    add("--world", type=int, default=1024, help="data-parallel ranks (default 1024)")
+    add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
+    add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
+    add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
     add("--device", choices=DEVICES, default="h100", help="(default h100)")
     add("--device-memory", type=gigabytes, default=80.0, metavar="80g", help="of one device (default 80g: 10⁹ bytes)")
-    add("--batch-size", type=int, default=1, help="sequences of a micro-batch (default 1)")
-    add("--sequence-length", type=int, default=1024, help="tokens of a sequence (default 1024)")
-    add("--accumulate", type=int, default=1, help="micro-batches a step, exchanged once (default 1)")
-    add("--tensor-parallel", type=int, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=float, help="of stage 4 and DDP (default: the best of a few sizes)")
+    add("--batch-size", type=COUNT, default=1, help="sequences of a micro-batch (default 1)")
+    add("--sequence-length", type=COUNT, default=1024, help="tokens of a sequence (default 1024)")
+    add("--accumulate", type=COUNT, default=1, help="micro-batches a step, exchanged once (default 1)")
+    add("--tensor-parallel", type=COUNT, default=1, help="devices that share each layer of a LLaMA (default 1)")
+    add("--bucket-cap-mb", type=SIZE, help="of stage 4 and DDP (default: the best of a few sizes)")
     add("--check", action="store_true", help="also compare modelled with measured runs, here and elsewhere")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     args = parser.parse_args()
-    command_line.check_at_least_1(args, ("batch_size", "sequence_length", "accumulate", "tensor_parallel"), fail)
-    if args.layers < 0 or args.width < 0 or args.width % 128 or (args.layers > 0) != (args.width > 0):
+    if args.width % 128 or (args.layers > 0) != (args.width > 0):
         fail("--layers and --width: give both, and a width that is a multiple of 128")
-    command_line.check_bounds(args, BOUNDS, fail)
     spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")

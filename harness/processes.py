@@ -37,9 +37,7 @@ def keep_freed_memory():
 def let_computing_go_first(threads):
     """Let `threads`, ids of this process, wait where one that computes has the core, instead of interrupting it.
 
-    Linux prefers who wakes up, and gloo's threads do at each 64 kB that arrive: in the midst of a matrix product. (Here
-    those of the default group; a group that is made later has threads of its own.)
-
+    Linux prefers who wakes up, and gloo's threads do at each 64 kB that arrive: in the midst of a matrix product.
     GLOO_PRIORITY=normal in the environment leaves them as they are, for a machine with many more ranks than cores: they
     would get none while any rank computes, and the others wait for what they send.
     """

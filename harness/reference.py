@@ -9,42 +9,27 @@ from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as cut_like
 from torch.nn.parallel import DistributedDataParallel
 
+from guard.groups import all_params, copy_hyperparameters, hyperparameters
+from guard.guarded import mean_loss
 from harness.training import MainParamsTraining
-
-
-def local(tensor):
-    """Of a DTensor what lies on this rank; of anything else, itself."""
-    return getattr(tensor, "_local_tensor", tensor)  # to_local() would be another tensor each time
+from stage4_overlap.dtensor import local
 
 
 def clip_grad_norm_(params, max_norm, norm_type):
     """As torch's, of tensors and DTensors. -> the norm before, a scalar tensor. Collective over meshes."""
     grads = [param.grad for param in params]
-    norms = torch.stack([as_tensor(torch.linalg.vector_norm(grad, float(norm_type))) for grad in grads])
-    norm = torch.linalg.vector_norm(norms, float(norm_type))
+    norms = [torch.linalg.vector_norm(grad, float(norm_type)) for grad in grads]  # of a DTensor one of partial sums
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     torch._foreach_mul_([local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1))
     return norm
-
-
-def as_tensor(value):
-    """A number, a tensor or a DTensor, maybe of partial sums -> a tensor that every rank of its mesh has."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-
-
-def mean_over_ranks(loss, process_group):
-    """-> the mean of what the ranks of `process_group` pass, a scalar tensor; None: nothing. Collective."""
-    if loss is None:
-        return None
-    loss = as_tensor(loss).detach().clone()
-    dist.all_reduce(loss, group=process_group)
-    return loss / dist.get_world_size(process_group)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Averages gradients over the ranks, unless DDP has, and steps all parameters. Arguments: those of stage 1.
 
     Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group(). The
-    inner optimizer sees tensors, and has its state by them: torch's kernels refuse lists of both kinds.
+    inner optimizer sees what of a DTensor lies on this rank: torch's kernels refuse lists of both kinds.
     Without: parameters that some ranks don't use, several dtypes, loss scaling, errors that say what is wrong.
     """
 
@@ -55,37 +40,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)
         self.optimizer.param_groups.clear()  # torch wants a group; `add_param_group` adds the real ones
         super().__init__(params, self.optimizer.defaults)
-        self.share()
-
-    def share(self):
-        """Our groups and state are the inner optimizer's, which steps everything."""
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.state = self.optimizer.state
 
     @torch.no_grad()
     def add_param_group(self, param_group):
-        self.optimizer.add_param_group(param_group)
-        for param in self.optimizer.param_groups[-1]["params"]:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param in group["params"]:
             dist.broadcast(local(param), group=self.process_group, group_src=0)
+        here = [local(param) for param in group["params"] if local(param).numel()]  # CUDA's kernels refuse empty ones
+        self.optimizer.add_param_group({**hyperparameters(group), "params": here})
 
     def params(self):
-        return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-
-    @contextlib.contextmanager
-    def local_params(self):
-        """Without what has no element on this rank, which CUDA's fused kernels refuse."""
-        outside = [group["params"] for group in self.param_groups]
-        spread = [param for param in sum(outside, []) if local(param) is not param]
-        for group in self.param_groups:
-            group["params"] = [local(param) for param in group["params"] if local(param).numel()]
-        for param in spread:
-            local(param).grad = local(param.grad)
-        try:
-            yield
-        finally:
-            for param in spread:
-                local(param).grad = None
-            for group, params in zip(self.param_groups, outside):
-                group["params"] = params
+        return [param for param in all_params(self) if param.grad is not None]
 
     @torch.no_grad()
     def sync_grads(self):
@@ -100,8 +67,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(grads, cut_like(flat, grads))
 
     def step_own(self):
-        with self.local_params():
-            self.optimizer.step()
+        copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
+        spread = [param for param in self.params() if local(param) is not param]
+        for param in spread:
+            local(param).grad = local(param.grad)
+        self.optimizer.step()
+        for param in spread:
+            local(param).grad = None
 
     def sync_params(self):
         """Every rank has stepped them all."""
@@ -112,10 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.grads_synced = True
 
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = mean_over_ranks(closure(), self.process_group)
+        loss = None if closure is None else mean_loss(self, closure)
         self.finish_grad_sync()
         self.step_own()
         self.sync_params()
@@ -136,13 +105,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         """This rank's part, in tensors, where parameters are DTensors."""
-        with self.local_params():
-            return super().state_dict()
+        copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict):
-        with self.local_params():
-            self.optimizer.load_state_dict(state_dict)
-            self.share()
+        self.optimizer.load_state_dict(state_dict)
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
+        self.state = self.optimizer.state
 
 
 def in_ddp(model, bucket_cap_mb=None, hook=None, **options):

@@ -314,7 +314,7 @@ class GpuRow(Kept):
 
 
 class GpuStep(Kept):
-    """Recorded steps of rank 0 of `d`, beside a link that is played: see gpu_overlap.py. `step`: of median length."""
+    """Recorded steps of rank 0 of `d`, beside a link that is played: see gpu_step.py. `step`: of median length."""
     name: str
     model: str
     d: int

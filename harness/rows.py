@@ -1,5 +1,6 @@
 """The rows: each configuration to train by its name, with what it must agree with, send and hold."""
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -17,7 +18,7 @@ import stage4_overlap
 from harness import STAGES, muon
 from harness.exchange import in_place_of_gloos, start
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, in_ddp, rounded
-from harness.training import ShardedTraining, Training
+from harness.training import Training
 
 # What the variants are compared with: --rows variants measures these, too.
 BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
@@ -29,30 +30,24 @@ def is_asked(text, name):
     return any(one in name for one in text.split(",")) or text == "variants" and name in BESIDE_VARIANTS
 
 
-class Choice(NamedTuple):
-    """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
-    base: str
-    bucket_mb: float | None = None
+class OfChoice:
+    """For what has the two fields of a Choice: its names, to be shown, and never read, such as "ddp, 2 MB buckets"."""
+
+    choice = property(lambda self: Choice(self.base, self.bucket_mb))
 
     @property
     def name(self):
-        """To be shown, and never read: "ddp, 2 MB buckets"."""
         return self.base if self.bucket_mb is None else f"{self.base}, {self.size} buckets"
 
     @property
     def size(self):
-        """To be shown: "2 MB"."""
         if self.bucket_mb is None:
             return "default"
         return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
 
 
-class OfChoice:
-    """For what has the two fields of a Choice, and its names."""
-
-    choice = property(lambda self: Choice(self.base, self.bucket_mb))
-    name = property(lambda self: self.choice.name)
-    size = property(lambda self: self.choice.size)
+class Choice(OfChoice, collections.namedtuple("Choice", "base bucket_mb", defaults=[None])):
+    """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
 
 
 # ------------------------ Ways to train the same model on the same data: each a small function that sets one of them up
@@ -62,23 +57,18 @@ def compute_only(model, adamw):
     return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
 
 
-PIECE = 2**18  # elements of one of its messages: 1 MiB, as in stage 4
-
-
 class ComputeAndBytes(Training):
     """Sends as many bytes as stage 4 while it computes, to the next rank; nothing waits for them before the step ends.
-
-    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more.
-    """
+    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more."""
 
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
         numel, rank, d = sum(param.numel() for param in model.parameters()), dist.get_rank(), dist.get_world_size()
         n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
-        sent, received = torch.zeros(2, PIECE, device=next(model.parameters()).device)
+        sent, received = torch.zeros(2, 2**18, device=next(model.parameters()).device)  # 1 MiB, a message of stage 4
         self.messages = [(sent[:n - start], (rank + 1) % d, received[:n - start], (rank - 1) % d)
-                         for start in range(0, n, PIECE)]
-        self.optimizer.bucket_buffer_bytes = 2 * 4 * PIECE
+                         for start in range(0, n, len(sent))]
+        self.optimizer.bucket_buffer_bytes = sent.nbytes + received.nbytes
 
     def _send_and_compute(self, tokens, targets):
         self.works = start(self.messages, None)
@@ -90,25 +80,29 @@ class ComputeAndBytes(Training):
             work.wait()
 
 
-def beneath_ddp(package, bucket_cap_mb=None, hook=None):
-    """DDP averages the gradients while backward runs, in buckets; rung 0, or stage 1 or 2, steps what it steps."""
+def with_ddp(make, bucket_cap_mb=None, hook=None, is_alone=False):
+    """DDP averages the gradients while backward runs, in buckets; `make(params, **adamw)` makes what steps.
+
+    `is_alone`: in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with.
+    """
     def build(model, adamw):
-        wrapped = in_ddp(model, bucket_cap_mb, hook)
-        optimizer = optimizer_class(package)(model.parameters(), torch.optim.AdamW, average_gradients=False, **adamw)
-        return Training(model, wrapped, optimizer)
+        group = {"process_group": dist.new_group([0], backend="gloo")} if is_alone else {}
+        return Training(model, in_ddp(model, bucket_cap_mb, hook, **group), make(model.parameters(), **adamw))
     return build
 
 
-def ddp_of_one(bucket_cap_mb=None, hook=None, optimizer_cls=torch.optim.AdamW, **kwargs):
-    """DDP in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with."""
-    def build(model, adamw):
-        wrapped = in_ddp(model, bucket_cap_mb, hook, process_group=dist.new_group([0], backend="gloo"))
-        return Training(model, wrapped, optimizer_cls(model.parameters(), **kwargs, **adamw))
-    return build
+ddp_of_one = functools.partial(with_ddp, is_alone=True)
 
 
-ddp = beneath_ddp("harness.reference")
-ddp_summed_in_bf16 = beneath_ddp("harness.reference", hook=bf16_sum)
+def beneath_ddp(package, bucket_cap_mb=None):
+    """Stage 1 or 2 steps what it steps."""
+    return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw),
+                    bucket_cap_mb)
+
+
+ddp = with_ddp(torch.optim.AdamW)
+ddp_summed_in_bf16 = with_ddp(torch.optim.AdamW, hook=bf16_sum)
+zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
 
 
 def ddp_and_zero(bucket_cap_mb=None):
@@ -116,12 +110,7 @@ def ddp_and_zero(bucket_cap_mb=None):
 
     With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
     """
-    def build(model, adamw):
-        wrapped = in_ddp(model, bucket_cap_mb)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
-                                            parameters_as_bucket_view=bucket_cap_mb is not None, **adamw)
-        return Training(model, wrapped, optimizer)
-    return build
+    return with_ddp(functools.partial(zero, parameters_as_bucket_view=bucket_cap_mb is not None), bucket_cap_mb)
 
 
 def fsdp2(reshard_after_forward):
@@ -130,7 +119,7 @@ def fsdp2(reshard_after_forward):
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for module in [*model.blocks, model]:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        return ShardedTraining(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+        return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
     return build
 
 
@@ -290,7 +279,7 @@ PLANNED = [
 ROWS = [
     Configuration("compute only", "floor", compute_only, 0, 16, starts_apart=False),
     Configuration("compute + bytes", "floor", ComputeAndBytes, 8, 16, starts_apart=False),
-    in_buckets("ddp", functools.partial(beneath_ddp, "harness.reference"), 8, 16, kind="reference"),
+    in_buckets("ddp", functools.partial(with_ddp, torch.optim.AdamW), 8, 16, kind="reference"),
     in_buckets("ddp + stage 1", functools.partial(beneath_ddp, STAGE_1), 12, 8, 8),
     in_buckets("ddp + stage 2", functools.partial(beneath_ddp, STAGE_2), 12, 8, 8),
     Configuration("rung 0 replicated", "stage", stage("harness.reference"), 8, 16),
@@ -348,20 +337,12 @@ def in_its_context(measure):
 
 
 TUNED = [REFERENCE, "ddp + torch ZeRO"]  # each is also measured with the size of buckets that is DDP's best
-PEER_SIZES = [0.25, 1, 2, 4, 8]  # MiB
 DEFAULT_MB = 25  # of DDP
 OVERLAP = "stage 4 overlap"
 SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
-
-
-def swept():
-    """The rows of a sweep -> list of Choices."""
-    return [*(Choice(REFERENCE, size) for size in (None, *PEER_SIZES)), *(Choice(OVERLAP, size) for size in SIZES)]
-
-
-def of_curve():
-    """DDP alone, in fewer sizes: what is swept at each rate of the curve."""
-    return [Choice(REFERENCE, size) for size in (None, 0.25, 1, 4)]
+# The rows of a sweep, and of the one at each rate of the curve: DDP alone, in fewer sizes.
+SWEPT = [*(Choice(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(Choice(OVERLAP, size) for size in SIZES)]
+SWEPT_FOR_CURVE = [Choice(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 
 
 def is_whole(sweep):

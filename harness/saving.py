@@ -142,13 +142,12 @@ def measure(rank, n_bytes, folder, rounds):
 
 def main():
     parser = command_line.Parser("saving", __doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of each rank (default 1)")
-    parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
+    size = command_line.number(float, 0.01, 100)
+    parser.add_argument("--gigabytes", type=size, default=1.0, help="of each rank (default 1)")
+    parser.add_argument("--rounds", type=command_line.COUNT, default=4, help="(default 4)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: for temporary files)")
     command_line.add_json(parser, "measured/saving.json")
     args = parser.parse_args()
-    command_line.check_bounds(args, {"gigabytes": (0.01, 100)}, parser.error)
-    command_line.check_at_least_1(args, ("rounds",), parser.error)
     command_line.check_writable("--json", args.json, parser.error)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, Workers(RANKS, timeout_s=3600) as workers:
         answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)

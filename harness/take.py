@@ -7,8 +7,9 @@ train.py stays here, imports become relative, and the package says which version
 
 import argparse
 import re
-import sys
 from pathlib import Path
+
+from harness import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 STAYS = {"train.py", "show.py", "__init__.py"}
@@ -24,21 +25,20 @@ __version__ = "{version}"
 
 def files_of(stage, with_checkpoint):
     """-> path in the package -> text."""
-    files = {path.name: path.read_text() for path in stage.glob("*.py") if path.name not in STAYS}
-    files = {name: re.sub(r"^from guard\b", "from .guard", text, flags=re.MULTILINE) for name, text in files.items()}
+    taken = {path.name: path for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
     for folder in ["guard", *["checkpoint"] * with_checkpoint]:
-        for path in (ROOT / folder).glob("*.py"):
-            text = re.sub(r"^from guard\b", "from ..guard", path.read_text(), flags=re.MULTILINE)
-            files[f"{folder}/{path.name}"] = text
-    opening = OPENING.format(number=stage.name.removeprefix("stage")[0], version=VERSION)
+        taken |= {f"{folder}/{path.name}": path for path in (ROOT / folder).glob("*.py")}
+    files = {name: re.sub(r"^from guard\b", f"from .{'.' * name.count('/')}guard", path.read_text(), flags=re.MULTILINE)
+             for name, path in taken.items()}
+    opening = OPENING.format(number=stage[len("stage")], version=VERSION)
     return {**files, "__init__.py": opening, "LICENSE": (ROOT / "LICENSE").read_text()}
 
 
 def take(number, to, with_checkpoint=False):
     """Raises ValueError: there is no such stage, or `to` is no place for a package."""
-    stages = {path.name.removeprefix("stage")[0]: path for path in ROOT.glob("stage*_*")}
+    stages = {stage[len("stage")]: stage for stage in STAGES}
     if number not in stages:
-        raise ValueError(f"STAGE={number}: there are stages {', '.join(sorted(stages))}")
+        raise ValueError(f"STAGE={number}: there are stages {', '.join(stages)}")
     write_package(to, files_of(stages[number], with_checkpoint))
 
 
@@ -62,8 +62,7 @@ def main():
     try:
         take(args.stage, args.to, args.checkpoint)
     except (ValueError, OSError) as reason:
-        print(f"take: {reason}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"take: {reason}\n")
     print(f"{args.to}: from {args.to.name} import DistributedOptimizer")
 
 

@@ -1,6 +1,5 @@
 """One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
 
-import functools
 import json
 import sys
 import time
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from harness import command_line
 from harness import rows as catalogue
-from harness.command_line import write
+from harness.command_line import COUNT, write
 from harness.every_row import attempt
 from harness.examine import WARMUP_STEPS, Settings, make_batches, make_training
 from harness.gpt import MODELS
@@ -29,13 +28,8 @@ RECORDED_STEPS = 6  # the first is there for what it leaves under way
 class Recorder(Ledger):
     """A ledger that also writes down when operators ran, in which phase of the step, and how much was alive.
 
-    Args:
-        memory: a `harness.memory.Memory` that has been entered.
-
-    Attributes:
-        busy: [[start, end], …] in seconds of time.perf_counter, in order.
-        phases: [(name, start, end), …].
-        live: [(time, bytes), …]: what is alive from that time on.
+    `busy`: [[start, end], …] in seconds of time.perf_counter, in order; `phases`: [(name, start, end), …]; `live`:
+    [(time, bytes), …], what is alive from that time on, by a `memory` that has been entered.
     """
 
     def __init__(self, memory):
@@ -116,12 +110,8 @@ def record_rows(workers, settings, rows, progress=lambda text: None):
 
 
 def one_step(recorder, number):
-    """One of the recorded steps, not the first -> RecordedStep, from the start of its forward until the next
-    one's could start.
-
-    What travels across that border (parameters that the next forward waits for) is shown where it is seen: at the
-    start, that of the step before.
-    """
+    """One of the recorded steps, not the first -> RecordedStep. What travels across its border (parameters that the
+    next forward waits for) is shown where it is seen: at the start, that of the step before."""
     start, end = span_of(recorder, number)
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
@@ -137,21 +127,19 @@ def one_step(recorder, number):
         memory=most_alive(recorder.live, start, end))
 
 
-fail = functools.partial(command_line.fail, "timeline")
-
-
 def main():
     parser = command_line.Parser("timeline", __doc__)
-    add = parser.add_argument
+    add, fail = parser.add_argument, parser.error
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
         "stages, on rank 0")
-    add("--ranks", type=int, default=2, help="processes on this machine (default 2)")
-    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
+    add("--model", choices=MODELS, default="tiny", help="(default tiny)")
     command_line.add_sizes(add, batch_size=8)
     add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
     args = parser.parse_args()
-    command_line.check_workload(args, ("ranks",), MODELS, fail)
-    command_line.check_beside("--out", args.out, ".json", fail)
+    command_line.check_length(args.sequence_length, args.model, MODELS, fail)
+    for path in (args.out, args.out.with_suffix(".json")):
+        command_line.check_writable("--out", path, fail)
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]

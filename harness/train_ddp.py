@@ -18,32 +18,25 @@ import harness.train as workload
 def main():
     rank = workload.connect()  # one GPU a rank and NCCL, or else the CPU and gloo
     args = workload.parse_args(__doc__)
-    batches, validation = workload.load_data(args, rank)
     model = DistributedDataParallel(workload.build_model(args, rank), gradient_as_bucket_view=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
-    checkpoints = workload.Checkpoints(args, rank, model.module, optimizer, scheduler)  # resumes from the newest
 
-    report = workload.Report(args, rank, model, checkpoints.first_step)
-    report.validation("before", workload.evaluate(model, validation))
-    with report:
-        for step in range(checkpoints.first_step, args.steps):
-            for micro in range(args.accumulate):
-                is_last = micro == args.accumulate - 1
-                with nullcontext() if is_last else model.no_sync():  # gradients travel once a step
-                    tokens, targets = batches.batch(step * args.accumulate + micro)  # (B, T), (B, T)
-                    loss = model(tokens, targets) / args.accumulate
-                    loss.backward()
-                report.add_loss(loss)
-            if args.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            report.step_done()
-            checkpoints.step_done()
-    report.validation("after", workload.evaluate(model, validation))
+    run = workload.Run(args, rank, model.module, optimizer, scheduler)  # from the newest checkpoint on
+    for step in run.steps():  # after each of which it prints the loss and saves, if it is time to
+        for micro in range(args.accumulate):
+            is_last = micro == args.accumulate - 1
+            with nullcontext() if is_last else model.no_sync():  # gradients travel once a step
+                tokens, targets = run.batch(step, micro)  # (B, T), (B, T)
+                loss = model(tokens, targets) / args.accumulate
+                loss.backward()
+            run.add_loss(loss)
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
     workload.disconnect()
 
 

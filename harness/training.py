@@ -45,9 +45,9 @@ class Training:
             torch.cuda.synchronize()
 
     def full_params(self):
-        """Every parameter, whole, as it is on this rank -> list of tensors."""
+        """Every parameter, whole, as it is on this rank -> list of tensors. Collective, of DTensors."""
         self.finish()
-        return [param.detach() for param in self.model.parameters()]
+        return [getattr(param, "full_tensor", lambda: param)().detach() for param in self.model.parameters()]
 
 
 class MainParamsTraining(Training):
@@ -85,10 +85,3 @@ class MainParamsTraining(Training):
     def zero_grad(self):
         self.optimizer.zero_grad()
         self.model.zero_grad()
-
-
-class ShardedTraining(Training):
-    """For parameters that are DTensors."""
-
-    def full_params(self):
-        return [param.full_tensor().detach() for param in self.model.parameters()]

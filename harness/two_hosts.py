@@ -22,7 +22,7 @@ from harness import command_line, every_row, examine, pictures, tables, timeline
 from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
-from harness.command_line import write
+from harness.command_line import COUNT, write
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep
@@ -37,15 +37,13 @@ ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2",
         *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
                       "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
-CURVE = [*map(Choice, ("compute only", "ddp", "rung 0 replicated", "stage 2 all-gather", "stage 3 grad buffer",
-                       "stage 4 overlap", "fsdp2"))]
+CURVE = [Choice(name) for name in ("compute only", "ddp", "rung 0 replicated", *catalogue.LADDER[2:], "fsdp2")]
 # Steps of a round: on a slow line each is long, and the line alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
 # Of these one step is recorded too: which part of its communication is exposed.
 RECORDED = {"compute + bytes", "fsdp2", *catalogue.LADDER, *(row.name for row in catalogue.APART)}
 UNDRAWN = "variants", "muon", "hybrid"  # of these a time is shown, and no picture
-# Where --rows asks for them.
-VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]
+VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
 
 def parse(description):
@@ -54,19 +52,19 @@ def parse(description):
     add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
         help="the curve, at these rates (default %(const)s), with --json measured/network.json")
     add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
-    add("--model", default="tiny", help="see bench.py (default tiny)")
+    add("--model", choices=MODELS, default="tiny", help="(default tiny)")
     command_line.add_sizes(add, batch_size=8)
-    add("--rounds", type=int, default=4, help="in each, every row is timed once (default 4)")
-    add("--steps", type=int, default=6, help="timed in a round, one by one (default 6)")
-    add("--ranks-per-host", type=int, default=1, help="processes on each of the two hosts (default 1)")
+    add("--rounds", type=COUNT, default=4, help="in each, every row is timed once (default 4)")
+    add("--steps", type=COUNT, default=6, help="timed in a round, one by one (default 6)")
+    add("--ranks-per-host", type=COUNT, default=1, help="processes on each of the two hosts (default 1)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, or one of several with commas "
         "between them, ddp and compute only; or curve")
     add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; the best are "
         "rows, now and in later runs at this rate with the same --json")
-    add("--accumulation", action="store_true", help="also time 1 to 8 micro-batches a step: what communication "
+    add("--accumulation", action="store_true", help="also time 1 to 4 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
-    add("--timeout", type=int, default=120, help="seconds after which a waiting rank gives up (default 120)")
+    add("--timeout", type=COUNT, default=120, help="seconds after which a waiting rank gives up (default 120)")
     args = parser.parse_args()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
@@ -195,7 +193,7 @@ def measure_here(args, workers):
     sweep, tuned, is_curve = None, args.tuned, args.rows == "curve"
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-        sizes = catalogue.of_curve() if is_curve else catalogue.swept()
+        sizes = catalogue.SWEPT_FOR_CURVE if is_curve else catalogue.SWEPT
         found = every_row.measure_rows(workers, short, sizes, progress)
         sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
     named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
@@ -278,9 +276,11 @@ def measure_curve(args):
 def main():
     args = parse(__doc__)
     args.json = args.json or (Path("measured/network.json") if args.curve else None)
-    command_line.check_workload(args, ("rounds", "steps", "timeout", "ranks_per_host"), MODELS, fail)
-    if args.json:
-        command_line.check_beside("--json", args.json, ".svg", fail)
+    command_line.check_length(args.sequence_length, args.model, MODELS, fail)
+    if args.json and args.json.suffix == ".svg":
+        fail(f"--json {args.json}: the picture of that name is written beside it: choose another ending")
+    for path in [args.json, args.json.with_suffix(".svg")] if args.json else []:
+        command_line.check_writable("--json", path, fail)
     sys.exit(measure_curve(args) if args.curve else measure(args))
 
 

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 import traceback
-from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,7 +30,7 @@ class WorkerError(RuntimeError):
         self.details = details
 
 
-class Workers:
+class Workers(contextlib.AbstractContextManager):
     """`world_size` processes on this machine, in one process group, started once, that run what they are given.
 
         with Workers(2) as workers:
@@ -48,9 +47,6 @@ class Workers:
         self.world_size, self.timeout_s, self.limit_s, self.enter = world_size, timeout_s, limit_s, enter
         self.processes, self.pipes = [], []
         self._start()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception):
         self.close()
@@ -85,7 +81,7 @@ class Workers:
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes, self.store = [], [], None
+        self.processes, self.pipes = [], []
         self.folder.cleanup()
 
     def _start(self):
@@ -93,9 +89,6 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         self.folder = tempfile.TemporaryDirectory()
         place = str(Path(self.folder.name, "store"))  # where they meet: hosts that share no network share files
-        if not self.enter:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
-            place = self.store.port
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, name=f"rank {rank}", daemon=True, args=(
@@ -154,8 +147,7 @@ class Workers:
 def start_forkserver():
     """Starts, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
 
-    The first call is the main thread's. It starts while Ctrl-C is ignored, and its children inherit that: Ctrl-C
-    reaches the parent alone, which ends them.
+    The first call is the main thread's. The process and its children ignore Ctrl-C: the parent ends them.
     """
     # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
@@ -188,10 +180,7 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
             if me is None:
                 if enter:
                     enter(rank)
-                    store = dist.FileStore(place, world_size)
-                else:
-                    store = dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=timeout_s))
-                me = join(rank, world_size, rank, world_size, timeout_s, store)
+                me = join(rank, world_size, rank, world_size, timeout_s, dist.FileStore(place, world_size))
             sys.path[:], call = pickle.loads(job)
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))

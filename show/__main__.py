@@ -20,14 +20,14 @@ from harness import command_line
 if __name__ == "__main__":
     command_line.begin()
 
+from harness.command_line import number
 from harness.workers import WorkerError, Workers
 
 from . import frames, hero, page, record, terminal
 
 fail = functools.partial(command_line.fail, "show")
 STAGES = {one.id: one for one in page.SHOWN if not one.right}  # by number
-MAX_ELEMENTS = 48
-BOUNDS = {"ranks": (1, 8), "steps": (1, 4), "buckets": (1, MAX_ELEMENTS)}  # more is no picture any more
+MAX_ELEMENTS = 48  # more is no picture any more
 
 
 def package_of(stage):
@@ -43,17 +43,16 @@ def parse_args():
     parser = command_line.Parser("show", __doc__)
     add = parser.add_argument
     add("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
-    add("--ranks", type=int, default=4, help="processes (default 4)")
+    add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
     add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
     add("--optimizer", choices=list(record.OPTIMIZERS), default="momentum", help="default: SGD with momentum")
-    add("--buckets", type=int, default=3, help="of stage 4, by the nearest cap (default 3)")
-    add("--steps", type=int, default=1, help="default 1")
+    add("--buckets", type=number(int, 1, MAX_ELEMENTS), default=3, help="of stage 4, by the nearest cap (default 3)")
+    add("--steps", type=number(int, 1, 4), default=1, help="default 1")
     add("--json", type=Path, help="write the recording")
     add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
     args = parser.parse_args()
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
-    command_line.check_bounds(args, BOUNDS, fail)
     if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
         fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")
     args.package, args.params = package_of(args.stage), tuple(sizes)

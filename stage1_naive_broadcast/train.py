@@ -18,35 +18,26 @@ from stage1_naive_broadcast import DistributedOptimizer
 def main():
     rank = workload.connect()  # one GPU a rank and NCCL, or else the CPU and gloo
     args = workload.parse_args(__doc__)
-    batches, validation = workload.load_data(args, rank)
     model = workload.build_model(args, rank)
 
-    optimizer = DistributedOptimizer(
-        model.parameters(), torch.optim.AdamW, process_group=args.process_group, lr=args.lr,
-        weight_decay=args.weight_decay, fused=True
-    )
+    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, process_group=args.process_group,
+                                     lr=args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
-    checkpoints = workload.Checkpoints(args, rank, model, optimizer, scheduler)  # resumes from the newest
 
-    report = workload.Report(args, rank, model, checkpoints.first_step)
-    report.validation("before", workload.evaluate(model, validation))
-    with report:
-        for step in range(checkpoints.first_step, args.steps):
-            for micro in range(args.accumulate):
-                is_last = micro == args.accumulate - 1
-                with nullcontext() if is_last else optimizer.no_sync():  # gradients travel once a step
-                    tokens, targets = batches.batch(step * args.accumulate + micro)  # (B, T), (B, T)
-                    loss = model(tokens, targets) / args.accumulate
-                    loss.backward()
-                report.add_loss(loss)
-            if args.clip:
-                optimizer.clip_grad_norm_(args.clip)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            report.step_done()
-            checkpoints.step_done()
-    report.validation("after", workload.evaluate(model, validation))
+    run = workload.Run(args, rank, model, optimizer, scheduler)  # from the newest checkpoint on
+    for step in run.steps():  # after each of which it prints the loss and saves, if it is time to
+        for micro in range(args.accumulate):
+            is_last = micro == args.accumulate - 1
+            with nullcontext() if is_last else optimizer.no_sync():  # gradients travel once a step
+                tokens, targets = run.batch(step, micro)  # (B, T), (B, T)
+                loss = model(tokens, targets) / args.accumulate
+                loss.backward()
+            run.add_loss(loss)
+        if args.clip:
+            optimizer.clip_grad_norm_(args.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
     workload.disconnect()
 
 

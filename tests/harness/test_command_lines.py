@@ -67,13 +67,13 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--keep", "-1"], "--keep: must be a whole number from 0 to 1e+06, not -1"),
         *(([option, "2"], f"{option}: {NO_CHECKPOINT}") for option in ("--save-every", "--keep", "--resume-from"))]),
     "bench.py": (bench.main, [
-        (["--ranks", "0"], "--ranks 0: it must be from 1 to 1e+06"), (["--model", "huge"], "huge"),
+        (["--ranks", "0"], "--ranks: must be a whole number from 1 to 1e+06, not 0"), (["--model", "huge"], "huge"),
         (["--data", "/nowhere"], "--data /nowhere: there is no such file or folder"),
         (["--rows", "stage 9"], "stage 9"), (["--json", ""], "--json .: Is a directory"),
         (["--json", "results"], "Is a directory")]),
     "timeline": (timeline.main, [
-        (["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size 0: it must"),
-        (["--ranks", "0"], "--ranks 0"),
+        (["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size: must be a"),
+        (["--ranks", "0"], "--ranks: must be a"),
         (["--rows", "zero"], "--rows 'zero'"), (["--out", "results"], "--out results: Is a directory"),
         (["--out", "a.png"], "--out a.png: the picture is an SVG")]),
     "network": (two_hosts.main, [
@@ -87,14 +87,15 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--json", "results/bench.json"], "something else than results of make")]),
     "plan": (plan.parse, [
         (["--model", "8b"], "argument --model: invalid choice: '8b'"),
-        *((["--world", world], f"--world {world}: it must be from 1 to 4096") for world in ("0", "5000")),
-        (["--device-memory", "much"], "argument --device-memory: invalid gigabytes value: 'much'"),
+        *((["--world", world], f"--world: must be a whole number from 1 to 4096, not {world}")
+          for world in ("0", "5000")),
+        (["--device-memory", "much"], "--device-memory: must be a number from 0.001 to 1e+06, not much"),
         (["--model", "gpt2", "--tensor-parallel", "2"], "the heads of gpt2 can't be shared out so"),
         (["--model", "tiny", "--sequence-length", "300"], "--sequence-length 300: tiny takes at most 256"),
-        *(([option, text], f"{option} {float(text):g}: it must be from 0.001 to 1e+06") for text in (
+        *(([option, text], f"{option}: must be a number from 0.001 to 1e+06, not {text}") for text in (
             "0", "inf", "nan", "1e-9", "-1") for option in ("--bucket-cap-mb", "--device-memory")),
-        (["--layers", "1000000000", "--width", "128"], "--layers 1e+09: it must be from 0 to 1000"),
-        (["--layers", "2", "--width", "12800000000"], "--width 1.28e+10: it must be from 0 to 131072"),
+        (["--layers", "1000000000", "--width", "128"], "--layers: must be a whole number from 0 to 1000"),
+        (["--layers", "2", "--width", "12800000000"], "--width: must be a whole number from 0 to 131072"),
         (["--layers", "2"], "--layers and --width: give both, and a width that is a multiple of 128")]),
 }
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import gpu_overlap, gpu_step, host_time, ledger, results
+from harness import gpu_step, host_time, ledger, results
 from harness.gpt import GPT, MODELS
 from harness.tables import gpu_sheet, sheet_text
 from tests.common import STAGES, one_rank_of
@@ -107,10 +107,10 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, mock.Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.futures, "Future", lambda devices, Future=torch.futures.Future: Future())
-    monkeypatch.setattr(gpu_overlap, "SEQUENCE_LENGTH", 32)
-    monkeypatch.setattr(gpu_overlap, "cycles_per_s", lambda: 1e9)
+    monkeypatch.setattr(gpu_step, "SEQUENCE_LENGTH", 32)
+    monkeypatch.setattr(gpu_step, "cycles_per_s", lambda: 1e9)
     seconds = itertools.count(1)
-    monkeypatch.setattr(gpu_overlap, "seconds_of", lambda function, device: (function(), next(seconds))[1])
+    monkeypatch.setattr(gpu_step, "seconds_of", lambda function, device: (function(), next(seconds))[1])
 
     def profiled(training, link, batch):
         link.carried.clear()
@@ -118,13 +118,13 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
         training.finish()
         sent[len(sent)] = sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried)
         return results.RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")])
-    monkeypatch.setattr(gpu_overlap, "profiled", profiled)
-    rows = gpu_overlap.measure(CPU, "nano", n_rounds=1)
-    assert [row.name for row in rows] == list(gpu_overlap.ways(mock.Mock()))
+    monkeypatch.setattr(gpu_step, "profiled", profiled)
+    rows = gpu_step.measure_overlap(CPU, "nano", n_rounds=1)
+    assert [row.name for row in rows] == list(gpu_step.ways(mock.Mock()))
     alone, ddp, *others = sent.values()
     assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
     assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding
-    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_overlap.sheet(rows))
+    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_step.overlap_sheet(rows))
 
 
 def test_exposed_is_what_travels_while_no_kernel_computes():
@@ -135,7 +135,7 @@ def test_exposed_is_what_travels_while_no_kernel_computes():
         kernels += [(name, start + 1000 * begins, start + 1000 * ends) for name, begins, ends in [
             ("spin", 0, 1), ("gemm", 1, 30), ("spin", 30, 31), ("gemm", 31, 80), ("spin", 70, 90), ("spin", 90, 91),
             ("adamw", 91, 100)]]
-    step = gpu_overlap.one_step(kernels, [("all_reduce", 8)] * 4)
+    step = gpu_step.one_step(kernels, [("all_reduce", 8)] * 4)
     assert step.seconds == pytest.approx(100e-6) and step.exposed_seconds == pytest.approx(10e-6)
     assert [name for name, *_ in step.phases] == ["forward", "backward", "step"]
     assert [(one.kind, one.bytes) for one in step.communication] == [("all_reduce", 8)]

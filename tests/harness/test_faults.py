@@ -95,7 +95,7 @@ LOST, SAVED_BY_ALL = [1, -9, 1], [75] * 3  # exit codes of the three ranks
 SCENARIOS = [  # a stage; when rank 1 sends itself which signal; the exit codes, and the step that all go on from
     (4, "backward", LOST, 10), (3, "step", LOST, 10), (4, "prefetch", LOST, 10), (4, "save", LOST, 10),
     (4, "backward:SIGSTOP", LOST, 10), (4, "backward:SIGTERM", SAVED_BY_ALL, 15), (2, "step:SIGUSR1", SAVED_BY_ALL, 15),
-    (4, "after step:SIGHUP", SAVED_BY_ALL, 16), (3, "save:SIGTERM", SAVED_BY_ALL, 21),
+    (4, "after step:SIGHUP", SAVED_BY_ALL, 15), (3, "save:SIGTERM", SAVED_BY_ALL, 21),
 ]
 
 
@@ -105,7 +105,7 @@ def test_whatever_happens_to_one_rank_the_others_say_so_in_one_line_and_nothing_
     """Without torchrun, which would end them itself; in step 15, or in the save after step 20. Then the same again.
 
     SIGKILL, and SIGSTOP, which ends a run by its time-out: the others name rank 1. A signal that asks to stop is heard
-    after the step under way, or, too late for the step's own exchange, after the next one: all save it.
+    after the step under way: all save it.
     """
     folder, stage, signalled = tmp_path / "run", STAGES[number - 1], moment.partition(":")[2]
     more = ["--timeout", "10"] if signalled == "SIGSTOP" else []

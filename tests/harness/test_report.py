@@ -228,7 +228,7 @@ def swept(result, of_2_mb=0.8):
         return dataclasses.replace(base, bucket_mb=choice.bucket_mb, kind="peer",
                                    rounds_ms=[share * one for one in base.rounds_ms])
     share = {Choice("ddp"): 1, Choice("ddp", 2): of_2_mb}
-    sweep = Sweep(result.conditions, [row(choice, share.get(choice, 2)) for choice in catalogue.swept()])
+    sweep = Sweep(result.conditions, [row(choice, share.get(choice, 2)) for choice in catalogue.SWEPT])
     tuned = [row(choice, of_2_mb) for choice in catalogue.best(sweep.rows) if choice.base == "ddp"]
     return dataclasses.replace(result, sweep=sweep, rows=[*result.rows, *tuned])
 
@@ -272,8 +272,8 @@ def test_the_rows_of_a_tuned_size_stand_behind_the_default():
     tuned = [Choice("ddp", 2), Choice("ddp + stage 1", 4)]
     assert catalogue.beside([Choice("ddp"), Choice("fsdp2")], tuned) == [
         Choice("ddp"), tuned[0], Choice("fsdp2"), tuned[1]]
-    assert all(catalogue.find(*choice).name == choice.base for choice in catalogue.swept() + catalogue.of_curve())
-    assert set(catalogue.of_curve()) < set(catalogue.swept())
+    assert all(catalogue.find(*choice).name == choice.base for choice in catalogue.SWEPT + catalogue.SWEPT_FOR_CURVE)
+    assert set(catalogue.SWEPT_FOR_CURVE) < set(catalogue.SWEPT)
     assert [Choice("ddp", size).name for size in (None, 2.0, 0.25, ONE_PARAMETER)] == [
         "ddp", "ddp, 2 MB buckets", "ddp, 0.25 MB buckets", "ddp, one-parameter buckets"]
 

@@ -173,8 +173,8 @@ def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
     ("nothing_here", "no package nothing_here here"),
     ("3 --params 0,x", "--params 0,x: it must be like 5,2,9"),
     ("3 --params 100", "at most 48"),
-    ("3 --ranks 99", "--ranks 99: it must be from 1 to 8"),
-    ("3 --steps 0", "--steps 0"),
+    ("3 --ranks 99", "--ranks: must be a whole number from 1 to 8, not 99"),
+    ("3 --steps 0", "--steps: must be a whole number from 1 to 4, not 0"),
     ("3 --dtype int8", "int8"),
     ("3 --json docs", "Is a directory")])
 def test_bad_input_is_one_line(args, message, monkeypatch, capsys):

@@ -53,24 +53,18 @@ def test_other_threads_may_let_go_of_tensors():
     assert memory.live == 0 and memory.peak >= 4000
 
 
-def test_storages_in_the_memory_of_another_count_once():
-    """As torch.from_dlpack makes them: whichever is seen first, and under the kind that one of them was given."""
-    for is_known in (True, False):
+def test_a_storage_in_the_memory_of_another_counts_as_that_one():
+    """As torch.from_dlpack makes them."""
+    with Memory("cpu") as memory:
         whole = torch.ones(1000)
         parts = [torch.from_dlpack(part) for part in whole.split(250)]
-        with Memory("cpu") as memory:
-            if is_known:
-                memory.track([whole])
-            memory.mark("parts", parts)
-            memory.track(parts[:2])
-            assert memory.live == (4000 if is_known else 2000)
-            memory.track([whole, *parts])
-            del parts[1]
-            assert memory.live == memory.peak == 4000 and memory.by_kind() == {"parts": 4000, REST: 0}
-            del whole
-            assert memory.live == 4000  # the parts keep it alive
-            parts.clear()
-            assert memory.live == 0 and not memory.starts
+        memory.mark("parts", parts[:1])
+        memory.track(parts)
+        assert memory.live == memory.peak == 4000 and memory.by_kind() == {"parts": 4000, REST: 0}
+        del whole, parts[1]
+        assert memory.live == 4000  # the parts keep it alive
+        parts.clear()
+        assert memory.live == 0
 
 
 def test_kinds_by_hand():
@@ -114,7 +108,7 @@ def test_kinds_of_a_step(rank):
         mark_grads(memory, [param])
         mark_state(memory, optimizer)
         assert memory.by_kind() == {"parameters": 200, "gradients": 200 + 400, "state": 400 + 400, REST: 20}
-        assert getattr(memory, "reserved", memory.live) >= memory.live
+        assert rank.device.type != "cuda" or memory.reserved >= memory.live
 
 
 # In a process of its own: its peak is not yet somebody else's. Before the counted part all code has run once, so that
