@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 from checkpoint import full_state_dict
 from checkpoint.manifest import MANIFEST, sealed
+from harness.meeting import Rank
 from tests.common import STAGES, Net, batch, loss_of, optimizer_of
 
 SHARDED = STAGES[2:]
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+FORMAT_1 = Path(__file__).parent / "format_1"  # stage 3 saved these on 2 ranks, when that was in use
+ONE = Rank(0, 1, torch.device("cpu"), "gloo")
 
 
 def wrapped(stage, params, cls=torch.optim.AdamW, **kwargs):
@@ -37,24 +40,24 @@ def a_run(rank, stage, group=None, seed=0, dtype=torch.float32, cls=torch.optim.
     return model, optimizer
 
 
-def small(rank, stage, *layers, **kwargs):
+def small(rank, stage, *layers, dtype=torch.float32, **kwargs):
     """A model, and its optimizer after a step."""
-    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(7, 7)])).to(rank.device)
+    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(7, 7)])).to(rank.device, dtype)
     optimizer = wrapped(stage, model.parameters(), **kwargs)
-    model(torch.ones(2, 7, device=rank.device)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer)
     return model, optimizer
 
 
 def alone(*layers):
     """The same without ranks, and in plain torch."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(9, 9)]))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, model[0].in_features)).sum().backward()
+    return small(ONE, None, *layers)
+
+
+def step(model, optimizer):
+    weight = next(model.parameters())
+    model(weight.new_ones(2, model[0].in_features)).float().square().mean().backward()
     optimizer.step()
-    return model, optimizer
+    optimizer.zero_grad()
 
 
 def train(rank, model, optimizer, steps, alike=True):
@@ -151,34 +154,42 @@ def tamper(folder, change):
     file = folder / MANIFEST
     before, manifest = file.read_bytes(), json.loads(file.read_bytes())
     del manifest["crc32"]
-    contents = {name: (folder / name).read_bytes() for name in manifest["files"]}
-    headers = manifest["headers"] = {name: header_of(content) for name, content in contents.items()}
-    texts = {id(header): json.dumps(header) for header in headers.values()}
+    manifest["headers"] = {name: header_of((folder / name).read_bytes()) for name in manifest["files"]}
+    texts = {id(header): json.dumps(header) for header in manifest["headers"].values()}
     text = change(manifest, folder)
-    headers, files = manifest.pop("headers", None), manifest.get("files")
-    for name, header in headers.items() if isinstance(headers, dict) else ():
-        path = folder / str(name)[:200]
-        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
-            if "/" in name or not path.is_file() or path.is_symlink() or path.stat().st_size > 10**8:
-                continue
-            if texts.get(id(header)) != json.dumps(header):
-                data, its = data_of(path.read_bytes()), dict(header)
-                path.write_bytes(header_bytes(its.pop("places"), its) + data)
-                files[name]["bytes"] = path.stat().st_size
-            content = path.read_bytes()
-            if all(type(crc) is int for crc in files[name]["crc32"]):
-                files[name]["crc32"] = checksums_of(content, header)
-    if file.is_file() and not file.is_symlink() and file.stat().st_size < 10**8 and file.read_bytes() == before:
+    with contextlib.suppress(ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
+        for name, header in manifest.pop("headers").items():
+            make_right(folder / name, header, texts.get(id(header)) != json.dumps(header), manifest["files"])
+    if is_regular(file) and file.read_bytes() == before:
         file.write_bytes(sealed_text(text) if text else sealed(manifest))
 
 
+def make_right(path, header, is_new, files):
+    """Write a new header into a file; say in the manifest's `files` what the file is now, whatever it is."""
+    if not is_regular(path):
+        return
+    if is_new:
+        content, its = data_of(path.read_bytes()), dict(header)
+        path.write_bytes(header_bytes(its.pop("places"), its) + content)
+        files[path.name]["bytes"] = path.stat().st_size
+    if all(type(crc) is int for crc in files[path.name]["crc32"]):
+        content = path.read_bytes()
+        data, offsets = data_of(content), [what["data_offsets"] for key, what in header.items() if key != "places"]
+        files[path.name]["crc32"] = [zlib.crc32(content[: len(content) - len(data)]),
+                                     *(zlib.crc32(data[slice(*of)]) for of in offsets)]
+
+
+def is_regular(path):
+    return path.is_file() and not path.is_symlink()
+
+
 def text_of(manifest):
-    return json.dumps({key: what for key, what in manifest.items() if key != "headers"})
+    return json.dumps({key: what for key, what in manifest.items() if key != "headers"}).encode()
 
 
 def header_of(content):
     """Of the bytes of a rank's file, with its `places`."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header = json.loads(content[8 : len(content) - len(data_of(content))])
     return {"places": json.loads(header.pop("__metadata__")["places"]), **header}
 
 
@@ -191,15 +202,8 @@ def data_of(content):
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
-def checksums_of(content, header):
-    data = data_of(content)
-    offsets = [what["data_offsets"] for key, what in header.items() if key != "places"]
-    return [zlib.crc32(content[: len(content) - len(data)]), *(zlib.crc32(data[slice(*of)]) for of in offsets)]
-
-
 def sealed_text(text):
     """JSON with its checksum, whatever it says."""
-    text = text.encode() if isinstance(text, str) else text
     return b'{"crc32": %d, %b' % (zlib.crc32(text), text[1:]) if text[:1] == b"{" else text
 
 
@@ -213,13 +217,3 @@ def full_disk(n_bytes):
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-class Exploit:
-    """Whoever unpickles it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)

@@ -3,10 +3,7 @@
 import copy
 import importlib.util
 import json
-import pickle
 import shutil
-import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +21,8 @@ from checkpoint.manifest import manifest_of, sealed
 from harness.memory import Memory
 from tests.checkpoint import (
     ADAMW,
+    FORMAT_1,
     SHARDED,
-    Exploit,
     a_run,
     alone,
     close,
@@ -593,26 +590,22 @@ def test_whole_parameters_stay_where_they_are(rank, stage):
 
 
 # --------------------------------------------------------------------------------------------- the formats before this
-# Stage 3 saved these on 2 ranks, when format 1 was in use. Format 2 had a checksum in its manifest.
-
-FORMAT_1 = Path(__file__).parent / "format_1"
+# Format 2 had a checksum in its manifest, and format 1 had none.
 
 
 def pattern(shape, scale):
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) * scale
 
 
-@on_ranks(2, 3, stage=STAGES[1:], name=["adamw", "stack", "with code", "format 2"])
+@on_ranks(2, 3, stage=STAGES[1:], name=["adamw", "stack", "format 2"])
 def test_the_formats_before_this_one_are_loaded(rank, stage, name, tmp_path):
-    """And code in the `.metadata`, which torch's tools needed, does not run: it is never read."""
     cls, path = Stack if name == "stack" else torch.optim.AdamW, FORMAT_1 / name
-    if name in ("with code", "format 2"):
+    if name == "format 2":
         path = tmp_path / f"{stage}{name}"
-        on_rank_0(rank, with_code if name == "with code" else as_format_2, path)
+        on_rank_0(rank, as_format_2, path)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(rank.device, B)
     optimizer = wrapped(stage, model.parameters(), cls)
     extra = checkpoint.load(path, model, optimizer)
-    assert not (tmp_path / "code has run").exists()
     assert extra["average"].equal(torch.arange(20.0)) and extra["rank"] == (rank.rank if rank.world_size == 2 else 0)
     found = full(optimizer)
     assert found["param_groups"][0]["lr"] == 0.25
@@ -622,15 +615,6 @@ def test_the_formats_before_this_one_are_loaded(rank, stage, name, tmp_path):
         if stage in SHARDED:
             assert equal(found["state"][index], {"main_param": pattern(param.shape, 1.001), **expected})
         assert torch.equal(param.cpu(), pattern(param.shape, 1.001).bfloat16())
-
-
-def with_code(path):
-    shutil.copytree(FORMAT_1 / "adamw", path)
-    (path / ".metadata").write_bytes(pickle.dumps(Exploit(path.parent / "code has run")))
-    manifest = json.loads((path / "manifest.json").read_text())
-    content = (path / ".metadata").read_bytes()
-    manifest["files"][".metadata"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def as_format_2(path, seal=sealed):

@@ -392,7 +392,7 @@ def test_a_slow_rank_is_waited_for_and_a_missing_one_is_named(run, where, second
 OF_SAVE = [(files, "names_of"), (files, "packed"), (files, "local_states"), (states, "refuse_unclaimed"),
            (states, "describe"), (files, "check_states"), (files, "collect"),
            (files, "write_rank_file")]
-OF_RANK_0 = [(files, "claim"), (files, "sealed"), (files, "sync_folder")]
+OF_RANK_0 = [(files, "claim"), (files, "sealed"), (files, "manifest_of"), (files, "sync_folder")]
 OF_LOAD = [(files, "names_of"), (files, "pieces_of"), (files, "manifest_of"), (manifest, "opened"),
            (manifest, "tensors_in"), (files, "check"), (files, "room_for"),
            (rank_files.Reader, "run"), (rank_files.Reader, "read"),
