@@ -46,11 +46,9 @@ CASES = [(None, torch.float32, "AdamW", ADAMW), (STAGES[0], torch.float32, "Adam
          (STAGES[2], torch.bfloat16, "AdamW", ADAMW), (STAGES[3], torch.float32, "AdamW", ADAMW),
          (STAGES[3], torch.bfloat16, "SGD", {"momentum": 0.9}),  # fused it can't step where some have no momentum
          (None, torch.float32, "Adagrad", {})]
-KINDS = {}  # name -> function(chance, manifest, folder): changes the one, or files in the other, or returns a text
 
-
-def kind(function):
-    KINDS[function.__name__.replace("_", " ")] = function
+# ------------------------------------------------------------------------------------------------- kinds of changes
+# Each changes the manifest, or files in the folder, or returns a text for the manifest: see `tamper`.
 
 
 def places(value, path=()):
@@ -70,27 +68,23 @@ def a_place(chance, manifest):
     return manifest, last
 
 
-@kind
 def another_value(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     near = [parent[key] + change for change in (-4, -1, 1, 4, 64)] if type(parent[key]) is int else NAMES
     parent[key] = copy.deepcopy(chance.choice(chance.choice([STRANGE, near])))
 
 
-@kind
 def an_entry_less(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     del parent[key]
 
 
-@kind
 def two_that_changed_places(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     other = chance.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
     parent[key], parent[other] = parent[other], parent[key]
 
 
-@kind
 def a_tensor_of_another_shape(chance, manifest, folder):
     """Its bytes are there, and where the old ones are kept somebody claims them: only the model knows better."""
     header = manifest["headers"][chance.choice(sorted(manifest["headers"]))]
@@ -110,7 +104,6 @@ def a_tensor_of_another_shape(chance, manifest, folder):
     manifest["extra"][0]["dict"].append(["old", {"tensor": "extra.0.old"}])
 
 
-@kind
 def a_tensor_of_another_dtype(chance, manifest, _):
     header = manifest["headers"][chance.choice(sorted(manifest["headers"]))]
     entry = header[chance.choice(sorted(header.keys() - {"places"}))]
@@ -119,7 +112,6 @@ def a_tensor_of_another_dtype(chance, manifest, _):
                                     if dtype.itemsize == size or chance.random() < 0.2])
 
 
-@kind
 def bytes_of_a_file(chance, manifest, folder):
     """What is read is another model's, whatever its values are: it is loaded."""
     name = chance.choice(sorted(manifest["files"]))
@@ -129,7 +121,6 @@ def bytes_of_a_file(chance, manifest, folder):
     (folder / name).write_bytes(content)
 
 
-@kind
 def another_file(chance, manifest, folder):
     path = folder / chance.choice([*sorted(manifest["files"]), "manifest.json"])
     content = path.read_bytes()
@@ -139,20 +130,22 @@ def another_file(chance, manifest, folder):
                    lambda: path.write_bytes(content + bytes(100)), lambda: path.write_bytes(b"")])()
 
 
-@kind
 def a_bit_of_the_manifest(chance, manifest, folder):
     content = bytearray((folder / "manifest.json").read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     (folder / "manifest.json").write_bytes(content)
 
 
-@kind
 def noise_for_a_manifest(chance, manifest, folder):
     text = text_of(manifest)
     start = chance.randrange(len(text))
     noise = chance.choice([b"[" * 10**5, b"\xff\xfe", b"9" * 5000, b'"' + b"\\u0000" * 9, b"NaN", b"{}", b"[],"])
     return text[:start] + noise + text[start:]
 
+
+KINDS = {function.__name__.replace("_", " "): function for function in (
+    another_value, an_entry_less, two_that_changed_places, a_tensor_of_another_shape, a_tensor_of_another_dtype,
+    bytes_of_a_file, another_file, a_bit_of_the_manifest, noise_for_a_manifest)}
 
 # ---------------------------------------------------------------------------------------------------------- one of them
 

@@ -152,13 +152,11 @@ def test_a_move_keeps_what_16_bits_cannot(rank, stage, tmp_path):
 
 
 @on_ranks(2, 4, stage=SHARDED)
-def test_no_rank_holds_more_than_the_state_of_one_parameter_beyond_its_own(rank, stage):
+def test_a_rank_holds_the_state_of_one_parameter_beyond_its_own_and_writes_its_own(rank, stage, tmp_path):
     """16 matrices of 256 KiB, two moments each: 512 KiB a parameter, 8 MiB in all."""
     parameter, everything = 2 * 256 * 256 * 4, 16 * 2 * 256 * 256 * 4
-    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(16)]).to(rank.device)
-    optimizer = optimizer_of(stage)(model.parameters(), **{"bucket_cap_mb": 0.5} if stage == STAGES[3] else {})
-    model(torch.ones(2, 256, device=rank.device)).sum().backward()
-    optimizer.step()
+    model, optimizer = small(rank, stage, *[torch.nn.Linear(256, 256, bias=False) for _ in range(16)],
+                             **{"bucket_cap_mb": 0.5} if stage == STAGES[3] else {})
     with Memory(rank.device) as memory:
         state_dict = full_state_dict(optimizer)
         gathered = memory.peak
@@ -170,6 +168,10 @@ def test_no_rank_holds_more_than_the_state_of_one_parameter_beyond_its_own(rank,
     else:
         assert gathered < parameter / 8  # which rank holds what, and no state
         assert loaded <= everything / rank.world_size + 2 * parameter  # gloo's threads let go of one a moment later
+    checkpoint.save(tmp_path / stage, model, optimizer)
+    sizes = [file.stat().st_size for file in (tmp_path / stage).glob("rank-*")]
+    assert len(sizes) == rank.world_size
+    assert all(0 <= size - 1.5 * everything / rank.world_size < 20_000 for size in sizes)  # and a header of 48 tensors
 
 
 @on_ranks(1, 2, stage=[None, *STAGES])
@@ -177,8 +179,6 @@ def test_the_same_state_can_be_loaded_twice(rank, stage):
     """A run that goes back twice: what was loaded is not stepped in the dict that it came from."""
     model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5), steps=2)
     good, on_one, params, ends = full(optimizer), full_state_dict(optimizer), copy.deepcopy(model.state_dict()), []
-    assert equal(on_one, good) if rank.rank == 0 else on_one == {}
-    assert stage or equal(good["state"], optimizer.state_dict()["state"])
     for _ in range(2):
         model.load_state_dict(params)
         load_full_state_dict(optimizer, on_one)
@@ -254,19 +254,6 @@ def test_a_conversion_to_a_full_disk_leaves_nothing_behind(to, tmp_path):
 
 
 @on_ranks(2, stage=SHARDED)
-def test_each_rank_writes_its_part_only(rank, stage, tmp_path):
-    model = torch.nn.Linear(1024, 1024, bias=False).to(rank.device)
-    optimizer = optimizer_of(stage)(model.parameters())
-    model(torch.ones(1, 1024, device=rank.device)).sum().backward()
-    optimizer.step()
-    checkpoint.save(tmp_path / stage, model, optimizer)
-    sizes = [file.stat().st_size for file in sorted((tmp_path / stage).glob("rank-*"))]
-    everything = 3 * 4 * 1024 * 1024  # a parameter and two moments, of fp32
-    assert len(sizes) == 2 and everything <= sum(sizes) < everything + 2000
-    assert all(abs(size - everything / 2) < 1000 for size in sizes)  # a shard ends where a vector of the CPU does
-
-
-@on_ranks(2, stage=SHARDED)
 def test_names_are_those_of_the_bare_model(rank, stage, tmp_path):
     """A layer or the model is compiled, and DDP is around it."""
     model, optimizer = a_run(rank, stage, steps=2)
@@ -281,25 +268,14 @@ def test_names_are_those_of_the_bare_model(rank, stage, tmp_path):
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-        checkpoint.load(paths[0], its, optimizer)
+        checkpoint.load(path, its, optimizer)
         assert equal([*weights(model).values()], [*before.values()])
     names = [manifest_of(path)[0].tensors.keys() for path in paths]
     assert names[0] == names[1] == names[2]
-    other, second = a_run(rank, stage, seed=3)
-    checkpoint.load(paths[1], other, second)
-    assert equal(weights(other), before)
-
-
-class WithNothing(torch.nn.Linear):
-    """An empty parameter, as a layer of no width has."""
-
-    def __init__(self):
-        super().__init__(7, 3)
-        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
 
 
 def with_statistics():
-    """And with a layer that is not in the optimizer. Of such, and of buffers, those of rank 0 are saved."""
+    """A layer is not in the optimizer. Of such, and of buffers, those of rank 0 are saved."""
     model = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(100, 3))
     for tensor in [*model.buffers(), *model[2].requires_grad_(False).parameters()]:
         tensor.fill_(1.0 + (dist.get_rank() if dist.is_initialized() else 0))
@@ -309,7 +285,8 @@ def with_statistics():
 MODELS = {
     "otherwise in memory": lambda: torch.nn.Conv2d(3, 3, 2).to(memory_format=torch.channels_last),
     "renamed in state_dict()": lambda: torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(7, 7))),
-    "an empty parameter": WithNothing, "statistics": with_statistics,
+    "an empty parameter": lambda: torch.nn.ParameterList([torch.rand(3, 7), torch.rand(0, 3)]),
+    "statistics": with_statistics,
 }
 ENTRIES = [{"a": 1, "b": {"c": 2.0}}, (0.9, 0.99), [1, 2], [torch.ones(2), 2], [{"k": 1}]]  # a user's, in a group
 LATER = dict(zip([None, *STAGES], [*STAGES, None]))
@@ -359,9 +336,6 @@ def test_whatever_model_and_groups_there_are_training_goes_on(rank, stage, what,
     for its in runs:
         step(*its)
         assert close([*its[0].parameters()][:2], [*model.parameters()][:2])
-    optimizer.param_groups[0]["mine"] = tmp_path  # what no load would read
-    with pytest.raises(checkpoint.CheckpointError, match="or a parameter group again: it holds pathlib"):
-        checkpoint.save(tmp_path / "two", model, optimizer)
 
 
 CHANGED = {  # optimizer -> made with, changed before it is saved, made with when it is loaded
@@ -396,19 +370,19 @@ def test_saved_hyperparameters_decide_what_is_loaded(rank, stage, case, tmp_path
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path):
-    latest = checkpoint.latest
-    assert latest(tmp_path / "nowhere") is None and latest(tmp_path) is None
-    for name in ("step-2", "step-1", "step-4.0-0123456789ab-0.partial", "zzz-best", "step-00000009.aside-7",
-                 "step-9.aside"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").touch()
+    def complete(*names):
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "manifest.json").touch()
+
+    assert checkpoint.latest(tmp_path / "nowhere") is None and checkpoint.latest(tmp_path) is None
     (tmp_path / "step-3").mkdir()  # without manifest
     (tmp_path / "step-5" / "manifest.json").mkdir(parents=True)
-    assert latest(tmp_path) == tmp_path / "step-2"
+    complete("step-2", "step-1", "step-4.0-0123456789ab-0.partial", "zzz-best", "step-00000009.aside-7", "step-9.aside")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
     for name in ("step-9", "step-10", "step-00000011", "epoch-12"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").touch()
-        assert latest(tmp_path) == tmp_path / name
+        complete(name)
+        assert checkpoint.latest(tmp_path) == tmp_path / name
 
 
 # ---------------------------------------------------------------------------------------------------------- other ranks
@@ -436,7 +410,8 @@ def test_a_checkpoint_goes_on_in_any_stage_on_any_number_of_ranks(rank, number, 
         if turn:
             assert checkpoint.load(checkpoint.latest(folder), model, optimizer) == {"step": 2 * turn}
         train(rank, model, optimizer, (2 * turn, 2 * turn + 1))
-        checkpoint.save(folder / f"step-{turn}", model, optimizer, {"step": 2 * turn + 2})
+        extra, asynchronous = {"step": 2 * turn + 2}, turn % 2 == 0
+        checkpoint.save(folder / f"step-{turn}", model, optimizer, extra, asynchronous=asynchronous).result()
         return model
 
     for turn, (stage, ranks) in enumerate(route):
@@ -478,7 +453,10 @@ def backward(rank, model, step=0):
 
 @on_ranks(3, stage=SHARDED)
 def test_gradients_are_not_lost_by_moving(rank, stage):
-    """Not those of backward(), on whichever rank; and what was assigned is counted in the next step."""
+    """Not those of backward(), on whichever rank; and what was assigned is counted in the next step.
+
+    A rank that was outside, and looked at gradients there, steps with those of the next pass only.
+    """
     (model, optimizer), (plain, plain_optimizer) = a_run(rank, stage, **ADAMW), a_run(rank, None, **ADAMW)
     between = pytest.raises(RuntimeError, match="between backward")
     for accumulates in (False, True):
@@ -496,21 +474,14 @@ def test_gradients_are_not_lost_by_moving(rank, stage):
     optimizer.zero_grad()
     assert_same(model, plain, exact=False)
     reshard(optimizer, dist.new_group([0, 1]))
-    if optimizer.rank >= 0:  # the last rank is outside, and has none
-        backward(rank, model)
-    with between:
-        reshard(optimizer, None)
-
-
-@on_ranks(2, stage=SHARDED)
-def test_gradients_from_outside_are_not_stepped(rank, stage):
-    """A rank that was outside, and looked at gradients there, steps with those of the next pass only."""
-    (model, optimizer), (plain, plain_optimizer) = a_run(rank, stage, **ADAMW), a_run(rank, None, **ADAMW)
-    reshard(optimizer, dist.new_group([0]))
-    if rank.rank:
-        backward(rank, model, 7)
+    backward(rank, model, 7)
+    if optimizer.rank < 0:  # on the last rank, which is outside, gradients are nobody's
         optimizer.zero_grad()
         backward(rank, model, 8)
+    with between:
+        reshard(optimizer, None)
+    if optimizer.rank >= 0:
+        optimizer.zero_grad()
     reshard(optimizer, None)
     train(rank, model, optimizer, range(2))
     train(rank, plain, plain_optimizer, range(2))
@@ -558,11 +529,8 @@ def test_several_groups_are_not_moved_into_one(rank, stage):
     """Each pair of ranks has trained another model."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model, optimizer = a_run(rank, stage, pairs[rank.rank // 2], seed=rank.rank // 2, steps=1)
-    with nothing_changes(model, optimizer):
-        with pytest.raises(RuntimeError, match="of several process groups"):
-            reshard(optimizer, None)
-        with pytest.raises(TypeError, match="process_group must be a ProcessGroup"):
-            reshard(optimizer, [0, 1])
+    with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match="of several process groups"):
+        reshard(optimizer, None)
     train(rank, model, optimizer, range(1))
 
 

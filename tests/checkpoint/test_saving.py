@@ -1,9 +1,11 @@
 """What a cluster does to a save: a second run, a slow rank, a full disk, an error on one rank, one nobody asks for."""
 
 import contextlib
+import copy
 import errno
 import fcntl
 import gc
+import json
 import math
 import os
 import re
@@ -17,6 +19,7 @@ import weakref
 from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,15 +31,14 @@ from checkpoint import files, full_state, load_full_state_dict, manifest, rank_f
 from checkpoint import folder as folders
 from checkpoint.folder import LOCK
 from checkpoint.ranks import LONGEST, at_own_pace, first_line
-from harness.meeting import Rank
 from tests.checkpoint import (
+    ONE,
     SHARDED,
     a_run,
     alone,
     equal,
     full,
     full_disk,
-    in_group,
     nothing_changes,
     raising,
     said_by_all,
@@ -47,9 +49,6 @@ from tests.checkpoint import (
 from tests.common import STAGES, error_of, on_ranks, situation
 from tests.ranks import ROOT
 
-ONE = Rank(0, 1, torch.device("cpu"), "gloo")
-REFUSED = "can't be written: another run saves in .*: end it, or save in another folder"
-
 
 def left_in(folder):
     return {path.name for path in folder.iterdir()}
@@ -58,58 +57,43 @@ def left_in(folder):
 # ----------------------------------------------------------------------------------------------------------- two runs
 
 
-@contextlib.contextmanager
-def other_run(path, then=""):
-    """A process that saves `path`, then lives on until the `with` ends. -> the line that it says before"""
-    script = f"""
-        import os, shutil, sys, time, torch, checkpoint
-        from tests.checkpoint import alone
-        checkpoint.save({str(path)!r}, *alone(), "other run")
-        {then}
-        print("saved", flush=True)
-        sys.stdin.read()
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        yield process.stdout.readline()
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def save_beside(rank, folder, is_refused):
-    model, optimizer = small(rank, STAGES[3])
-    if not is_refused:
-        return checkpoint.save(folder / "step-2", model, optimizer) and None
-    for asynchronous in (False, True):
-        line = error_of(lambda: checkpoint.save(folder / "step-2", model, optimizer, asynchronous=asynchronous))
-        assert re.search(REFUSED, said_by_all(line))
-    checkpoint.save(folder / "best-2", model, optimizer)  # which is no step of the other run
-
-
 @pytest.mark.waits
-@pytest.mark.parametrize("world_size", [2])
-def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(run, tmp_path):
+def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(tmp_path):
     """Also between two saves of the first, and when it copies the folder: a lock of the process would be lost then.
 
     What a dead one has left is removed, and what a living one writes is not. A worker that was forked from it and lives
     on has no part in the lock.
     """
-    left, child = tmp_path / "run" / "step-1.0-0123456789ab-0.partial", None
-    then = (f"shutil.copytree({str(tmp_path / 'run')!r}, {str(tmp_path / 'copy')!r}); child = os.fork(); "
-            "child or (os.closerange(0, 3), time.sleep(60), os._exit(0)); print(child, end=' ')")
-    try:
-        with other_run(tmp_path / "run" / "step-1", then) as line:
-            child = int(line.split()[0])
+    folder, left = tmp_path / "run", tmp_path / "run" / "step-1.0-0123456789ab-0.partial"
+    script = f"""
+        import os, shutil, sys, time, checkpoint
+        from tests.checkpoint import alone
+        checkpoint.save({str(folder / "step-1")!r}, *alone())
+        shutil.copytree({str(folder)!r}, {str(tmp_path / "copy")!r})
+        child = os.fork()
+        if child == 0:
+            os.closerange(0, 3)
+            time.sleep(60)
+            os._exit(0)
+        print(child, flush=True)
+        sys.stdin.read()
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as first:
+        child = int(first.stdout.readline())
+        try:
             left.mkdir()
-            assert (tmp_path / "copy" / LOCK).exists()
-            run(save_beside, tmp_path / "run", True)
-            assert left.exists() and checkpoint.latest(tmp_path / "run").name == "best-2"
-        run(save_beside, tmp_path / "run", False)
-        assert not left.exists() and checkpoint.latest(tmp_path / "run").name == "step-2"
-    finally:
-        if child:
+            for asynchronous in (False, True):
+                with pytest.raises(checkpoint.FolderInUse, match="can't be written: another run saves in .*: end it"):
+                    checkpoint.save(folder / "step-2", *alone(), asynchronous=asynchronous)
+            checkpoint.save(folder / "best-2", *alone())  # which is no step of the other run
+            assert left.exists() and (tmp_path / "copy" / LOCK).exists()
+            first.kill()
+            first.wait()
+            checkpoint.save(folder / "step-2", *alone())
+            assert not left.exists()
+        finally:
+            first.kill()
             os.kill(child, signal.SIGKILL)
 
 
@@ -173,14 +157,12 @@ def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
     model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5), steps=2)
     folder, here = tmp_path / f"{stage}", Path.cwd()
     folder.mkdir(exist_ok=True)
-    extra, before = {"step": 1, "average": torch.zeros(20)}, (weights(model), full(optimizer))
-    before = [{name: value.clone() for name, value in before[0].items()}, before[1]]
+    extra, before = {"step": 1, "average": torch.zeros(20)}, copy.deepcopy([weights(model), full(optimizer)])
     os.chdir(folder)
     try:
         with held_back() as (let_go, patch):
             saving = checkpoint.save("one", model, optimizer, extra, asynchronous=True)
             os.chdir(here)
-            before[1]["param_groups"][0]["lr"] = torch.tensor(0.5)
             extra["step"], _ = 2, extra["average"].fill_(7)
             optimizer.param_groups[0]["lr"].fill_(9)
             train(rank, model, optimizer, (2, 3))
@@ -199,19 +181,15 @@ def test_a_failed_asynchronous_save_is_told_by_the_next(rank, stage, tmp_path):
     """On rank 1 the disk is full. Rank 0 alone asks how the second save went, and the third save tells the others."""
     model, optimizer = small(rank, stage)
     folder = tmp_path / stage
-    with pytest.MonkeyPatch.context() as patch:
-        if rank.rank == 1:
-            patch.setattr(files, "write_rank_file", raising(OSError(28, "No space left on device")))
-        for name in ("one", "two"):
+    full_there = mock.patch.object(files, "write_rank_file", raising(OSError(28, "No space left on device")))
+    for name in ("one", "two"):
+        with full_there if rank.rank == 1 else contextlib.nullcontext():
             saving = checkpoint.save(folder / name, model, optimizer, asynchronous=True)
             wait([saving])
-            if name == "two" and rank.rank == 0:
-                assert error_of(saving.result).endswith("two can't be written: rank 1: No space left on device")
-            if name == "one":
-                line = error_of(lambda: checkpoint.save(folder / "none", model, optimizer))
-                assert said_by_all(line).endswith("one can't be written: rank 1: No space left on device")
-    line = said_by_all(error_of(lambda: checkpoint.save(folder / "none", model, optimizer)))
-    assert line.endswith("rank 1: No space left on device")
+        words = f"{name} can't be written: rank 1: No space left on device"
+        if name == "two" and rank.rank == 0:
+            assert error_of(saving.result).endswith(words)
+        assert said_by_all(error_of(lambda: checkpoint.save(folder / "none", model, optimizer))).endswith(words)
     checkpoint.save(folder / "three", model, optimizer, asynchronous=True).result()
     checkpoint.save(folder / "four", model, optimizer)
     assert left_in(folder) == {"three", "four", LOCK}
@@ -268,21 +246,6 @@ def test_new_process_groups_and_optimizers_leave_nothing_behind(rank, stage, tmp
     _, group = files.writer_of(optimizer, None)  # the one that has written it
     ours, writers = (one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group))
     assert ours == writers != dist.distributed_c10d.default_pg_timeout
-
-
-@on_ranks(4, stage=SHARDED)
-def test_an_asynchronous_save_where_ranks_are_in_other_groups_too(rank, stage, tmp_path):
-    """torch names a group of some ranks after how many groups a rank is in: different names would be a hang."""
-    dist.new_group([0, 3])
-
-    def save(group):
-        model, optimizer = a_run(rank, stage, group)
-        path = tmp_path / f"{stage}{'some' if group else 'all'}"
-        checkpoint.save(path, model, optimizer, asynchronous=True).result()
-
-    save(None)
-    in_group(rank, [0, 1, 2], save)
-    assert (tmp_path / f"{stage}all").exists() and (tmp_path / f"{stage}some").exists()
 
 
 @on_ranks(2)
@@ -350,9 +313,10 @@ def slow(rank, folder):
 
 
 def missing(rank, folder, where):
-    """Rank 1 doesn't come, or stops in the middle of its work, until rank 0 has noticed. -> what rank 0 says"""
-    def stop(*_, **__):
+    """Rank 1 stops at the beginning or in the middle of its work, until rank 0 has noticed. -> what rank 0 says"""
+    def stop(*args, **_):
         os.kill(os.getpid(), signal.SIGSTOP)
+        return args[0]
 
     everyone = [None, None]
     small(rank, STAGES[3])  # as in `slow`
@@ -360,25 +324,20 @@ def missing(rank, folder, where):
     model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "SILENT_S", 2)
-        if rank.rank == 0:
-            line = error_of(lambda: checkpoint.save(folder / "one", model, optimizer), dist.DistError)
-            os.kill(everyone[1], signal.SIGCONT)
-            dist.barrier()
-            return line
-        if where == "not there":
-            stop()
-        else:
+        if rank.rank:
             patch.setattr(files, where, stop)
-            with pytest.raises(RuntimeError):  # rank 0 has gone on
-                checkpoint.save(folder / "one", model, optimizer)
-        dist.barrier()
+        line = error_of(lambda: checkpoint.save(folder / "one", model, optimizer))
+    if rank.rank == 0:
+        os.kill(everyone[1], signal.SIGCONT)
+    dist.barrier()
+    return line
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("where, seconds", [("not there", 3), ("write_rank_file", 2), ("collect", 2)])
+@pytest.mark.parametrize("where, seconds", [("itself", 3), ("write_rank_file", 2), ("collect", 2)])
 @pytest.mark.parametrize("world_size", [2])
 def test_a_slow_rank_is_waited_for_and_a_missing_one_is_named(run, where, seconds, tmp_path):
-    if where == "not there":
+    if where == "itself":  # what `save` begins with
         run(slow, tmp_path / "slow")
     line, _ = run(missing, tmp_path, where)
     assert line == (f"checkpoint {tmp_path}/one can't be written: rank 1 is missing: nothing was heard of it for "
@@ -390,13 +349,11 @@ def test_a_slow_rank_is_waited_for_and_a_missing_one_is_named(run, where, second
 # What save and load call, one after the other; what only rank 0 does is named so.
 
 OF_SAVE = [(files, "names_of"), (files, "packed"), (files, "local_states"), (states, "refuse_unclaimed"),
-           (states, "describe"), (files, "check_states"), (files, "collect"),
-           (files, "write_rank_file")]
+           (states, "describe"), (files, "check_states"), (files, "collect"), (files, "write_rank_file")]
 OF_RANK_0 = [(files, "claim"), (files, "sealed"), (files, "manifest_of"), (files, "sync_folder")]
 OF_LOAD = [(files, "names_of"), (files, "pieces_of"), (files, "manifest_of"), (manifest, "opened"),
-           (manifest, "tensors_in"), (files, "check"), (files, "room_for"),
-           (rank_files.Reader, "run"), (rank_files.Reader, "read"),
-           (files, "check_states"), (files, "prepared"), (files, "install")]
+           (manifest, "tensors_in"), (files, "check"), (files, "room_for"), (rank_files.Reader, "run"),
+           (rank_files.Reader, "read"), (files, "check_states"), (files, "prepared"), (files, "install")]
 OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
 ERRORS = [(MemoryError, "too little memory"), (ValueError, "embedded null byte"), (KeyError, "nobody thought of it"),
           (RuntimeError, "several\nlines")]
@@ -438,21 +395,20 @@ def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, c
                 assert line == f"the state can't be loaded: rank {bad_rank}: too little memory"
 
 
-@on_ranks(2, stage=SHARDED)
-def test_an_interrupt_in_a_save_stays_one(rank, stage, tmp_path):
+@on_ranks(2)
+def test_an_interrupt_in_a_save_stays_one(rank, tmp_path):
     """Ctrl-C comes to rank 0; the others say so; nothing is left; the next save works."""
-    model, optimizer = a_run(rank, stage)
-    path = tmp_path / stage / "one"
-    with pytest.MonkeyPatch.context() as patch:
-        if rank.rank == 0:
-            patch.setattr(files, "write_rank_file", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt if rank.rank == 0 else checkpoint.CheckpointError) as caught:
-            checkpoint.save(path, model, optimizer)
-    assert rank.rank == 0 or "rank 0: KeyboardInterrupt" in str(caught.value)
+    its, interrupts = small(rank, STAGES[3]), contextlib.nullcontext()
+    kind, words = checkpoint.CheckpointError, "rank 0: KeyboardInterrupt"
+    if rank.rank == 0:
+        interrupts = mock.patch.object(files, "write_rank_file", raising(KeyboardInterrupt()))
+        kind, words = KeyboardInterrupt, None
+    with interrupts, pytest.raises(kind, match=words):
+        checkpoint.save(tmp_path / "one", *its)
     dist.barrier()
-    assert left_in(path.parent) == {LOCK}
+    assert left_in(tmp_path) == {LOCK}
     dist.barrier()
-    checkpoint.save(path, model, optimizer)
+    checkpoint.save(tmp_path / "one", *its)
 
 
 @on_ranks(2, stage=SHARDED)
@@ -481,9 +437,6 @@ def test_a_place_that_cannot_be_written_is_one_line_and_nothing_is_left(rank, st
 class Scaled(torch.nn.Linear):
     def get_extra_state(self):
         return {"scale": 2.0}
-
-    def set_extra_state(self, state):
-        pass
 
 
 class Cloned(torch.nn.Linear):
@@ -539,17 +492,13 @@ def test_a_line_of_an_error_can_be_printed():
     assert line.isprintable() and line.startswith(r"name \x1b[31mred\x07\x00 xxx") and len(line) <= LONGEST + 2
 
 
-def nested(depth):
-    return 1 if depth == 0 else [nested(depth - 1)]
-
-
 def test_what_load_would_not_read_is_not_saved(tmp_path):
     """As deep, and as large, as load takes it, and no more."""
-    for extra, words in ((nested(52), "it is nested deeper than 50"),
+    for extra, words in ((json.loads("[" * 52 + "]" * 52), "it is nested deeper than 50"),
                          ({1: torch.ones(99), "1": torch.ones(99)}, "two of its keys read alike"),
                          ([0] * 4_000_000, "its manifest has 12.* bytes, load.. reads 8.*: put large values")):
         assert re.search(words, error_of(lambda: checkpoint.save(tmp_path / "one", *alone(), extra)))
     assert left_in(tmp_path) == {LOCK}
-    for number, extra in enumerate((nested(51), [0] * 100_000)):
+    for number, extra in enumerate((json.loads("[" * 51 + "]" * 51), [0] * 100_000)):
         checkpoint.save(tmp_path / str(number), *alone(), extra)
         assert checkpoint.load(tmp_path / str(number), *alone()) == extra

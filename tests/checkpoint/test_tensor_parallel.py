@@ -116,14 +116,8 @@ def refuses(rank, folders):
     model, optimizer = build(rank, (2, 2), seed=1)
     step(rank, model, optimizer, (2, 2), 0)
     with nothing_changes(model, optimizer):
-        return [said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), kind))
-                for folder, kind in folders]
-
-
-def save_another(rank, folder):
-    model, optimizer = build(rank, None)
-    model.up.weight.data = torch.zeros(12, 8)
-    checkpoint.save(folder, model, optimizer)
+        return [said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), checkpoint.DamagedCheckpoint))
+                for folder in folders]
 
 
 CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
@@ -145,21 +139,17 @@ def with_cuts(cuts, saved, folder):
     return folder
 
 
-def test_what_is_damaged_or_of_another_model_is_refused_on_every_rank(on, tmp_path):
-    """Cuts that are none of the tensor, a bit, another model."""
-    saved, (damaged, foreign) = tmp_path / "saved", (checkpoint.DamagedCheckpoint, checkpoint.ForeignCheckpoint)
+def test_what_is_damaged_is_refused_on_every_rank(on, tmp_path):
+    """Cuts that are none of the tensor, and a bit that one rank reads."""
+    saved = tmp_path / "saved"
     on(4, start, (2, 2), saved, torch.float32)
     for number, (cuts, words) in enumerate(CUTS):
-        with pytest.raises(damaged, match=words):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match=words):
             manifest_of(with_cuts(cuts, saved, tmp_path / f"{number}"))
     flip_a_bit(shutil.copytree(saved, tmp_path / "bit") / "rank-00003.safetensors")
-    (tmp_path / "other").mkdir()
-    on(1, save_another, tmp_path / "other" / "saved")
-    folders = [tmp_path / "0", tmp_path / "bit", tmp_path / "other" / "saved"]
-    said = on(4, refuses, list(zip(folders, (damaged, damaged, foreign))))
-    wanted = ["the cuts of 'model.up.weight' are not all of it", "rank-00003.safetensors is damaged",
-              "up.weight: the checkpoint has it with shape (12, 8), the model has it"]
-    assert all(words in line for words, line in zip(wanted, said, strict=True)), said
+    by_cuts, by_bit = on(4, refuses, [tmp_path / "0", tmp_path / "bit"])
+    assert "the cuts of 'model.up.weight' are not all of it" in by_cuts
+    assert "rank-00003.safetensors is damaged" in by_bit
 
 
 def strided(rank, folder):
