@@ -9,8 +9,10 @@ change before the refusal, a step or a save that fails, a process that dies, mor
 
 import argparse
 import collections
+import contextlib
 import copy
 import functools
+import json
 import math
 import os
 import random
@@ -19,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -26,10 +29,12 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint.json_values import DTYPE_OF_CODE
+from checkpoint.manifest import MANIFEST
 from harness import results
 from harness.examine import made_here
 from harness.results import MutationResult, MutationRow
-from tests.checkpoint import ONE, data_of, equal, full, header_bytes, small, step, tamper, text_of, weights
+from tests.checkpoint import ONE, small, step
+from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES
 
 LONGEST_S, MOST_KB = 10, 2**20
@@ -46,6 +51,67 @@ CASES = [(None, torch.float32, "AdamW", ADAMW), (STAGES[0], torch.float32, "Adam
          (STAGES[2], torch.bfloat16, "AdamW", ADAMW), (STAGES[3], torch.float32, "AdamW", ADAMW),
          (STAGES[3], torch.bfloat16, "SGD", {"momentum": 0.9}),  # fused it can't step where some have no momentum
          (None, torch.float32, "Adagrad", {})]
+
+# ------------------------------------------------------------------------------------------------ how one is changed
+
+
+def tamper(folder, change):
+    """Change a checkpoint by `change(manifest, folder)`, and make all checksums right again.
+
+    The manifest has the headers of the files in it, by name: the parts of tensors by key, and `places`. `change` may
+    return the text of the manifest, or replace that file.
+    """
+    file = folder / MANIFEST
+    before, manifest = file.read_bytes(), json.loads(file.read_bytes())
+    del manifest["crc32"]
+    manifest["headers"] = {name: header_of((folder / name).read_bytes()) for name in manifest["files"]}
+    texts = {id(header): json.dumps(header) for header in manifest["headers"].values()}
+    text = change(manifest, folder)
+    with contextlib.suppress(ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
+        for name, header in manifest.pop("headers").items():
+            make_right(folder / name, header, texts.get(id(header)) != json.dumps(header), manifest["files"])
+    if is_regular(file) and file.read_bytes() == before:
+        text = text or json.dumps(manifest).encode()
+        file.write_bytes(b'{"crc32": %d, %b' % (zlib.crc32(text), text[1:]) if text[:1] == b"{" else text)
+
+
+def make_right(path, header, is_new, files):
+    """Write a new header into a file; say in the manifest's `files` what the file is now, whatever it is."""
+    if not is_regular(path):
+        return
+    if is_new:
+        content, its = data_of(path.read_bytes()), dict(header)
+        path.write_bytes(header_bytes(its.pop("places"), its) + content)
+        files[path.name]["bytes"] = path.stat().st_size
+    if all(type(crc) is int for crc in files[path.name]["crc32"]):
+        content = path.read_bytes()
+        data, offsets = data_of(content), [what["data_offsets"] for key, what in header.items() if key != "places"]
+        files[path.name]["crc32"] = [zlib.crc32(content[: len(content) - len(data)]),
+                                     *(zlib.crc32(data[slice(*of)]) for of in offsets)]
+
+
+def is_regular(path):
+    return path.is_file() and not path.is_symlink()
+
+
+def text_of(manifest):
+    return json.dumps({key: what for key, what in manifest.items() if key != "headers"}).encode()
+
+
+def header_of(content):
+    """Of the bytes of a rank's file, with its `places`."""
+    header = json.loads(content[8 : len(content) - len(data_of(content))])
+    return {"places": json.loads(header.pop("__metadata__")["places"]), **header}
+
+
+def header_bytes(places, entries):
+    text = json.dumps({"__metadata__": {"places": json.dumps(places)}, **entries}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def data_of(content):
+    return content[8 + int.from_bytes(content[:8], "little") :]
+
 
 # ------------------------------------------------------------------------------------------------- kinds of changes
 # Each changes the manifest, or files in the folder, or returns a text for the manifest: see `tamper`.
@@ -158,24 +224,17 @@ def made(case, seed):
     return small(ONE, stage, *layers, dtype=dtype, cls=getattr(torch.optim, name), lr=0.01, **options)
 
 
-def answer_of(folder, its):
-    """-> "loaded", or "refused", in one line, and nothing has changed; or what is wrong."""
-    before, answer = copy.deepcopy((weights(its[0]), full(its[1]))), "loaded"
-    try:
-        checkpoint.load(folder, *its)
-    except checkpoint.CheckpointError as error:
-        answer = "refused" if equal((weights(its[0]), full(its[1])), before) else f"changed before it said: {error}"
-        if not (str(error).startswith(f"checkpoint {folder} can't be loaded: ") and str(error).isprintable()):
-            answer += f", in other words: {error}"
-    return answer
-
-
 def outcome(case, folder, scratch):
-    """-> "refused", "loaded", or what is wrong."""
-    its = made(case, 1)
+    """-> "refused", in one line, and nothing has changed; "loaded"; or what is wrong."""
+    model, optimizer = its = made(case, 1)
+    before, answer = copy.deepcopy((weights(model), full(optimizer))), "loaded"
     memory, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
-        answer = answer_of(folder, its)
+        checkpoint.load(folder, model, optimizer)
+    except checkpoint.CheckpointError as error:
+        answer = "refused" if equal((weights(model), full(optimizer)), before) else f"changed before it said: {error}"
+        if not (str(error).startswith(f"checkpoint {folder} can't be loaded: ") and str(error).isprintable()):
+            answer += f", in other words: {error}"
     except Exception as error:
         answer = f"{type(error).__name__}: {error}"
     if time.process_time() - began > LONGEST_S or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory > MOST_KB:
