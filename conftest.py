@@ -4,6 +4,7 @@ Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPU
 """
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import os
@@ -121,7 +122,7 @@ class Pools:
 
 
 class PoolsElsewhere:
-    """The same ranks, from a worker of pytest-xdist."""
+    """The same ranks, from a worker of pytest-xdist. Whoever started them ends them."""
 
     def __init__(self, address, authkey):
         BaseManager.register("pools")
@@ -131,9 +132,6 @@ class PoolsElsewhere:
 
     def run(self, world_size, function, *args, **kwargs):
         return pickle.loads(self.pools.answer(world_size, pickle.dumps((function, args, kwargs))))
-
-    def close(self, but=()):
-        pass  # whoever started them ends them
 
 
 class RanksForXdist:
@@ -157,9 +155,8 @@ class RanksForXdist:
 @pytest.fixture(scope="session")
 def pools(request):
     elsewhere = getattr(request.config, "workerinput", {}).get("ranks")
-    pools = PoolsElsewhere(*elsewhere) if elsewhere else Pools()
-    yield pools
-    pools.close()
+    with contextlib.nullcontext(PoolsElsewhere(*elsewhere)) if elsewhere else contextlib.closing(Pools()) as pools:
+        yield pools
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 Gradients may be missing on some ranks, sparse, or have other strides; beneath DDP they are averaged already. A gradient
 that a rank doesn't have counts as zero. If no rank has it, it stays None and the parameter isn't updated. Shown by
-tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters` and `test_beneath_ddp`, and
+tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters`,
+tests/stages/test_wrappers.py, `test_the_table_of_ddp_around_the_model_says_what_is_so`, and
 tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
 

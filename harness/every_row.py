@@ -10,11 +10,9 @@ from harness.workers import WorkerError, on_rank_0
 
 
 def measure_rows(workers, settings, choices, progress=lambda text: None):
-    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and two_hosts add the rest.
-
-    `progress(text)` is called before each of `n_runs(settings, choices)` runs. A row that fails, that differs from ddp
-    by more than the tolerance, or whose weights never moved, has an `error` that says so, and no times.
-    """
+    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and two_hosts add the rest. A row that
+    fails, that differs from ddp by more than the tolerance, or whose weights never moved, has an `error` that says so,
+    and no times. `progress(text)` is called before each of `n_runs(settings, choices)` runs."""
     conditions = on_rank_0(workers, examine.describe, settings)
     conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*choice).dtype for choice in choices))
     rows = [_examine(workers, settings, choice, progress) for choice in choices]
@@ -23,13 +21,14 @@ def measure_rows(workers, settings, choices, progress=lambda text: None):
             progress(f"round {turn + 1}: {row.name}")
             if not row.error:
                 attempt(row, lambda: row.time(*on_rank_0(workers, examine.time_steps, settings, *row.choice)))
-    reference = next((row for row in rows if row.choice == (catalogue.REFERENCE, None)), None)
+    result = Result(conditions, rows)
+    reference = result.timed(catalogue.REFERENCE)
     for row in rows:
-        if reference and row.rounds_ms and len(row.rounds_ms) == len(reference.rounds_ms):
+        if reference and row.rounds_ms:
             row.vs_reference = row.over(reference)
             if row.kind == "noise":
                 conditions.noise = [one / other for one, other in zip(row.rounds_ms, reference.rounds_ms)]
-    return Result(conditions, rows)
+    return result
 
 
 def is_wrong(result):
@@ -73,11 +72,9 @@ def attempt(row, run):
 
 def over_ranks(rows):
     """A row as each rank sees it -> Row. Bytes in memory: of the rank that holds most, in each phase; by kind: of the
-    one that holds most after a step. Bytes on the wire and bytes a parameter: the mean. Collectives: of rank 0.
-    """
+    one that holds most after a step. Bytes on the wire and bytes a parameter: the mean. Collectives: of rank 0."""
     def most(field):
-        of_ranks = [getattr(row, field) for row in rows]
-        return {phase: max(of_rank[phase] for of_rank in of_ranks) for phase in of_ranks[0]}
+        return {phase: max(getattr(row, field)[phase] for row in rows) for phase in getattr(rows[0], field)}
 
     def mean(field):
         of_ranks = [getattr(row, field) for row in rows]

@@ -11,9 +11,7 @@ from harness.gpt import GPT, MODELS, VOCABULARY, GPTConfig
 
 class Spec(NamedTuple):
     """Sizes of a model. `n_kv_heads`, `ffn_width`: of a LLaMA; 0: a GPT-2. `positions`: a GPT-2's longest sequence.
-
-    `tensor_parallel`: how many ranks share each layer of a LLaMA; the model that is built is what one of them holds.
-    """
+    `tensor_parallel`: how many ranks share each layer of a LLaMA; the model that is built is what one of them holds."""
     n_layers: int
     n_heads: int
     width: int

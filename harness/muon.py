@@ -22,11 +22,10 @@ MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 
 def split(model):
     """-> matrices that Muon is for; embeddings, and what isn't a matrix."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    params = list(model.parameters())  # the head is an embedding too
-    is_matrix = [param.dim() == 2 and id(param) not in embeddings for param in params]
-    return ([param for param, yes in zip(params, is_matrix) if yes],
-            [param for param, yes in zip(params, is_matrix) if not yes])
+    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    matrices = [param for param in model.parameters() if param.dim() == 2 and param not in embeddings]
+    others = set(model.parameters()).difference(matrices)  # the head is an embedding too
+    return matrices, [param for param in model.parameters() if param in others]
 
 
 def sharded(of_matrices, of_rest, prefetches=False):
@@ -36,15 +35,8 @@ def sharded(of_matrices, of_rest, prefetches=False):
         pair = Chained(of_rest(rest, torch.optim.AdamW, **adamw), of_matrices(matrices, torch.optim.Muon, **MUON))
         for optimizer in pair.optimizers if prefetches else ():
             optimizer.prefetch_params(model)
-        return PairTraining(model, model, pair)
+        return Training(model, model, pair)
     return build
-
-
-class PairTraining(Training):
-    def finish(self):
-        for optimizer in self.optimizer.optimizers:
-            getattr(optimizer, "finish_param_sync", lambda: None)()
-        super().finish()
 
 
 def ddp_and_muon(model, adamw):
@@ -56,15 +48,13 @@ def ddp_and_muon(model, adamw):
 
 
 class StackedByShape:
-    """As nanochat's DistMuon: matrices of one shape are a stack, of which each rank steps 1/d, in whole matrices.
-
-    The stack is padded to a multiple of d matrices. In `step`: a reduce-scatter of each stack of gradients, Muon on
-    this rank's matrices, an all-gather of each stack of parameters, a copy out of it. Written from its description.
-    """
+    """As nanochat's DistMuon, from its description: matrices of one shape are a stack, padded to a multiple of d, of
+    which each rank steps 1/d, in whole matrices. In `step`: a reduce-scatter of each stack of gradients, Muon on this
+    rank's matrices, an all-gather of each stack of parameters, a copy out of it."""
 
     param_groups, state, process_group = (), {}, None
 
-    def __init__(self, matrices):
+    def __init__(self, matrices, muon, **settings):
         self.d, self.rank, self.stacks = dist.get_world_size(), dist.get_rank(), []
         by_shape = collections.defaultdict(list)
         for matrix in matrices:
@@ -74,7 +64,7 @@ class StackedByShape:
             n = -(-len(params) // self.d)  # matrices of a rank
             own = [torch.nn.Parameter(param.detach().clone()) for param in params[self.rank * n :][:n]]
             self.stacks.append((params, own, (n, *shape)))
-        self.optimizer = torch.optim.Muon([param for _, own, _ in self.stacks for param in own], **MUON)
+        self.optimizer = muon([param for _, own, _ in self.stacks for param in own], **settings)
 
     def finish_grad_sync(self):
         """`step` does it."""
@@ -101,12 +91,7 @@ class StackedByShape:
                 param.grad = None
 
 
-def stacked(model, adamw):
-    matrices, rest = split(model)
-    of_rest = stage2_allgather.DistributedOptimizer(rest, **adamw)
-    return PairTraining(model, model, Chained(of_rest, StackedByShape(matrices)))
-
-
+stacked = sharded(StackedByShape, stage2_allgather.DistributedOptimizer)
 in_stage_2 = sharded(stage2_allgather.DistributedOptimizer, stage2_allgather.DistributedOptimizer)
 whole = sharded(variants.muon.DistributedOptimizer, stage4_overlap.DistributedOptimizer, prefetches=True)
 

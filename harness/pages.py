@@ -12,9 +12,6 @@ from harness import rows as catalogue
 from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
 from harness.tables import Sheet
 
-# ------------------------------------------- What stands between the marks of the pages, by name: tables and pictures
-
-
 GPUS = ("cuda.json",)
 
 
@@ -61,16 +58,6 @@ def at_a_rate(sheet, result, timed=None):
     return pick(sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}"), timed=timed)
 
 
-def accumulation():
-    return shown(*(at_a_rate(sheet, result) for result in saved.by_rate() if result.accumulation
-                   for sheet in tables.accumulation_sheets(result.accumulation)))
-
-
-def buckets():
-    return shown(*(at_a_rate(tables.buckets_sheet(result.sweep), result, result.sweep.conditions)
-                   for result in saved.by_rate() if catalogue.is_whole(result.sweep)))
-
-
 def hosts(found):
     """As rank 0 of 8."""
     return [pick(tables.host_sheet(rows), 0, 1, 2, 3, 5, 6, 8) for rows in found if rows[0].d == 8]
@@ -78,8 +65,7 @@ def hosts(found):
 
 def cuda():
     result = saved.load("cuda.json")
-    steps = [gpu_overlap.sheet(result.steps)] if result.steps else []
-    return shown(*steps, pick(tables.gpu_sheet(result)), *hosts(result.host))
+    return shown(gpu_overlap.sheet(result.steps), pick(tables.gpu_sheet(result)), *hosts(result.host))
 
 
 def plans():
@@ -105,8 +91,10 @@ BLOCKS = {
     "curve": lambda: shown(pick(tables.curve_sheet(saved.at_all_rates()))),
     "two_hosts": lambda: shown(*(pick(tables.line_sheet(result), 0, 1, 3, 5, 6, timed=result.conditions)
                                  for result in saved.by_rate())),
-    "accumulation": accumulation,
-    "buckets": buckets,
+    "accumulation": lambda: shown(*(at_a_rate(sheet, result) for result in saved.by_rate() if result.accumulation
+                                    for sheet in tables.accumulation_sheets(result.accumulation))),
+    "buckets": lambda: shown(*(at_a_rate(tables.buckets_sheet(result.sweep), result, result.sweep.conditions)
+                               for result in saved.by_rate() if catalogue.is_whole(result.sweep))),
     "state": lambda: shown(pick(tables.state_sheet(saved.load_bench().model_state))),
     "gathered": lambda: shown(pick(tables.gathered_sheet(saved.load_bench().gathered))),
     "bench": lambda: bench(saved.load_bench()),
@@ -127,11 +115,8 @@ PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("networ
             "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
 
 
-# ----------------------------------------------------- Figures inside a sentence, by name: <!--name-->0.83<!--end-->
-
-
 def figures():
-    """-> name -> text."""
+    """Figures inside a sentence of a page, between <!--name--> and <!--end--> -> name -> text."""
     plan, larger = ({row.base: row for row in saved.load(name).rows} for name in ("plan.json", "plan_70b.json"))
     check, stage4, network = saved.load("plan.json").check, plan["stage 4 bf16"], saved.at_all_rates()
 
@@ -156,9 +141,6 @@ def figures():
     return {"buckets_7b": stage4.size, **over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
-# --------------------------------------------------------------------- What you have measured, beside what is published
-
-
 SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets, GpuResult: tables.gpu_sheet,
           SavingResult: tables.saving_sheet, MutationResult: tables.mutation_sheet, LossResult: tables.loss_sheet}
 
@@ -166,12 +148,12 @@ SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets, GpuR
 def sheets():
     """Of each of your files: a Result beside the published one, and else its own tables."""
     found = []
-    for path in [saved.ROOT / "measured" / name for name in saved.FILES]:
-        mine = saved.read(path) if path.exists() else None
+    for name in saved.FILES:
+        mine = saved.load(name, "measured") if (saved.ROOT / "measured" / name).exists() else None
         if isinstance(mine, Result):
-            target = target_of(path.name, mine)
+            target = target_of(name, mine)
             theirs = saved.load(target).at_all_rates() if (saved.ROOT / "results" / target).exists() else []
-            found += [beside_sheet(path.name, one, theirs) for one in mine.at_all_rates()]
+            found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
         elif mine:
             own = SHEETS[type(mine)](mine)
             found += [one._replace(title=f"Yours: {one.title}") for one in ([own] if isinstance(own, Sheet) else own)]
@@ -192,7 +174,7 @@ def beside_sheet(name, mine, theirs):
 
     def published(get):
         return lambda row: same and (found := same.find(*row.choice)) and tables.figure(found, get)
-    figures = [("ms/step", "measured", tables.median_ms, ".0f"), ("x ddp", "measured", "vs_reference", ".2f"),
+    figures = [("ms/step", "measured", "rounds_ms", ".0f"), ("x ddp", "measured", "vs_reference", ".2f"),
                ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
                ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]
     return tables.sheet_of(
@@ -202,9 +184,6 @@ def beside_sheet(name, mine, theirs):
         f"Yours: {tables.conditions_line(mine.conditions)}.",
         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
         tables.failures(mine.rows))
-
-
-# ----------------------------------------------------------- Tables and pictures of the pages, anew from results/*.json
 
 
 def rewritten(text, blocks=BLOCKS):
@@ -218,8 +197,7 @@ def rewritten(text, blocks=BLOCKS):
 
 def files():
     """Pages that have blocks."""
-    root = saved.ROOT
-    return [root / "README.md", root / "docs" / "plan.md", *sorted((root / "results").glob("*.md"))]
+    return [saved.ROOT / "README.md", saved.ROOT / "docs" / "plan.md", *sorted((saved.ROOT / "results").glob("*.md"))]
 
 
 def main():
@@ -248,6 +226,4 @@ def rewrite():
 
 
 if __name__ == "__main__":
-    from harness.pages import main  # ranks are handed functions of that name
-
     main()

@@ -13,9 +13,6 @@ from harness.rows import DEFAULT_MB, ONE_PARAMETER, REFERENCE, SIZES, is_whole
 from harness.rows import OVERLAP as STAGE_4
 from harness.tables import CURVES, over_computing, rate_words
 
-# -------------------------------------------------------------------------------------------------- what all SVGs share
-
-
 # Text stays text; the same data give the same file.
 RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
       "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
@@ -47,9 +44,6 @@ def drawn(figure):
     text = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", file.getvalue())  # a hundredth is invisible
     text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLE}<defs>", 1)  # a path is one line
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-
-
-# ------------------------------------------------------------------------------------------------------ a recorded step
 
 
 def trace(rows):
@@ -196,17 +190,10 @@ def planned_steps(result):
         f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}")
 
 
-# ------------------------------------------------------------------------------------------ sweeps of bucket size
-
-
-def curves(rows):
-    """Rows of a sweep -> {base: [(place of the size on the axis, ms), …]}; the axis has the places of SIZES."""
-    found = {}
-    for row in rows:
-        if row.rounds_ms:
-            place = SIZES.index(DEFAULT_MB if row.bucket_mb is None else row.bucket_mb)
-            found.setdefault(row.base, []).append((place, row.median_ms))
-    return {base: sorted(points) for base, points in found.items()}
+def curve(rows, base):
+    """Rows of a sweep -> [(place of the size on the axis, ms), …] of one; the axis has the places of SIZES."""
+    return sorted((SIZES.index(DEFAULT_MB if row.bucket_mb is None else row.bucket_mb), row.median_ms)
+                  for row in rows if row.base == base and row.rounds_ms)
 
 
 def sweep_picture(results):
@@ -216,17 +203,13 @@ def sweep_picture(results):
         return ""
     figure, axes = panels(1, len(swept), (5 * len(swept), 3.4))
     for axis, result in zip(axes, swept):
-        points = curves(result.sweep.rows)
         for base, colour in ((STAGE_4, "#3a9d5d"), (REFERENCE, "#4a90d9")):
-            axis.plot(*zip(*points[base]), "o-", color=colour, label=base, markersize=4)
+            axis.plot(*zip(*curve(result.sweep.rows, base)), "o-", color=colour, label=base, markersize=4)
         axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
         axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
         axis.grid(axis="y")
     figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
     return drawn(figure)
-
-
-# ------------------------------------------------------------------------------------------------------------ the curve
 
 
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")

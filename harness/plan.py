@@ -7,14 +7,13 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 from harness import alone, command_line, models, pictures
 from harness import results as saved
 from harness import rows as catalogue
 from harness.examine import made_here
 from harness.replay import Hardware, calibrated, replay
-from harness.results import Check, ModelledRun, PlanConditions, PlanResult, PlanRow, PlanSize, PublishedRun
+from harness.results import Check, ModelledRun, PlanResult, PlanRow, PlanSize, PublishedRun
 from harness.rows import Choice
 from harness.tables import plan_sheets, sheet_text
 from stage4_overlap.transport import GlooTransport
@@ -62,19 +61,13 @@ class Planner:
         ms = {choice: self.ms(choice, self.args.world) for choice in fitting}
         return next(choice for choice in fitting if ms[choice] <= AS_FAST * min(ms.values()))
 
-    def size(self, choice):
-        return PlanSize(*choice, ms=self.ms(choice, self.args.world), is_bucket=self.is_bucket(choice),
-                        peak=self.recorded[choice, self.args.world].peak)
-
     def row(self, choice, ranks):
-        counted, world = {d: self.recorded[choice, d] for d in ranks}, self.args.world
-        last, formula = counted[world], functools.partial(catalogue.find(*choice).bytes_per_param, 1)
-        all_of_it, of_two = (formula(d, SimpleNamespace(bucket_buffer_bytes=0)) for d in (1, 2))
-        shared, whole = 2 * (all_of_it - of_two), 2 * of_two - all_of_it
+        counted, way, world = {d: self.recorded[choice, d] for d in ranks}, catalogue.find(*choice), self.args.world
+        last, shared = counted[world], f" + {way.shared:g}/d" if way.shared else ""
         too_few = [d for d in ranks if counted[d].peak > self.room]
         return PlanRow(
-            *choice, formula=f"{whole:g}{f' + {shared:g}/d' * bool(shared)}{' + b' * (choice.base in STAGE_4)}",
-            held=last.held, padding=sum(last.held.values()) - last.theory, peak=last.peak,
+            *choice, formula=f"{way.whole:g}{shared}{' + b' * (choice.base in STAGE_4)}", held=last.held,
+            padding=sum(last.held.values()) - last.theory, peak=last.peak,
             fits_from=next((d for d in ranks if d > max(too_few, default=0)), 0),
             bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
             bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
@@ -85,9 +78,8 @@ class Planner:
 
 def plan(args, workers):
     """-> PlanResult: counts and times at several d, and the step at --world. Rows are run dry by `workers`."""
-    planner, bases = Planner(args), ROWS[args.dtype]
-    spec, ranks = args.spec._replace(tensor_parallel=args.tensor_parallel), sorted({*RANKS, args.world})
-    ranks = ranks[:ranks.index(args.world) + 1]
+    planner, bases, spec = Planner(args), ROWS[args.dtype], args.spec
+    ranks = [*(d for d in RANKS if d < args.world), args.world]
     cost = workers.submit(alone.cost_of, spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
 
     def run(tasks):
@@ -97,39 +89,37 @@ def plan(args, workers):
     choices = [planner.tuned(base) for base in bases]
     run((choice, d) for choice in choices for d in ranks[:-1])
     asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "spec")}
-    conditions = PlanConditions(
-        **asked, parameters=planner.recorded[choices[-1], args.world].numel, activations=cost.activations,
-        efficiency=EFFICIENCY, **planner.hardware._asdict(), made=made_here())
-    return PlanResult(conditions, [planner.row(choice, ranks) for choice in choices],
-                      [planner.size(choice) for base in bases if base in STAGE_4 for choice in planner.sizes(base)])
+    conditions = {**asked, "parameters": planner.recorded[choices[-1], args.world].numel,
+                  "activations": cost.activations, "efficiency": EFFICIENCY, **planner.hardware._asdict(),
+                  "made": made_here()}
+    return PlanResult(conditions, [planner.row(choice, ranks) for choice in choices], [
+        PlanSize(*choice, planner.ms(choice, args.world), planner.recorded[choice, args.world].peak,
+                 planner.is_bucket(choice)) for base in bases if base in STAGE_4 for choice in planner.sizes(base)])
 
 
-# ------------------------------------------------------------------------------- the check: modelled time beside runs
-
-
-# Two hosts on one machine: bytes of memory a second for one core, seconds a message, TCP's payload in a full packet.
+# The check, modelled time beside runs. Of two hosts on one machine: bytes of memory a second for one core, seconds a
+# message, TCP's payload in a full packet.
 HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
-ALONE = Choice("compute only")
+cost_of, record = map(functools.lru_cache, (alone.cost_of, alone.record))
 
 
 def two_hosts():
     """This project's own runs, at each rate, and of sweeps of bucket size -> list of ModelledRuns."""
-    return [run for result in saved.at_all_rates() for table in (result, result.sweep) if table
-            for run in modelled(result.conditions, table.conditions, table.rows, result.timed(ALONE.base).median_ms)]
-
-
-def modelled(line, c, rows, alone_ms):
-    """-> ModelledRuns of one table, of Conditions `c`, on the line of Conditions `line`."""
-    spec = models.NAMED[c.model]
-    cost = alone.cost_of(spec, "float32", c.batch_size, c.sequence_length)
-    hosts = Hardware(1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * line.bits_per_second / 8, per_node=1,
-                     latency_between=HOST_LATENCY, backend="exchange")
-    computing = alone.record(ALONE, spec, 1, cost).events
-    hosts = calibrated("flops", lambda one: replay(computing, one, 1).seconds, hosts, alone_ms / 1e3)
-    timed = sorted((row for row in rows if row.rounds_ms and row.base in (*catalogue.LADDER, "owner reduce")),
-                   key=lambda row: row.name)
-    return [ModelledRun(line.rate, *row.choice, row.median_ms, 1e3 * replay(
-        alone.record(row.choice, spec, c.ranks, cost, GlooTransport).events, hosts, c.ranks).seconds) for row in timed]
+    found = []
+    for result, table in ((one, table) for one in saved.at_all_rates() for table in (one, one.sweep) if table):
+        line, c, alone_ms = result.conditions, table.conditions, result.timed("compute only").median_ms
+        spec = models.NAMED[c.model]
+        cost = cost_of(spec, "float32", c.batch_size, c.sequence_length)
+        computing = record(Choice("compute only"), spec, 1, cost).events
+        hosts = calibrated("flops", lambda one: replay(computing, one, 1).seconds, Hardware(
+            1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * line.bits_per_second / 8, per_node=1,
+            latency_between=HOST_LATENCY, backend="exchange"), alone_ms / 1e3)
+        for row in sorted(table.rows, key=lambda row: row.name):
+            if row.rounds_ms and row.base in ROWS["fp32"]:
+                events = record(row.choice, spec, c.ranks, cost, GlooTransport).events
+                found.append(ModelledRun(line.rate, *row.choice, row.median_ms,
+                                         1e3 * replay(events, hosts, c.ranks).seconds))
+    return found
 
 
 # LLaMA-13B, sequences of 2048 on 8 x A100-80GB a node, tokens/s a GPU: (optimizer, GPUs, sequences a step, sequences a
@@ -146,19 +136,13 @@ def step_of(run, hardware, is_hidden=True):
     """-> modelled seconds. Our stage 4 stands for the overlapped optimizer, which sends fp32 gradients after each
     micro-batch; stage 3 for the distributed one. Not `is_hidden`: each message is waited for at once."""
     kind, gpus, sequences, batch, _ = run
-    d, events = gpus // SHARING, []
-    for event in recorded_13b(kind, d, batch):
+    d, spec, events = gpus // SHARING, models.NAMED["13b"]._replace(tensor_parallel=SHARING), []
+    choice = {"overlapped": Choice("stage 4 bf16", 400), "distributed": Choice("stage 3 bf16/fp32")}[kind]
+    for event in record(choice, spec, d, cost_of(spec, "bfloat16", batch, LENGTH)).events:
         is_fp32 = kind == "overlapped" and event.kind == "reduce_scatter"
         events.append(event._replace(n_bytes=2 * event.n_bytes) if is_fp32 else event)
         events += [event._replace(what="wait")] if event.what == "launch" and not is_hidden else []
     return replay(events, hardware, d, sequences // d // batch, kind == "overlapped").seconds
-
-
-@functools.lru_cache
-def recorded_13b(kind, d, batch):
-    spec = models.NAMED["13b"]._replace(tensor_parallel=SHARING)
-    choice = {"overlapped": Choice("stage 4 bf16", 400), "distributed": Choice("stage 3 bf16/fp32")}[kind]
-    return alone.record(choice, spec, d, alone.cost_of(spec, "bfloat16", batch, LENGTH)).events
 
 
 def published():
@@ -181,9 +165,6 @@ def published():
             [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
              *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
              *rows("none hidden", A_USERS[2:], users, False)])
-
-
-# --------------------------------------------------------------------------------------------------------- the program
 
 
 fail = functools.partial(command_line.fail, "plan")
@@ -217,7 +198,7 @@ def parse():
     if args.layers < 0 or args.width < 0 or args.width % 128 or (args.layers > 0) != (args.width > 0):
         fail("--layers and --width: give both, and a width that is a multiple of 128")
     command_line.check_bounds(args, BOUNDS, fail)
-    args.spec = spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
+    spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
@@ -225,6 +206,7 @@ def parse():
     if args.json:
         command_line.check_writable("--json", args.json, fail)
     args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
+    args.spec = spec._replace(tensor_parallel=args.tensor_parallel)
     return args
 
 
@@ -241,6 +223,4 @@ def main():
 
 
 if __name__ == "__main__":
-    from harness.plan import main  # ranks are handed functions of that name
-
     main()

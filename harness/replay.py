@@ -11,10 +11,8 @@ REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is lik
 
 class Hardware(NamedTuple):
     """What a step is replayed on. Rates in FLOPs and bytes a second, latencies in seconds a hop.
-
     `flops`: what a device reaches in matrix products, not what it is sold with. `in_node`: a rank's ring inside a node.
-    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism).
-    """
+    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism)."""
     flops: float
     memory_rate: float
     in_node: float
@@ -28,10 +26,8 @@ class Hardware(NamedTuple):
 
 def message_seconds(kind, n_bytes, d, hardware, stride=1):
     """Of one collective of `n_bytes` (the full tensor) among one rank of every `stride`, d in all, while the others do
-    the same. In a ring it passes each of them once, and every node once.
-
-    NCCL's all-reduce goes through trees over the nodes: as many bytes, fewer hops. `send`, `recv`: to a neighbour.
-    """
+    the same. In a ring it passes each of them once, and every node once. NCCL's all-reduce goes through trees over the
+    nodes: as many bytes, fewer hops. `send`, `recv`: to a neighbour."""
     if d == 1:
         return 0.0
     sharing = hardware.sharing * stride
@@ -50,21 +46,16 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
     return hops + travels / rate
 
 
-def accumulated(events, micro_batches, exchange_each):
-    """Events of a step of one micro-batch -> of several. `exchange_each`: every backward pass exchanges its gradients,
-    or else the last one does. Who has waited for parameters once waits no more."""
-    passes = [event for event in events if event.phase != "step"
-              and (exchange_each or event.what == "compute" or event.lag)]
-    return passes * (micro_batches - 1) + events
-
-
 def replay(events, hardware, d, micro_batches=1, exchange_each=False):
-    """-> the last of a few steps, a RecordedStep. Exposed: the device waits for messages."""
+    """Events of a step of one micro-batch -> the last of a few steps of several, a RecordedStep. `exchange_each`: every
+    backward pass exchanges its gradients, or else the last one does. Exposed: the device waits for messages."""
+    passes = [event for event in events if event.phase != "step"  # who has waited for parameters once waits no more
+              and (exchange_each or event.what == "compute" or event.lag)]
     clock, arrived, messages = 0.0, {}, []
     free_at = {"out": 0.0, "in": 0.0}  # when the line has carried what is queued, in each direction
     for step in range(REPLAYED_STEPS):
         began, busy, phases, live = clock, [], {}, []
-        for event in accumulated(events, micro_batches, exchange_each):
+        for event in passes * (micro_batches - 1) + events:
             start = clock
             live.append((start, event.live))
             if event.what == "compute":

@@ -19,9 +19,6 @@ class Kept:
         dataclass(cls)
 
 
-# --------------------------------------------------------- Spans of time, (start, end) each, and what was alive in one
-
-
 MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
 
 
@@ -37,7 +34,7 @@ def most_alive(live, start, end):
 
 
 def union(spans):
-    """Spans that may overlap -> the same time, in spans that don't, in order."""
+    """Spans, (start, end) each, that may overlap -> the same time, in spans that don't, in order."""
     merged = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -63,9 +60,6 @@ def median(values):
 def ratio(ones, others):
     """-> the median of the ratios, round by round: both ran within seconds of each other."""
     return median([one / other for one, other in zip(ones, others)])
-
-
-# ------------------------------------------------------------------------------------- Under which conditions, and when
 
 
 class Made(Kept):
@@ -120,13 +114,6 @@ class SavingConditions(Made):
     step_ms: float
 
 
-# What was asked of make plan, the hardware that was assumed (FLOPs and bytes a second, seconds), `device_memory` in GB,
-# `activations` in bytes of a micro-batch, and in `made` when and where.
-PlanConditions = dict
-
-# ---------------------------------------------------------------------------- What is kept of each kind of measurement
-
-
 class Message(Kept):
     """`bytes` of the full tensor; times in seconds from the start of the step."""
     kind: str
@@ -174,10 +161,10 @@ class Row(OfChoice, Kept):
     bytes_per_param_theory: float | None = None
     timeline: list[RecordedStep] = field(default_factory=list)
 
-    @property
-    def median_ms(self):
-        """Infinite where there are no times: such a row is never the fastest."""
-        return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
+    # Infinite where there are no times: such a row is never the fastest.
+    median_ms = property(lambda self: statistics.median(self.rounds_ms) if self.rounds_ms else math.inf)
+    # On the rank with most; None where no step was recorded.
+    exposed_ms = property(lambda self: max((1000 * step.exposed_seconds for step in self.timeline), default=None))
 
     def time(self, step_ms, drain_ms):
         """Of one round."""
@@ -250,10 +237,8 @@ class HostRow(Kept):
     median_ms: dict[str, float]
 
 
-class Result(Kept):
+class Result(Sweep):
     """Of bench.py or make bench WHAT=network. `other_rates`: of the same rows on other lines, in the file of one."""
-    conditions: Conditions
-    rows: list[Row]
     model_state: list[StateRow] = field(default_factory=list)
     gathered: list[GatheredRow] = field(default_factory=list)
     caps: list[CapRow] = field(default_factory=list)
@@ -360,11 +345,6 @@ class LossResult(Kept):
     conditions: LossConditions
     rows: list[LossRow]
 
-    def more(self, row):
-        """-> by seed, by how much its loss is above its base's."""
-        base = next(one for one in self.rows if (one.name, one.beta2) == (row.base, row.beta2))
-        return [loss - other for loss, other in zip(row.losses, base.losses)]
-
 
 class PlanRow(OfChoice, Kept):
     """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter, and ms of a micro-batch, by number of
@@ -400,10 +380,7 @@ class ModelledRun(OfChoice, Kept):
     bucket_mb: float | None
     measured_ms: float
     modelled_ms: float
-
-    @property
-    def error(self):
-        return self.modelled_ms / self.measured_ms - 1
+    error = property(lambda self: self.modelled_ms / self.measured_ms - 1)
 
 
 class PublishedRun(Kept):
@@ -415,10 +392,7 @@ class PublishedRun(Kept):
     batch: int  # sequences of a micro-batch
     published: float
     modelled: float
-
-    @property
-    def error(self):
-        return self.modelled / self.published - 1
+    error = property(lambda self: self.modelled / self.published - 1)
 
 
 class Check(Kept):
@@ -429,7 +403,9 @@ class Check(Kept):
 
 
 class PlanResult(Kept):
-    conditions: PlanConditions
+    """`conditions`: what was asked of make plan, the hardware that was assumed (FLOPs and bytes a second, seconds),
+    `device_memory` in GB, `activations` in bytes of a micro-batch, and in `made` when and where."""
+    conditions: dict
     rows: list[PlanRow]
     sizes: list[PlanSize]
     check: Check | None = None
@@ -440,10 +416,7 @@ class SavingRow(Kept):
     name: str
     beside: str
     rounds_s: list[float]
-
-    @property
-    def median_s(self):
-        return statistics.median(self.rounds_s)
+    median_s = property(lambda self: statistics.median(self.rounds_s))
 
 
 class SavingResult(Kept):
@@ -463,17 +436,9 @@ SCHEMA = 1  # of all files of results: raise it when a field changes its name or
 
 
 def to_json(result):
-    """A dataclass -> text: the schema first, a line for each row; nine digits of a figure, six of a recorded step."""
-    return _lines({"schema": SCHEMA, **_rounded(dataclasses.asdict(result))}) + "\n"
-
-
-def _rounded(value, digits=9):
-    if isinstance(value, dict):
-        digits = 6 if "exposed_seconds" in value else digits
-        return {key: _rounded(one, digits) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(one, digits) for one in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    """A dataclass -> text: the schema first, a line for each row, nine digits of a figure."""
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)})
+    return _lines(json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))) + "\n"
 
 
 def _lines(value):
@@ -485,8 +450,7 @@ def _lines(value):
 
 
 def from_json(kind, text):
-    """-> an object of dataclass `kind`. Raises ValueError, of one line: no json, another schema, other fields or types.
-    """
+    """-> an object of dataclass `kind`. Raises ValueError, of one line: no json, another schema, other fields."""
     try:
         from pydantic import TypeAdapter, ValidationError  # here: who only measures doesn't need it
     except ImportError:
@@ -545,14 +509,11 @@ FILES = {
     "plan_70b.json": PlanResult}
 
 
-def load(name):
-    """-> what a file of results/ holds, of its dataclass."""
-    return read(ROOT / "results" / name)
-
-
-def read(path):
+def load(name, folder="results"):
+    """-> what a file of results/ or measured/ holds, of its dataclass."""
+    path = ROOT / folder / name
     try:
-        return from_json(FILES[path.name], path.read_text(encoding="utf-8"))
+        return from_json(FILES[name], path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"report: {path} can't be shown: measure it again (results/ by make figures), or take the "
                          f"committed one: {error}") from None

@@ -1,6 +1,7 @@
 """What was measured as tables: for the terminal by rich, for the pages as markdown."""
 
 import ast
+import functools
 import io
 import re
 import textwrap
@@ -32,30 +33,27 @@ class Sheet(NamedTuple):
 
 
 def sheet_of(title, rows, columns, *notes):
-    """-> Sheet. `columns`: (name, where it comes from, figure[, how it is written]), see `figure`; of None a dash is
-    shown. `notes`: lines, and what holds some, such as footnotes that become more while cells are made."""
+    """-> Sheet. `columns`: (name, where it comes from, figure[, how it is written, a function or a format]), see
+    `figure`. Of None and of an empty list a dash is shown, and of another list its median, if no function writes it.
+    `notes`: lines, and what holds some, such as footnotes that become more while cells are made."""
     def cell(row, get, form=""):
         value = figure(row, get)
-        return NONE if value is None else format(value, form)
+        if value is None or value == []:
+            return NONE
+        return form(value) if callable(form) else format(median(value) if isinstance(value, list) else value, form)
     cells = [[cell(row, *how) for _, _, *how in columns] for row in rows]
     lines = [line for note in notes for line in ([note] if isinstance(note, str) else note) if line]
     return Sheet(title, [column[:2] for column in columns], cells, lines)
 
 
 def figure(row, get):
-    """`get`: a function of the row, or "field", "field.key" of a dict, "field/1e6": in so large units. -> It, or None.
-    """
+    """-> it, or None. `get`: a function of the row, or "field", "field.key" of a dict, "field/1e6": in large units."""
     if callable(get):
         return get(row)
     path, _, unit = get.partition("/")
     for name in path.split("."):
         row = row.get(name) if isinstance(row, dict) else getattr(row, name)
     return row if row is None or not unit else row / float(unit)
-
-
-def mark_of(reason, footnotes):
-    """The sign to put beside a figure: the same reason has the same one. `footnotes`: reason -> line."""
-    return footnotes.setdefault(reason, f"{'*' * (len(footnotes) + 1)} {reason}").split()[0]
 
 
 TEXTS = ("", ""), ("collectives", "counted"), ("parameters/gradients", ""), ("formula", ""), ("went on from", "")
@@ -88,16 +86,6 @@ def markdown(sheet):
     return "\n".join([*lines, *(f"\n{textwrap.fill(note, 118)}" for note in sheet.notes)])
 
 
-def print_sheets(sheets, *below):
-    console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)
-    for sheet in sheets:
-        print_sheet(sheet, console)
-        console.print()
-    for line in below:
-        console.print(line, style="dim", markup=False)
-
-
 # ----------------------------------------------------------------------------- What several tables say in their cells
 
 
@@ -120,9 +108,9 @@ def conditions_line(c, *words):
 METHODS = "What rows and columns are: results/methods.md."
 
 
-def megabytes(name):
+def megabytes(n):
     """In few digits: tens of thousands of MB have no decimal."""
-    return lambda row: None if (n := figure(row, name)) is None else f"{n / 1e6:.1f}" if n < 1e9 else f"{n / 1e6:.0f}"
+    return f"{n / 1e6:.1f}" if n < 1e9 else f"{n / 1e6:.0f}"
 
 
 def label_of(row):
@@ -134,27 +122,19 @@ def failures(rows):
     return [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
-def exposed_ms(row):
-    return max((step.exposed_seconds * 1000 for step in row.timeline), default=None)
-
-
-def median_ms(row):
-    return median(row.rounds_ms)
-
-
 def beside_formula(name, form, footnotes, reason, unit=1):
     """-> figures of two columns: what was counted, with a mark where the formula says something else, and the formula.
-    """
+    `footnotes`: reason -> its line, which begins with the mark."""
     def counted(row):
-        value, theory = getattr(row, name), getattr(row, f"{name}_theory")
-        if value is not None:
-            mark = mark_of(reason(row), footnotes) if abs(value - theory) > 0.005 * theory else ""
-            return f"{value / unit:{form}}{mark}"
+        value, theory, mark = getattr(row, name), getattr(row, f"{name}_theory"), ""
+        if value is not None and abs(value - theory) > 0.005 * theory:
+            mark = footnotes.setdefault(reason(row), f"{'*' * (len(footnotes) + 1)} {reason(row)}").split()[0]
+        return None if value is None else f"{value / unit:{form}}{mark}"
     return counted, lambda row: None if getattr(row, name) is None else getattr(row, f"{name}_theory") / unit
 
 
-def number_cell(value):
-    return None if value is None else "0" if value == 0 else f"{value:.1e}"
+def small(value):
+    return "0" if value == 0 else f"{value:.1e}"
 
 
 def rate_words(rate):
@@ -163,18 +143,15 @@ def rate_words(rate):
 
 
 def from_to(times):
-    return f"{min(times):.0f}–{max(times):.0f}" if times else None
+    return f"{min(times):.0f}–{max(times):.0f}"
 
 
 def spread(times):
-    return f"{median(times):.0f} ({from_to(times)})" if times else None
-
-
-# -------------------------------------------------------- Time, traffic and memory of a step: the tables of every bench
+    return f"{median(times):.0f} ({from_to(times)})"
 
 
 def time_sheet(result):
-    rows, c, marks = result.rows, result.conditions, {}
+    c, marks = result.conditions, {}
     noise = max((abs(again - 1) for again in c.noise), default=0)  # how far ddp was from itself in any round
 
     def beside(row):
@@ -187,16 +164,16 @@ def time_sheet(result):
         return "more than the formula: padding, and flags on which the ranks agree."
     sent, formula = beside_formula("wire_bytes", ".1f", marks, why, 1e6)
     return sheet_of(
-        "Time and traffic of a step", rows,
-        [("", "", label_of), ("ms/step\nmedian", "measured", median_ms, ".0f"),
-         ("min–max", "measured", lambda row: from_to(row.rounds_ms)), ("x ddp", "measured", beside),
-         ("exposed\nms", "measured", exposed_ms, ".0f"),
+        "Time and traffic of a step", result.rows,
+        [("", "", label_of), ("ms/step\nmedian", "measured", "rounds_ms", ".0f"),
+         ("min–max", "measured", "rounds_ms", from_to), ("x ddp", "measured", beside),
+         ("exposed\nms", "measured", "exposed_ms", ".0f"),
          ("collectives", "counted", lambda row: "\n".join(
              f"{count} {kind.replace('_', '-')}" for kind, count in row.collectives.items()) or None),
          ("MB sent\na rank", "counted", sent), ("", "formula", formula, ".1f")],
         f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {METHODS}",
         f"~ within the noise: ddp, timed again, took {min(c.noise):.2f} to {max(c.noise):.2f} times as long."
-        if c.noise else "", marks.values(), failures(rows))
+        if c.noise else "", marks.values(), failures(result.rows))
 
 
 def memory_sheets(result):
@@ -212,18 +189,18 @@ def memory_sheets(result):
         "Memory of a rank, and the difference from ddp", rows,
         [("", "", label_of), *((name, "counted", f"memory_bytes.{key}/1e6", ".1f") for name, key in phases),
          ("bytes a\nparam.", "counted", counted), ("", "formula", formula, ".2f"),
-         ("largest\n|Δ|", "measured", lambda row: number_cell(row.max_abs_diff))],
+         ("largest\n|Δ|", "measured", "max_abs_diff", small)],
         "Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
         "optimizer state after a step, mean over the ranks.",
         f"Largest |Δ|: of any parameter on any rank, from ddp{of_16_bits}, after 3 steps; "
-        f"allowed: {number_cell(c.tolerance)}.", marks.values())
+        f"allowed: {small(c.tolerance)}.", marks.values())
     peaks = ("peak:\nbuild", "build"), ("\nforward", "forward"), ("\nbackward", "backward"), ("\nstep", "step")
     kinds = sheet_of(
         "Peak within each phase, and what a rank holds after a step, counted, in MB", rows,
-        [("", "", label_of), *((name, "", megabytes(f"peak_bytes.{phase}")) for name, phase in peaks),
-         *((name, "", megabytes(f"held_bytes.{kind}"))
+        [("", "", label_of), *((name, "", f"peak_bytes.{phase}", megabytes) for name, phase in peaks),
+         *((name, "", f"held_bytes.{kind}", megabytes)
            for name, kind in zip(("held:\nparam.", "\ngrads", "\nstate", "\nbuffers"), KINDS)),
-         ("activa-\ntions", "", megabytes("activation_bytes"))],
+         ("activa-\ntions", "", "activation_bytes", megabytes)],
         "Peaks: of the second step. Held: on the rank that holds most; buffers are what is none of the other kinds. "
         "Activations: what the forward pass leaves for the backward pass.")
     return [memory, *[kinds] * any(row.held_bytes for row in rows)]
@@ -257,9 +234,9 @@ def line_sheet(result):
     """What no row can be faster than, and stage 4 beside each row."""
     return sheet_of(
         f"A link of {rate_words(result.conditions.rate)}", result.rows,
-        [("", "", label_of), ("ms a step\nmedian (min–max)", "measured", lambda row: spread(row.rounds_ms)),
-         ("drain\nms", "measured", lambda row: median(row.drain_ms), ".0f"),
-         ("exposed\nms", "measured", exposed_ms, ".0f"),
+        [("", "", label_of), ("ms a step\nmedian (min–max)", "measured", "rounds_ms", spread),
+         ("drain\nms", "measured", "drain_ms", ".0f"),
+         ("exposed\nms", "measured", "exposed_ms", ".0f"),
          ("line\nms", "formula", lambda row: line_ms(result, row), ".0f"),
          ("x floor", "measured", lambda row: over_floor(result, row), ".2f"),
          ("stage 4\nover this", "measured", lambda row: stage4_over(result, row), ".2f")],
@@ -291,26 +268,20 @@ def curve_sheet(results):
 
     def of(base, get):
         return lambda result: (row := row_of(result, base)) and get(result, row)
-    rows = [*((name, lambda result, base=base: over_computing(result, base), ".2f") for name, base in CURVES.items()),
-            ("stage 4 over tuned DDP", of(TUNED, stage4_over), ".2f"),
-            ("stage 4 over the floor", of(catalogue.OVERLAP, over_floor), ".2f"),
-            ("DDP's best buckets", of(TUNED, lambda _, row: row.size)),
-            ("compute only, ms", of(ALONE, lambda _, row: row.median_ms), ".0f"),
-            ("rounds x steps", lambda result: f"{result.conditions.rounds} x {result.conditions.steps}"),
-            ("stage 4's drain, ms", of(catalogue.OVERLAP, lambda _, row: median(row.drain_ms)), ".0f")]
-
-    def cell(result):
-        return lambda row: None if (value := row[1](result)) is None else format(value, *row[2:])
-    return sheet_of(
-        "Time per step over computing alone", rows,
-        [("", "", lambda row: row[0]),
-         *((rate_words(result.conditions.rate).replace(" ", "\n"), "measured", cell(result)) for result in results)],
-        f"Medians of the ratios round by round. {METHODS}",
-        [f"{rate_words(c.rate)}: {c.machine}, {c.date}, commit {c.commit}."
-         for c in (result.conditions for result in results)])
-
-
-# -------------------------------------------------------- Several micro-batches a step, and communication's share of it
+    measures = sheet_of("", results, [
+        *((name, "", lambda result, base=base: over_computing(result, base), ".2f") for name, base in CURVES.items()),
+        ("stage 4 over tuned DDP", "", of(TUNED, stage4_over), ".2f"),
+        ("stage 4 over the floor", "", of(catalogue.OVERLAP, over_floor), ".2f"),
+        ("DDP's best buckets", "", of(TUNED, lambda _, row: row.size)),
+        ("compute only, ms", "", of(ALONE, lambda _, row: row.rounds_ms), ".0f"),
+        ("rounds x steps", "", lambda result: f"{result.conditions.rounds} x {result.conditions.steps}"),
+        ("stage 4's drain, ms", "", of(catalogue.OVERLAP, lambda _, row: row.drain_ms), ".0f")])
+    made = {rate_words(result.conditions.rate): result.conditions for result in results}
+    return Sheet("Time per step over computing alone",
+                 [("", ""), *((rate.replace(" ", "\n"), "measured") for rate in made)],
+                 [[name, *cells] for (name, _), *cells in zip(measures.columns, *measures.rows)],
+                 [f"Medians of the ratios round by round. {METHODS}",
+                  *(f"{rate}: {c.machine}, {c.date}, commit {c.commit}." for rate, c in made.items())])
 
 
 def accumulation_sheets(accumulation):
@@ -324,21 +295,18 @@ def accumulation_sheets(accumulation):
     exchanges = sheet_of(
         "Accumulation in stage 4, ms a micro-batch", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
-         ("in no_sync:\none exchange", "measured", lambda one: spread(one.no_sync_ms)),
-         ("without:\nan exchange each", "measured", lambda one: spread(one.each_ms)), ("x no_sync", "measured", price)],
+         ("in no_sync:\none exchange", "measured", "no_sync_ms", spread),
+         ("without:\nan exchange each", "measured", "each_ms", spread), ("x no_sync", "measured", price)],
         "Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard.",
         f"~ within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart.")
     shares = sheet_of(
         "Communication's share of a step with one exchange", accumulation.rows,
         [("micro-batches\na step", "", "micro_batches"),
-         ("compute only,\nms a micro-batch", "measured", lambda one: median(one.compute_ms), ".0f"),
+         ("compute only,\nms a micro-batch", "measured", "compute_ms", ".0f"),
          *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
            for name, ms in (("DDP", "ddp_ms"), ("stage 3", "stage3_ms"), ("stage 4", "no_sync_ms")))],
         f"1 - compute only / this row. DDP: the row {Choice('ddp', accumulation.ddp_mb).name}.")
     return [exchanges, shares]
-
-
-# --------------------------------------------------------------------------- Time by bucket size, and stage 4's default
 
 
 def buckets_sheet(sweep):
@@ -347,17 +315,14 @@ def buckets_sheet(sweep):
 
     def at(base, get):
         return lambda size: figure(found.get((base, size), Row("")), get)
-
-    def messages(row):
-        sent = row.collectives.get("send") or row.collectives.get("reduce_scatter")
-        return None if row.bytes_per_param is None else sent
     return sheet_of(
         "Bucket size, ms a step",
         [size for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
         [("", "", lambda size: Choice("", size).size),
-         ("ddp\n", "measured", at(catalogue.REFERENCE, median_ms), ".0f"),
-         ("stage 4\n", "measured", at(catalogue.OVERLAP, median_ms), ".0f"),
-         ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, messages)),
+         ("ddp\n", "measured", at(catalogue.REFERENCE, "rounds_ms"), ".0f"),
+         ("stage 4\n", "measured", at(catalogue.OVERLAP, "rounds_ms"), ".0f"),
+         ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, lambda row: row.collectives.get(
+             "send") or row.collectives.get("reduce_scatter"))),
          ("its bytes a\nparameter", "counted", at(catalogue.OVERLAP, "bytes_per_param"), ".2f")],
         f"Medians of {c.rounds} round(s) of {c.steps} steps. DDP's default is {catalogue.DEFAULT_MB} MB. The "
         f"model's gradients have {c.parameters * 4 / 1e6:.1f} MB.", failures(sweep.rows))
@@ -375,19 +340,14 @@ def caps_sheet(rows):
         "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d.")
 
 
-# -------------------------------------------------- What ranks hold and gather, by their number, and what the host does
-
-
 def state_sheet(states):
-    def state(d):
-        def cell(row):
-            counted, theory = row.bytes_per_param[d], row.bytes_per_param_theory[d]
-            return f"{counted:.2f}" + f"\n({theory:.2f})" * (abs(counted - theory) > 0.01 * theory)
-        return cell
+    def state(d, row):
+        counted, theory = row.bytes_per_param[d], row.bytes_per_param_theory[d]
+        return f"{counted:.2f}" + f"\n({theory:.2f})" * (abs(counted - theory) > 0.01 * theory)
     return sheet_of(
         "Model state, bytes a parameter, by number of ranks", states,
         [("parameters/gradients", "", "name"), ("formula", "", "formula"),
-         *((f"d = {d}", "counted", state(d)) for d in states[0].bytes_per_param)],
+         *((f"d = {d}", "counted", functools.partial(state, d)) for d in states[0].bytes_per_param)],
         "b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %.")
 
 
@@ -399,8 +359,7 @@ def host_sheet(rows):
         f"Best host time of a step, ms, measured: {first.tensors} tensors of 16 x 16, rank 0 of {first.d}", rows,
         [("", "", "name"), *((name, "", f"best_ms.{key}", ".2f") for name, key in phases.items()),
          ("x plain", "", f"best_ms.whole/{first.best_ms['whole']}", ".2f"),
-         ("median", "", "median_ms.whole", ".2f"),
-         ("µs/tensor", "", f"best_ms.whole/{first.tensors / 1e3}", ".0f")],
+         ("median", "", "median_ms.whole", ".2f"), ("µs/tensor", "", f"best_ms.whole/{first.tensors / 1e3}", ".0f")],
         f"Best of {first.steps} steps, all rows in turn; median and µs a tensor: of the whole step. "
         "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MB.")
 
@@ -463,10 +422,13 @@ def loss_sheet(result):
     """-> a Sheet: a row for each way to train, a pair of columns for each beta2."""
     c, found = result.conditions, {(row.name, row.beta2): row for row in result.rows}
 
+    def more(name, beta2):
+        row = found[name, beta2]
+        return " ".join(f"{loss - base:+.4f}" for loss, base in zip(row.losses, found[row.base, beta2].losses))
+
     def pair(beta2):
-        return [(f"beta2 {beta2}\nloss", "measured", lambda name: median(found[name, beta2].losses), ".4f"),
-                ("more, by seed", "measured",
-                 lambda name: " ".join(f"{more:+.4f}" for more in result.more(found[name, beta2])))]
+        return [(f"beta2 {beta2}\nloss", "measured", lambda name: found[name, beta2].losses, ".4f"),
+                ("more, by seed", "measured", lambda name: more(name, beta2))]
     betas = dict.fromkeys(row.beta2 for row in result.rows)
     return sheet_of(
         f"Losses after {c.steps} steps", dict.fromkeys(row.name for row in result.rows),
@@ -481,22 +443,18 @@ def loss_sheet(result):
 def saving_sheet(result):
     c, seconds_of = result.conditions, {row.name: row.median_s for row in result.rows}
 
-    def rates(row):
+    def rates(row):  # GB a second
         return [c.bytes / seconds / 1e9 for seconds in row.rounds_s]
     return sheet_of(
         f"Saving and loading {c.bytes / 1e9:.1f} GB on {c.ranks} ranks", result.rows,
-        [("", "", "name"), ("seconds", "measured", "median_s", ".2f"),
-         ("GB/s", "measured", lambda row: median(rates(row)), ".2f"),
-         ("from–to", "measured", lambda row: f"{min(rates(row)):.2f}–{max(rates(row)):.2f}"),
+        [("", "", "name"), ("seconds", "measured", "rounds_s", ".2f"), ("GB/s", "measured", rates, ".2f"),
+         ("from–to", "measured", rates, lambda found: f"{min(found):.2f}–{max(found):.2f}"),
          ("of the\ndisk's rate", "measured",
           lambda row: seconds_of[row.beside] / row.median_s if row.beside else None, ".2f")],
         f"An asynchronous save holds up the step that calls it for {median(result.held_up_ms):,.0f} ms, in which it "
         f"copies; a step without one takes {c.step_ms:,.0f} ms. Steps that ran while it was written, "
         f"{median(result.n_behind):.0f} a round, took {median(result.behind_ms):,.0f} ms more than as many without. "
         f"{METHODS}", conditions_line(c, "stage 4, AdamW, fp32", f"{c.rounds} rounds, all rows in turn, medians"))
-
-
-# ---------------------------------------------------------------------------------------------- The tables of make plan
 
 
 def plan_sheets(result):
@@ -557,20 +515,15 @@ def plan_check_sheets(check):
         "What is assumed, and calibrated on which rows: results/methods.md.")]
 
 
-# ------------------------------------------------------------------------------------------------ Code lines of a file
-
-
 CORE = ("optimizer.py", "buffer.py", "transport.py")
 
 
 def code_lines(path):
     """-> number -> text of the lines of a Python file that are code: no blanks, comments or docstrings."""
     source = path.read_text(encoding="utf-8")
-    found, no_code = set(), (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-                             tokenize.ENDMARKER)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in no_code:
-            found.update(range(token.start[0], token.end[0] + 1))
+    found = {number for token in tokenize.generate_tokens(io.StringIO(source).readline)
+             if token.string.strip() and token.type != tokenize.COMMENT
+             for number in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             found -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
@@ -583,26 +536,21 @@ def core_lines(folder):
     return sum(len(code_lines(folder / name)) for name in CORE if (folder / name).exists())
 
 
-# --------------------------------- The ladder of README.md: formulas, what was counted, and one column of measured time
-
-
 class Rung(NamedTuple):
-    """A row of README's ladder: that of the bench, its stage's folder, and what travels: of Ψ parameters' bytes, of
-    which (d-1)/d are sent."""
+    """A row of README's ladder: the bench's row of that name, and its stage's folder."""
     row: str
     folder: str
     title: str
     collectives: str
-    travels: int
 
 
 LADDER = [
-    Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets", 2),
-    Rung("rung 0 replicated", "", "0 replicated", "all-reduce", 2),
-    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts", 3),
-    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather", 3),
-    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather", 2),
-    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets", 2),
+    Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets"),
+    Rung("rung 0 replicated", "", "0 replicated", "all-reduce"),
+    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts"),
+    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather"),
+    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather"),
+    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets"),
 ]
 
 
@@ -626,7 +574,7 @@ def ladder_block():
         ("bytes per parameter on 2 · 8 · 64 ranks", "", held),
         ("peak memory, MB", "", of_row(lambda row: max(row.peak_bytes.values()) / 1e6 if row.peak_bytes else None),
          ".0f"),
-        ("values sent per parameter", "", "travels"),
+        ("values sent per parameter", "", lambda rung: catalogue.find(rung.row).sends / 4, "g"),
         ("code lines of the core", "", lambda rung: core_lines(results.ROOT / rung.folder) if rung.folder else None),
         ("time ÷ DDP's", "", of_row(lambda row: row.over(ddp)), ".2f")])
     words = "DDP's with its default buckets" if tuned is None else (
@@ -637,9 +585,6 @@ def ladder_block():
             f"`DistributedOptimizer`, divided by {words}. Two emulated hosts, a link of "
             f"{rate_words(c.rate)}, median of {c.rounds} rounds ({c.machine}, {c.date}).")
     return markdown(sheet._replace(notes=[note]))
-
-
-# ------------------------------------------------------------------------------ All tables of a result, in the terminal
 
 
 def sheets(result):
@@ -654,5 +599,10 @@ def sheets(result):
 
 
 def show(result):
-    """Prints all tables."""
-    print_sheets(sheets(result), conditions_line(result.conditions))
+    """Prints all tables of a bench."""
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    for sheet in sheets(result):
+        print_sheet(sheet, console)
+        console.print()
+    console.print(conditions_line(result.conditions), style="dim", markup=False)

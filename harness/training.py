@@ -39,8 +39,8 @@ class Training:
 
     def finish(self):
         """Waits for all that the last step has left under way: parameters that still travel, kernels on the GPU."""
-        if hasattr(self.optimizer, "finish_param_sync"):
-            self.optimizer.finish_param_sync()
+        for optimizer in getattr(self.optimizer, "optimizers", [self.optimizer]):  # a pair: see muon.py
+            getattr(optimizer, "finish_param_sync", lambda: None)()
         if next(self.model.parameters()).is_cuda:
             torch.cuda.synchronize()
 

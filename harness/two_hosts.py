@@ -272,7 +272,7 @@ def measure_curve(args):
         elif measure(argparse.Namespace(**{**vars(args), "rate": rate, "rows": "curve", "sweep": True,
                                            "steps": CURVE_STEPS.get(rate, 4)})):
             sys.exit(1)
-    tables.print_sheets([tables.curve_sheet(list(measured().values()))])
+    print(tables.sheet_text(tables.curve_sheet(list(measured().values())), tables.WIDTH))
 
 
 def main():

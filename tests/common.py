@@ -87,14 +87,6 @@ def loss_of(model, x, y):
 one_rank_of = alone.rank_0_of  # of d: the real code runs, and nothing is sent
 
 
-def padding(flat, pieces):
-    """The elements of `flat`, (numel,), that lie in none of `pieces`, of (offset, number)."""
-    is_padding = torch.ones_like(flat, dtype=torch.bool)
-    for offset, numel in pieces:
-        is_padding[offset : offset + numel] = False
-    return flat[is_padding]
-
-
 # ------------------------------------------------------------------------------------- how a test of stages is written
 
 

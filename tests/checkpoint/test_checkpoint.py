@@ -18,6 +18,7 @@ import checkpoint
 from checkpoint import convert as converts
 from checkpoint import full_state_dict, load_full_state_dict, reshard
 from checkpoint.manifest import manifest_of, sealed
+from checkpoint.rank_files import Reader
 from harness.memory import Memory
 from tests.checkpoint import ADAMW, FORMAT_1, SHARDED, a_run, alone, flip_a_bit, full_disk, small, train, wrapped
 from tests.checkpoint.compare import close, equal, full, nothing_changes, weights
@@ -65,7 +66,8 @@ def to_plain_and_back(rank, stage):
         replicated.step(2)
     model = copy.deepcopy(plain.model)
     optimizer = optimizer_of(stage)(trainable(model), lr=1.0)
-    load_full_state_dict(optimizer, plain.optimizer.state_dict() if rank.rank == 0 else {})
+    is_first = dist.get_rank(optimizer.process_group) == 0
+    load_full_state_dict(optimizer, plain.optimizer.state_dict() if is_first else {})
     assert optimizer.param_groups[0]["lr"] == ADAMW["lr"]
     pair.model, pair.optimizer, pair.models = model, optimizer, (model, pair.replicated.model)
     pair.train(3, 4)
@@ -212,6 +214,8 @@ def test_the_command_converts_or_says_why_not_in_one_line(tmp_path):
         ran = run_module("checkpoint", "convert", folder, tmp_path / "mine.pt")
         assert ran.code == 1 and len(ran.stderr.splitlines()) == 1 and words in ran.stderr
     assert (tmp_path / "mine.pt").read_text() == "mine"
+    ran = run_module("checkpoint")
+    assert ran.code == 2 and ran.stderr.endswith("the following arguments are required: command\n")
 
 
 @pytest.mark.parametrize("to", converts.FORMATS)
@@ -221,6 +225,15 @@ def test_a_conversion_to_a_full_disk_leaves_nothing_behind(to, tmp_path):
     with full_disk(10_000), pytest.raises(OSError, match="File too large"):
         converts.convert(tmp_path / "one", tmp_path / "to" / "it", to)
     assert not list((tmp_path / "to").iterdir())
+
+
+def test_one_rank_reads_every_tensor_once(tmp_path, monkeypatch):
+    read, places = Reader.read, []
+    monkeypatch.setattr(Reader, "read", lambda self, job: (places.append(job[0][2:4]), read(self, job)))
+    its = alone()
+    checkpoint.save(tmp_path / "one", *its, torch.arange(100.0))
+    checkpoint.load(tmp_path / "one", *its)
+    assert len(set(places)) == len(places) == len(manifest_of(tmp_path / "one")[0].tensors)
 
 
 @on_ranks(2, stage=SHARDED)

@@ -213,10 +213,9 @@ def test_the_ladder_has_the_figures_of_one_run_and_dashes_for_what_failed(monkey
     assert found["4 overlap"][1] == " · ".join(f"{state[d]:.1f}" for d in (2, 8, 64))
     for rung in tables.LADDER:
         row = ddp if rung.row == "ddp" else slowest.find(rung.row)
-        assert row.wire_bytes_theory == pytest.approx(rung.travels / 2 * 4 * slowest.conditions.parameters, rel=1e-4)
-        peak = max(row.peak_bytes.values()) / 1e6
-        assert [*found[rung.title][2:4], found[rung.title][5]] == [
-            f"{peak:.0f}", str(rung.travels), f"{row.over(ddp):.2f}"]
+        _, _, peak, sent, _, time = found[rung.title]
+        assert row.wire_bytes_theory == pytest.approx(int(sent) / 2 * 4 * slowest.conditions.parameters, rel=1e-4)
+        assert (peak, time) == (f"{max(row.peak_bytes.values()) / 1e6:.0f}", f"{row.over(ddp):.2f}")
     slowest.rows[slowest.rows.index(slowest.find("stage 3 grad buffer"))] = Row("stage 3 grad buffer")
     monkeypatch.setattr(results, "by_rate", lambda: [slowest])
     assert ladder()["3 grad buffer"][2:4] == [NONE, "2"] and ladder()["3 grad buffer"][5] == NONE
@@ -260,13 +259,13 @@ def test_a_sweep_is_a_table_and_a_picture(plain, monkeypatch):
                                               "100 MB", "default"]
     tuned_ms = result.find("ddp", 2).median_ms
     assert fits(sheet) and sheet.rows[3][1] == f"{tuned_ms:.0f}"
-    points = pictures.curves(result.sweep.rows)
-    assert len(points["ddp"]) == 6 and (3, tuned_ms) in points["ddp"]
+    points = pictures.curve(result.sweep.rows, "ddp")
+    assert len(points) == 6 and (3, tuned_ms) in points
     svg = pictures.sweep_picture([result])
     assert ">300 Mbit/s: ms a step, by size of bucket<" in svg and svg.count(">ddp<") == 1
     assert pictures.sweep_picture([plain]) == ""
     monkeypatch.setattr(results, "by_rate", lambda: [result])
-    assert "Bucket size, ms a step, 300 Mbit/s" in pages.buckets()
+    assert "Bucket size, ms a step, 300 Mbit/s" in pages.BLOCKS["buckets"]()
 
 
 def test_the_rows_of_a_tuned_size_stand_behind_the_default():
@@ -295,7 +294,7 @@ def test_a_locale_or_a_terminal_without_unicode_changes_nothing(tmp_path):
     show = ("from harness import command_line, pages, results, tables; command_line.begin(); pages.rewrite(); "
             "tables.show(results.load('bench.json'))")
     run = subprocess.run([sys.executable, "-c", show], cwd=copy, env={**os.environ, **ascii_only}, capture_output=True,
-                         text=True, timeout=300)
+                         text=True, timeout=1200)
     assert run.returncode == 0, run.stderr
     assert "rewritten" not in run.stdout and "README.md: unchanged" in run.stdout
     assert "stage 4 overlap" in run.stdout and "largest" in run.stdout and "|?|" in run.stdout
@@ -422,7 +421,7 @@ def test_a_run_leaves_the_checkout_clean(tmp_path):
     copy = copied(tmp_path)
 
     def call(*command):
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "all"]):
@@ -432,7 +431,7 @@ def test_a_run_leaves_the_checkout_clean(tmp_path):
     called, printed = call("make", "--dry-run", "report", f"PYTHON={sys.executable}"), ""
     for program in called.splitlines():  # in forked processes: each would import torch anew
         module, *arguments = program.removeprefix(f"{sys.executable} -m ").split()
-        ended = run_module(module, *arguments, cwd=copy, limit_s=240)
+        ended = run_module(module, *arguments, cwd=copy, limit_s=1200)
         assert ended.code == 0, ended.stderr
         printed += ended.stdout
     assert (copy / "measured" / "bench.json").exists() and "Yours beside the published ones" in printed

@@ -1,6 +1,7 @@
 """Negative controls: the contract, run on optimizers that are wrong, must fail, and in the test that is about it."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import stage1_naive_broadcast
 import stage2_allgather
 from guard.guarded import mean_loss
+from tests.common import on_ranks
 from tests.stages import test_contract, test_drawn
 
 
@@ -42,17 +44,9 @@ CONTROLS = {  # a class -> which of them fail
 }
 
 
-def with_another_class(rank, control, said):
+@on_ranks(2, control=CONTROLS, said=TESTS)
+def test_the_contract_tells_right_from_wrong(rank, control, said):
     test, *arguments = TESTS[said]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage2_allgather, "DistributedOptimizer", control)
+    fails = pytest.raises(AssertionError, match=said) if said in CONTROLS[control] else contextlib.nullcontext()
+    with mock.patch.object(stage2_allgather, "DistributedOptimizer", control), fails:
         test(rank, "stage2_allgather", *arguments)
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("control", CONTROLS)
-def test_the_contract_tells_right_from_wrong(run, control):
-    for said in TESTS:
-        fails = said in CONTROLS[control]
-        with pytest.raises(pytest.fail.Exception, match=said) if fails else contextlib.nullcontext():
-            run(with_another_class, control, said)

@@ -124,10 +124,9 @@ class Drawn:
 
     def call(self, name):
         self.called.append(name)
-        if name in ("step", "part"):
-            self.backward(part=name == "part")
-            self.step()
-        elif name == "nothing":
+        if name in ("step", "part", "nothing"):
+            if name != "nothing":
+                self.backward(part=name == "part")
             self.step()
         elif name == "zero_grad":
             self.backward()

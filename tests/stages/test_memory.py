@@ -99,10 +99,14 @@ class Around(torch.optim.Optimizer):
         self.optimizer.step()
 
 
-def test_kinds_of_a_step():
-    """A 16-bit parameter of 100: its gradient twice, momentum and a copy as state, and 20 bytes that are neither."""
-    with Memory("cpu") as memory:
-        param = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+@on_ranks(1)
+def test_kinds_of_a_step(rank):
+    """A 16-bit parameter of 100: its gradient twice, momentum and a copy as state, and 20 bytes that are neither.
+
+    A GPU, where there is one, is counted as a CPU is; the rest of these tests run on a CPU.
+    """
+    with Memory(rank.device) as memory:
+        param = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16, device=rank.device))
         optimizer = Around(param)
         memory.mark("parameters", [param])
         (2 * param).sum().backward()
@@ -110,28 +114,7 @@ def test_kinds_of_a_step():
         mark_grads(memory, [param])
         mark_state(memory, optimizer)
         assert memory.by_kind() == {"parameters": 200, "gradients": 200 + 400, "state": 400 + 400, REST: 20}
-
-
-@on_ranks(1)
-def test_a_linear_layer_and_adamw(rank):
-    """1000 x 1000 and no bias: 4 MB of weights, as much gradient, two moments; at the peak what the input takes too.
-
-    A GPU, where there is one, is counted as a CPU is; the rest of these tests run on a CPU.
-    """
-    with Memory(rank.device) as memory:
-        layer = torch.nn.Linear(1000, 1000, bias=False, device=rank.device)
-        assert memory.live == 4_000_000
-        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-        x = torch.ones(500, 1000, device=rank.device)  # 2 MB, and y as much
-        y = layer(x)
-        assert memory.live == 8_000_000
-        y.sum().backward()
-        del x, y
-        assert memory.live == 8_000_000
-        optimizer.step()
-        live, reserved = memory.live, getattr(memory, "reserved", None)
-        assert live == 16_000_000 + 4  # the number of the step
-        assert reserved is None or reserved > live
+        assert getattr(memory, "reserved", memory.live) >= memory.live
 
 
 # In a process of its own: its peak is not yet somebody else's. Before the counted part all code has run once, so that

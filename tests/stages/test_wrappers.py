@@ -1,14 +1,19 @@
-"""Wrappers around the optimizer, as Lightning and Fabric make them: the same training, through either of two kinds.
+"""What others wrap: the optimizer, as Lightning and Fabric do, or the model, as DDP does.
 
-Each is an instance of a subclass that is made at run time, and has an `optimizer` of its own: the one that it wraps.
-tests/frameworks/ has the real ones.
+A wrapper of the optimizer is an instance of a subclass that is made at run time, and has an `optimizer` of its own: the
+one that it wraps. tests/frameworks/ has the real ones.
 """
 
+import re
+
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from tests.common import STAGES, on_ranks, optimizer_of, trainable
+from harness.ledger import Ledger
+from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, trainable
 from tests.pairs import Pair
+from tests.ranks import ROOT
 from tests.stages.test_drawn import drawn
 
 
@@ -42,14 +47,6 @@ class Copying:
         return self._optimizer.step(closure)
 
 
-class Counting:
-    n_steps = 0
-
-    def step(self, *args, **kwargs):
-        self.n_steps += 1
-        return super().step(*args, **kwargs)
-
-
 @on_ranks(1, 2, 3, wrap=[Delegating, Copying])
 def test_a_wrapper_trains_like_the_optimizer_itself(rank, stage, wrap):
     drawn(rank, stage, range(6), wrap)
@@ -57,12 +54,9 @@ def test_a_wrapper_trains_like_the_optimizer_itself(rank, stage, wrap):
 
 @on_ranks(2, wrap=[Delegating, Copying])
 def test_a_wrapper_has_the_state_and_the_settings_of_the_optimizer(rank, stage, wrap):
-    """A scheduler, a state that is read, reset, loaded and assigned, and, in stage 4, the prefetch."""
+    """A scheduler, and a state that is read, reset, loaded and assigned."""
     pair = Pair(rank, stage)
     inner, pair.optimizer = pair.optimizer, wrap(pair.optimizer)
-    if stage == STAGES[3]:
-        pair.optimizer.prefetch_params(pair.model)
-        assert inner.prefetching
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in pair.optimizers]
     for step in range(3):
         pair.train(step)
@@ -78,9 +72,45 @@ def test_a_wrapper_has_the_state_and_the_settings_of_the_optimizer(rank, stage, 
     assert len(inner.state) == len(pair.optimizer.state) == 0 and isinstance(pair.optimizer, type(inner))
 
 
-@on_ranks(2)
-def test_a_class_of_the_users_in_front_of_ours_is_no_wrapper(rank, stage):
-    pair = Pair(rank, stage, of=lambda stage: type("Mine", (Counting, optimizer_of(stage)), {}))
-    pair.train(0, 1)
+# --------------------------------------------------------------------------------------------- DDP around the model
+
+
+RUNGS = {"rung 0": "harness.reference", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
+SITUATIONS = {  # column of the table -> (whether DDP is around the model, what the optimizer is told)
+    "alone": (False, {}),
+    "beneath DDP, `average_gradients=False`": (True, {"average_gradients": False}),
+    "beneath DDP without that": (True, {}),
+}
+
+
+@on_its_device
+def outcome(rank, package, is_beneath, options):
+    """Three steps -> "equal" to replicated training to the bit, with ", averaged twice" if so; or the rank's error."""
+    try:
+        pair = Pair(rank, package, own=options, lr=0.01)
+        forward = DistributedDataParallel(pair.model, gradient_as_bucket_view=True) if is_beneath else pair.model
+        for step in range(3):
+            with Ledger() as ledger:
+                loss_of(forward, *batch(step, rank.rank)).backward()
+                pair.replicated.backward(step)
+                pair.clip(1e6)  # has the norm of the averages
+                pair.step()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     pair.assert_same()
-    assert pair.optimizer.n_steps == 2
+    reduced = sum(entry.size for entry in ledger.entries if entry.kind in ("all_reduce", "reduce_scatter", "send"))
+    return "equal" + ", averaged twice" * (reduced > 1.9 * sum(param.nbytes for param in trainable(pair.model)))
+
+
+@on_ranks(2)
+def test_the_table_of_ddp_around_the_model_says_what_is_so(rank):
+    """All cells of the table in docs/reference.md. An error is in backticks: its first words, with … for a name."""
+    section = (ROOT / "docs" / "reference.md").read_text().split("### DDP around the model\n")[1].split("\n##")[0]
+    (_, *columns), _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()
+                               if line.startswith("|")]
+    assert set(columns) == set(SITUATIONS) and {row[0] for row in rows} == set(RUNGS)
+    for rung, *cells in rows:
+        for column, cell in zip(columns, cells, strict=True):
+            found = outcome(rank, RUNGS[rung], *SITUATIONS[column])
+            expected = re.escape(cell.strip("`")).replace("…", ".+") + ("" if cell.startswith("`") else "$")
+            assert re.match(expected, found), f"{rung}, {column}: {found}"
