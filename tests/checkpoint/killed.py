@@ -17,24 +17,23 @@ from pathlib import Path
 from torch.nn.modules.module import register_module_forward_pre_hook, register_module_full_backward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-STOPPED_S = 20
-number = signal.SIGKILL  # that rank 1 sends itself
-
-
-def die():
-    if number == signal.SIGSTOP:
-        subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -9 {os.getpid()}"])
-    os.kill(os.getpid(), number)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from checkpoint import files, ranks
+
+STOPPED_S = 20
 
 
 def dies_at_call(last):
     """A hook that does nothing but at the call of that number."""
     calls = itertools.count(1)
-    return lambda *_: die() if next(calls) == last else None
+
+    def hook(*_):
+        if next(calls) == last:
+            if number == signal.SIGSTOP:
+                subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), number)
+    return hook
 
 
 def in_step(last):
@@ -61,7 +60,7 @@ if __name__ == "__main__":
     ranks.SILENT_S = 5  # that the others wait for word of the one that was killed while it wrote
     moment, script, *arguments = sys.argv[1:]
     moment, _, name = moment.partition(":")
-    number = getattr(signal, name) if name else number
+    number = signal.Signals[name or "SIGKILL"]  # that rank 1 sends itself
     if os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         MOMENTS[moment]()
     sys.argv = [script, *arguments]

@@ -9,7 +9,10 @@ change before the refusal, a step or a save that fails, a process that dies, mor
 
 import argparse
 import collections
+import contextlib
 import copy
+import functools
+import json
 import math
 import os
 import random
@@ -18,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -25,10 +29,12 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint.json_values import DTYPE_OF_CODE
+from checkpoint.manifest import MANIFEST
 from harness import results
 from harness.examine import made_here
 from harness.results import MutationResult, MutationRow
-from tests.checkpoint import data_of, header_bytes, nothing_changes, tamper, text_of, wrapped
+from tests.checkpoint import ONE, small, step
+from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES
 
 LONGEST_S, MOST_KB = 10, 2**20
@@ -45,11 +51,70 @@ CASES = [(None, torch.float32, "AdamW", ADAMW), (STAGES[0], torch.float32, "Adam
          (STAGES[2], torch.bfloat16, "AdamW", ADAMW), (STAGES[3], torch.float32, "AdamW", ADAMW),
          (STAGES[3], torch.bfloat16, "SGD", {"momentum": 0.9}),  # fused it can't step where some have no momentum
          (None, torch.float32, "Adagrad", {})]
-KINDS = {}  # name -> function(chance, manifest, folder): changes the one, or files in the other, or returns a text
+
+# ------------------------------------------------------------------------------------------------ how one is changed
 
 
-def kind(function):
-    KINDS[function.__name__.replace("_", " ")] = function
+def tamper(folder, change):
+    """Change a checkpoint by `change(manifest, folder)`, and make all checksums right again.
+
+    The manifest has the headers of the files in it, by name: the parts of tensors by key, and `places`. `change` may
+    return the text of the manifest, or replace that file.
+    """
+    file = folder / MANIFEST
+    before, manifest = file.read_bytes(), json.loads(file.read_bytes())
+    del manifest["crc32"]
+    manifest["headers"] = {name: header_of((folder / name).read_bytes()) for name in manifest["files"]}
+    texts = {id(header): json.dumps(header) for header in manifest["headers"].values()}
+    text = change(manifest, folder)
+    with contextlib.suppress(ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
+        for name, header in manifest.pop("headers").items():
+            make_right(folder / name, header, texts.get(id(header)) != json.dumps(header), manifest["files"])
+    if is_regular(file) and file.read_bytes() == before:
+        text = text or json.dumps(manifest).encode()
+        file.write_bytes(b'{"crc32": %d, %b' % (zlib.crc32(text), text[1:]) if text[:1] == b"{" else text)
+
+
+def make_right(path, header, is_new, files):
+    """Write a new header into a file; say in the manifest's `files` what the file is now, whatever it is."""
+    if not is_regular(path):
+        return
+    if is_new:
+        content, its = data_of(path.read_bytes()), dict(header)
+        path.write_bytes(header_bytes(its.pop("places"), its) + content)
+        files[path.name]["bytes"] = path.stat().st_size
+    if all(type(crc) is int for crc in files[path.name]["crc32"]):
+        content = path.read_bytes()
+        data, offsets = data_of(content), [what["data_offsets"] for key, what in header.items() if key != "places"]
+        files[path.name]["crc32"] = [zlib.crc32(content[: len(content) - len(data)]),
+                                     *(zlib.crc32(data[slice(*of)]) for of in offsets)]
+
+
+def is_regular(path):
+    return path.is_file() and not path.is_symlink()
+
+
+def text_of(manifest):
+    return json.dumps({key: what for key, what in manifest.items() if key != "headers"}).encode()
+
+
+def header_of(content):
+    """Of the bytes of a rank's file, with its `places`."""
+    header = json.loads(content[8 : len(content) - len(data_of(content))])
+    return {"places": json.loads(header.pop("__metadata__")["places"]), **header}
+
+
+def header_bytes(places, entries):
+    text = json.dumps({"__metadata__": {"places": json.dumps(places)}, **entries}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def data_of(content):
+    return content[8 + int.from_bytes(content[:8], "little") :]
+
+
+# ------------------------------------------------------------------------------------------------- kinds of changes
+# Each changes the manifest, or files in the folder, or returns a text for the manifest: see `tamper`.
 
 
 def places(value, path=()):
@@ -69,27 +134,23 @@ def a_place(chance, manifest):
     return manifest, last
 
 
-@kind
 def another_value(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     near = [parent[key] + change for change in (-4, -1, 1, 4, 64)] if type(parent[key]) is int else NAMES
     parent[key] = copy.deepcopy(chance.choice(chance.choice([STRANGE, near])))
 
 
-@kind
 def an_entry_less(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     del parent[key]
 
 
-@kind
 def two_that_changed_places(chance, manifest, _):
     parent, key = a_place(chance, manifest)
     other = chance.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
     parent[key], parent[other] = parent[other], parent[key]
 
 
-@kind
 def a_tensor_of_another_shape(chance, manifest, folder):
     """Its bytes are there, and where the old ones are kept somebody claims them: only the model knows better."""
     header = manifest["headers"][chance.choice(sorted(manifest["headers"]))]
@@ -109,7 +170,6 @@ def a_tensor_of_another_shape(chance, manifest, folder):
     manifest["extra"][0]["dict"].append(["old", {"tensor": "extra.0.old"}])
 
 
-@kind
 def a_tensor_of_another_dtype(chance, manifest, _):
     header = manifest["headers"][chance.choice(sorted(manifest["headers"]))]
     entry = header[chance.choice(sorted(header.keys() - {"places"}))]
@@ -118,7 +178,6 @@ def a_tensor_of_another_dtype(chance, manifest, _):
                                     if dtype.itemsize == size or chance.random() < 0.2])
 
 
-@kind
 def bytes_of_a_file(chance, manifest, folder):
     """What is read is another model's, whatever its values are: it is loaded."""
     name = chance.choice(sorted(manifest["files"]))
@@ -128,7 +187,6 @@ def bytes_of_a_file(chance, manifest, folder):
     (folder / name).write_bytes(content)
 
 
-@kind
 def another_file(chance, manifest, folder):
     path = folder / chance.choice([*sorted(manifest["files"]), "manifest.json"])
     content = path.read_bytes()
@@ -138,24 +196,22 @@ def another_file(chance, manifest, folder):
                    lambda: path.write_bytes(content + bytes(100)), lambda: path.write_bytes(b"")])()
 
 
-@kind
 def a_bit_of_the_manifest(chance, manifest, folder):
     content = bytearray((folder / "manifest.json").read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     (folder / "manifest.json").write_bytes(content)
 
 
-@kind
 def noise_for_a_manifest(chance, manifest, folder):
-    text = text_of(manifest).encode()
+    text = text_of(manifest)
     start = chance.randrange(len(text))
     noise = chance.choice([b"[" * 10**5, b"\xff\xfe", b"9" * 5000, b'"' + b"\\u0000" * 9, b"NaN", b"{}", b"[],"])
     return text[:start] + noise + text[start:]
 
 
-def mutate(chance, name, folder):
-    tamper(folder, lambda manifest, folder: KINDS[name](chance, manifest, folder))
-
+KINDS = {function.__name__.replace("_", " "): function for function in (
+    another_value, an_entry_less, two_that_changed_places, a_tensor_of_another_shape, a_tensor_of_another_dtype,
+    bytes_of_a_file, another_file, a_bit_of_the_manifest, noise_for_a_manifest)}
 
 # ---------------------------------------------------------------------------------------------------------- one of them
 
@@ -164,45 +220,21 @@ def made(case, seed):
     """A model that has made a step."""
     stage, dtype, name, options = case
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(11, 21), torch.nn.Tanh(), torch.nn.Linear(21, 11)).to(dtype)
-    its = model, wrapped(stage, model.parameters(), getattr(torch.optim, name), lr=0.01, **options)
-    step(*its)
-    return its
-
-
-def step(model, optimizer):
-    model(torch.ones(2, 11, dtype=next(model.parameters()).dtype)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def save_one(case, folder):
-    extra = {"step": 2, "average": torch.arange(40.0), "text": "abc", "pair": (1, [2.5, None])}
-    checkpoint.save(folder, *made(case, 0), extra)
-
-
-def answer_of(folder, model, optimizer):
-    """-> "loaded", or the line of a refusal that has changed nothing."""
-    refusal = None
-    try:
-        with nothing_changes(model, optimizer):
-            try:
-                checkpoint.load(folder, model, optimizer)
-            except checkpoint.CheckpointError as error:
-                refusal = str(error)
-    except AssertionError:
-        return "loaded" if refusal is None else f"changed before it was refused: {refusal}"
-    return refusal or "loaded"
+    layers = torch.nn.Linear(11, 21), torch.nn.Tanh(), torch.nn.Linear(21, 11)
+    return small(ONE, stage, *layers, dtype=dtype, cls=getattr(torch.optim, name), lr=0.01, **options)
 
 
 def outcome(case, folder, scratch):
-    """-> "refused", "loaded", or what is wrong."""
-    its = made(case, 1)
+    """-> "refused", in one line, and nothing has changed; "loaded"; or what is wrong."""
+    model, optimizer = its = made(case, 1)
+    before, answer = copy.deepcopy((weights(model), full(optimizer))), "loaded"
     memory, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
-        answer = answer_of(folder, *its)
-        if answer.startswith(f"checkpoint {folder} can't be loaded: ") and answer.isprintable():
-            answer = "refused"
+        checkpoint.load(folder, model, optimizer)
+    except checkpoint.CheckpointError as error:
+        answer = "refused" if equal((weights(model), full(optimizer)), before) else f"changed before it said: {error}"
+        if not (str(error).startswith(f"checkpoint {folder} can't be loaded: ") and str(error).isprintable()):
+            answer += f", in other words: {error}"
     except Exception as error:
         answer = f"{type(error).__name__}: {error}"
     if time.process_time() - began > LONGEST_S or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory > MOST_KB:
@@ -240,11 +272,12 @@ def run(number, seed, folder):
         name, case = sorted(KINDS)[turn % len(KINDS)], turn // len(KINDS) % len(CASES)
         original, mutated = folder / f"original-{case}", folder / "mutated"
         if not original.exists():
-            save_one(CASES[case], original)
+            extra = {"step": 2, "average": torch.arange(40.0), "text": "abc", "pair": (1, [2.5, None])}
+            checkpoint.save(original, *made(CASES[case], 0), extra)
         for path in (mutated, folder / "again"):
             shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(original, mutated)
-        mutate(random.Random(f"{seed} {turn}"), name, mutated)
+        tamper(mutated, functools.partial(KINDS[name], random.Random(f"{seed} {turn}")))
         answer = outcome(CASES[case], mutated, folder)
         if answer == "loaded" and name == "a bit of the manifest":
             answer = "loaded, with another value"

@@ -15,8 +15,10 @@ import stage4_overlap
 from checkpoint.convert import converted
 from checkpoint.manifest import manifest_of
 from checkpoint.states import owners_of
-from tests.checkpoint import equal, flip_a_bit, nothing_changes, said_by_all, tamper, weights
-from tests.common import error_of
+from tests.checkpoint import flip_a_bit
+from tests.checkpoint.compare import equal, nothing_changes, said_by_all, weights
+from tests.checkpoint.mutations import tamper
+from tests.common import error_of, on_ranks
 from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
 
 
@@ -41,22 +43,20 @@ PLAN = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard
         "frozen": ColwiseParallel()}
 
 
-def trained_params(model):
-    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-
-
 def build(rank, shape, dtype=torch.float32, seed=0, process_group=None):
     """-> model, optimizer; on data-parallel x tensor-parallel ranks, or, with shape None, of plain torch."""
     torch.manual_seed(seed)
     model = Odd().to(rank.device, dtype)
     for param in model.parameters():  # of each seed others
         param.data += 0.01 * seed
+    if shape:
+        mesh = mesh_of(rank, shape)
+        parallelize_module(model, mesh["tp"], PLAN)
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if shape is None:
-        return model, torch.optim.AdamW(trained_params(model), lr=0.01)
-    mesh = mesh_of(rank, shape)
-    parallelize_module(model, mesh["tp"], PLAN)
+        return model, torch.optim.AdamW(trained, lr=0.01)
     groups = {"process_group": process_group or mesh["dp"].get_group(), "bucket_cap_mb": 0.0003, "lr": 0.01}
-    return model, stage4_overlap.DistributedOptimizer(trained_params(model), torch.optim.AdamW, **groups)
+    return model, stage4_overlap.DistributedOptimizer(trained, torch.optim.AdamW, **groups)
 
 
 def step(rank, model, optimizer, shape, number):
@@ -71,20 +71,15 @@ def step(rank, model, optimizer, shape, number):
     optimizer.zero_grad()
 
 
-def start(rank, shape, folder, dtype):
-    model, optimizer = build(rank, shape, dtype)
-    for number in range(2):
-        step(rank, model, optimizer, shape, number)
-    checkpoint.save(folder, model, optimizer, {"step": 2}, asynchronous=True).result()
-    step(rank, model, optimizer, shape, 9)
-    return [whole(param).float() for param in model.parameters()]
-
-
-def go_on(rank, shape, before, after, dtype):
-    """Loaded, saved again as it is, and one step -> what that makes of the parameters."""
-    model, optimizer = build(rank, shape, dtype, seed=1)
-    assert checkpoint.load(before, model, optimizer) == {"step": 2}
-    checkpoint.save(after, model, optimizer, {"step": 2})
+def leg(rank, shape, dtype, before, after):
+    """Loaded, or trained if there is nothing before, saved, and one more step -> what that makes of the parameters."""
+    model, optimizer = build(rank, shape, dtype, seed=1 if before else 0)
+    if before:
+        assert checkpoint.load(before, model, optimizer) == {"step": 2}
+    else:
+        for number in range(2):
+            step(rank, model, optimizer, shape, number)
+    checkpoint.save(after, model, optimizer, {"step": 2}, asynchronous=before is None).result()
     step(rank, model, optimizer, shape, 9)
     return [whole(param).float() for param in model.parameters()]
 
@@ -96,14 +91,12 @@ JOURNEY = [(4, (4, 1)), (2, (1, 2)), (1, None), (4, (2, 2)), (4, (1, 4))]
 def test_from_mesh_to_mesh_to_plain_torch_and_back(on, tmp_path, dtype):
     """What is in the files is the same to the bit all the way; the next step is, up to the order of sums."""
     folders = [tmp_path / f"{number}" / "saved" for number in range(len(JOURNEY) + 1)]  # a run locks its folder
-    for folder in folders:
-        folder.parent.mkdir()
-    expected = on(4, start, (2, 2), folders[0], dtype)
+    expected = on(4, leg, (2, 2), dtype, None, folders[0])
     first = converted(folders[0])
     assert first["model"]["up.weight"].shape == (11, 8) and len(first["optimizer"]["state"]) == 9
     tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 2e-3}
     for number, (n, shape) in enumerate(JOURNEY if dtype is torch.float32 else JOURNEY[:3]):
-        found = on(n, go_on, shape, folders[number], folders[number + 1], dtype)
+        found = on(n, leg, shape, dtype, folders[number], folders[number + 1])
         torch.testing.assert_close(found, expected, **tolerance, msg=f"a step on {shape}")
         again = converted(folders[number + 1])
         if shape is None and dtype is not torch.float32:  # plain torch steps the 16 bits, and has them alone
@@ -116,14 +109,8 @@ def refuses(rank, folders):
     model, optimizer = build(rank, (2, 2), seed=1)
     step(rank, model, optimizer, (2, 2), 0)
     with nothing_changes(model, optimizer):
-        return [said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), kind))
-                for folder, kind in folders]
-
-
-def save_another(rank, folder):
-    model, optimizer = build(rank, None)
-    model.up.weight.data = torch.zeros(12, 8)
-    checkpoint.save(folder, model, optimizer)
+        return [said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), checkpoint.DamagedCheckpoint))
+                for folder in folders]
 
 
 CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
@@ -133,36 +120,27 @@ CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
         [[6, 5, 0], [8]], [[12, -1], [8]], [[6.0, 5], [8]], [{"6": 1}, [8]], {"0": [6, 5]}, None))]
 
 
-def with_cuts(cuts, saved, folder):
-    """A copy of a checkpoint in which one tensor is said to be cut otherwise."""
-    def change(manifest, _):
-        for header in manifest["headers"].values():
-            place = header["places"].get("model.up.weight", {"cuts": [[6, 5], [8]]})
-            assert place["cuts"] == [[6, 5], [8]]
-            place["cuts"] = cuts
-
-    tamper(shutil.copytree(saved, folder), change)
-    return folder
-
-
-def test_what_is_damaged_or_of_another_model_is_refused_on_every_rank(on, tmp_path):
-    """Cuts that are none of the tensor, a bit, another model."""
-    saved, (damaged, foreign) = tmp_path / "saved", (checkpoint.DamagedCheckpoint, checkpoint.ForeignCheckpoint)
-    on(4, start, (2, 2), saved, torch.float32)
+def test_what_is_damaged_is_refused_on_every_rank(on, tmp_path):
+    """Cuts that are none of the tensor, and a bit that one rank reads."""
+    saved = tmp_path / "saved"
+    on(4, leg, (2, 2), torch.float32, None, saved)
     for number, (cuts, words) in enumerate(CUTS):
-        with pytest.raises(damaged, match=words):
-            manifest_of(with_cuts(cuts, saved, tmp_path / f"{number}"))
+        def cut_otherwise(manifest, _):
+            for header in manifest["headers"].values():
+                if place := header["places"].get("model.up.weight"):
+                    place["cuts"] = cuts
+
+        tamper(shutil.copytree(saved, tmp_path / f"{number}"), cut_otherwise)
+        with pytest.raises(checkpoint.DamagedCheckpoint, match=words):
+            manifest_of(tmp_path / f"{number}")
     flip_a_bit(shutil.copytree(saved, tmp_path / "bit") / "rank-00003.safetensors")
-    (tmp_path / "other").mkdir()
-    on(1, save_another, tmp_path / "other" / "saved")
-    folders = [tmp_path / "0", tmp_path / "bit", tmp_path / "other" / "saved"]
-    said = on(4, refuses, list(zip(folders, (damaged, damaged, foreign))))
-    wanted = ["the cuts of 'model.up.weight' are not all of it", "rank-00003.safetensors is damaged",
-              "up.weight: the checkpoint has it with shape (12, 8), the model has it"]
-    assert all(words in line for words, line in zip(wanted, said, strict=True)), said
+    by_cuts, by_bit = on(4, refuses, [tmp_path / "0", tmp_path / "bit"])
+    assert "the cuts of 'model.up.weight' are not all of it" in by_cuts
+    assert "rank-00003.safetensors is damaged" in by_bit
 
 
-def strided(rank, folder):
+@on_ranks(4)
+def test_a_dtensor_of_strided_parts_is_refused(rank, tmp_path):
     """As FSDP2 cuts a tensor-parallel weight."""
     mesh = mesh_of(rank)
     model = nn.Linear(1, 1)
@@ -170,12 +148,7 @@ def strided(rank, folder):
     weight = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Shard(0)])
     model.weight = nn.Parameter(weight)
     with pytest.raises(checkpoint.UnfitModel, match="weight is a DTensor with placement .*only Shard and Replicate"):
-        checkpoint.save(folder, model, torch.optim.SGD(model.parameters()))
-
-
-@pytest.mark.parametrize("world_size", [4])
-def test_a_dtensor_of_strided_parts_is_refused(run, tmp_path):
-    run(strided, tmp_path / "never")
+        checkpoint.save(tmp_path / "never", model, torch.optim.SGD(model.parameters()))
     assert not list(tmp_path.iterdir())
 
 
@@ -184,8 +157,9 @@ def test_what_several_ranks_have_is_written_once():
     assert owners_of([(0, 0, 5), (1, 0, 8), (2, 5, 9), (3, 8, 9)]) == [(0, 0, 5), (1, 5, 8), (2, 8, 9)]
 
 
-def moves(rank, folder):
-    """2 x 2 -> 1 x 2 -> 2 x 2, away to the last ranks and back, and to the first with a step and a file on the way."""
+@on_ranks(4)
+def test_a_running_program_moves_along_the_data_parallel_dimension(rank, tmp_path):
+    """From 2 x 2, to the bit: to the last ranks and back, and to the first and back, with a step and a file there."""
     (model, optimizer), (other, straight) = build(rank, (2, 2)), build(rank, (2, 2))
     for number in range(2):
         step(rank, model, optimizer, (2, 2), number)
@@ -202,20 +176,20 @@ def moves(rank, folder):
     step(rank, model, optimizer, (2, 2), 5)
     step(rank, other, straight, (2, 2), 5)
     assert equal(weights(model), weights(other))
-    checkpoint.save(folder / "2x2", model, optimizer)
+    checkpoint.save(tmp_path / "2x2", model, optimizer)
     checkpoint.reshard(optimizer, alone)
     if rank.rank < 2:
         loaded, by = build(rank, (2, 2), seed=1, process_group=alone)
-        checkpoint.load(folder / "2x2", loaded, by)
+        checkpoint.load(tmp_path / "2x2", loaded, by)
         step(rank, model, optimizer, (1, 2), 6)
         step(rank, loaded, by, (1, 2), 6)
         assert equal(weights(model), weights(loaded))
-        checkpoint.save(folder / "1x2", model, optimizer)
+        checkpoint.save(tmp_path / "1x2", model, optimizer)
     else:
         with pytest.raises(checkpoint.CheckpointError, match="in no process group since reshard"):
-            checkpoint.save(folder / "1x2", model, optimizer)
+            checkpoint.save(tmp_path / "1x2", model, optimizer)
     checkpoint.reshard(optimizer, both)
-    checkpoint.load(folder / "1x2", other, straight)
+    checkpoint.load(tmp_path / "1x2", other, straight)
     step(rank, model, optimizer, (2, 2), 7)
     step(rank, other, straight, (2, 2), 7)
     assert equal(weights(model), weights(other))
@@ -223,9 +197,3 @@ def moves(rank, folder):
         alone = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(RuntimeError, match="must be called with it, and no other|must move to as many"):
         checkpoint.reshard(optimizer, alone)
-
-
-@pytest.mark.parametrize("world_size", [4])
-def test_a_running_program_moves_along_the_data_parallel_dimension(run, tmp_path):
-    """To the bit."""
-    run(moves, tmp_path)
