@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from show import __main__ as command
-from show import frames, page, record, replicated
+from show import frames, record, replicated
 from show.frames import Memory
 from show.trace import Event, Place
 from show.wires import Operation
@@ -116,11 +116,6 @@ def test_a_collective_ends_a_frame_after_the_last_rank_has_begun_it_and_who_come
     assert [one.frame for one in early] == [0, 1, 4, 5] and [one.frame for one in late] == [0, 1, 2, 3, 4, 5]
 
 
-def test_ranks_that_wait_for_each_other_for_ever_are_an_error():
-    with pytest.raises(RuntimeError, match="for ever"):
-        frames.in_frames([[moment(ends=["a"]), moment(starts=["b"])], [moment(ends=["b"]), moment(starts=["a"])]])
-
-
 # ---------------------------------------------------------------------------------------------------- the command
 
 
@@ -184,10 +179,3 @@ def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     assert exit.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_each_bug_of_a_chapter_is_a_program_of_the_page():
-    from tests.pages.test_chapters import BUGS
-
-    edits = {(one.program.package, one.program.edit[1:]) for one in page.SHOWN}
-    assert {(chapter, (before, after)) for (_, chapter), (before, after, _) in BUGS.items()} <= edits
