@@ -257,10 +257,6 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "Padding": Wrong(STAGE_2, {"numels, gathered)": "numels, gathered.view(-1)[: sum(numels)].split(numels))"}, BY_3,
         "in element 11: what element 15 should hold; in element 12: what element 11 should hold; in element 13: 0",
         "padding was taken for parameters"),
-    "AnotherOrder": Wrong(STAGE_2, {"mine = self.shards[self.rank]":
-        "mine = sorted(self.shards[self.rank], key=torch.Tensor.numel)"}, BY_3,
-        "in elements 11-12: what elements 14-15 should hold; in elements 13-15: what elements 11-13 should hold",
-        "who packs and who cuts disagree"),
     # Rank 0 alone waits for all, before it writes a log, say.
     "Hangs": Wrong(Right, {SENDS: f"if self.rank == 0: dist.barrier(group=self.group)\n        {SENDS}"}, BY_HAND,
         f"rank 0 hangs in barrier ({FILE}",

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from grade import __main__ as grade_main
 from grade import by_hand, contract, grader, left_over, levels, on_ranks, skeleton, variants
 from grade.__main__ import grade as run
 from grade.__main__ import package_of, passes
@@ -117,7 +116,7 @@ Level 2: It is an optimizer
     ("LeavesZeroGradToTorch", "--ranks 2 --steps 2 --optimizer sgd"),
     ("Unfilled", "--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype bfloat16")])
 def test_the_recorder_shows_the_step_that_is_wrong(grade, tmp_path, what, options):
-    """Other parameters than the stage's at the end."""
+    """Other parameters than the stage's at the end. tests/show/ has only stages; this is a package of one's own."""
     wrong = f"{what.lower()}.optimizer"
     assert complaint(grade(what))[-1] == f'see       make show STAGE={wrong} ARGS="{options}"'
     for stage in (wrong, STAGES[2]):
@@ -125,11 +124,6 @@ def test_the_recorder_shows_the_step_that_is_wrong(grade, tmp_path, what, option
         assert run.code == 0, run.stderr
     shown, right = (parameters(json.loads((tmp_path / stage).read_text())) for stage in (wrong, STAGES[2]))
     assert shown != right
-
-
-def test_without_the_recorder_nothing_is_said_of_it(grade, tmp_path, monkeypatch):
-    monkeypatch.setattr(grade_main, "SHOW", tmp_path / "show")
-    assert "make show" not in grade("Summed")
 
 
 def test_state_that_is_on_no_rank_is_counted_in_elements():

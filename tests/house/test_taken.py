@@ -15,21 +15,18 @@ from tests.stages.test_cores import core_of
 
 OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "no_sync"}
 OF_CHECKPOINT = {"pieces", "make_optimizer", "pass_on_hyperparameters", "refuse_different_settings", "has_grads"}
-MORE = {
-    "stage1_naive_broadcast": {"average_gradients"},
-    "stage2_allgather": {"average_gradients"},
-    "stage3_gradbuffer": {"move_to", "rank", "world_size"},
-    "stage4_overlap": {"move_to", "rank", "world_size", "find_unused_parameters", "bucket_buffer_bytes"},
-}
+OF_BUFFERS = {"move_to", "rank", "world_size"}
+MORE = [{"average_gradients"}, {"average_gradients"}, OF_BUFFERS,
+        {*OF_BUFFERS, "find_unused_parameters", "bucket_buffer_bytes"}]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage):
+@pytest.mark.parametrize("stage, more", list(zip(STAGES, MORE)))
+def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage, more):
     """Beside torch's own and the core's; what is in OF_CHECKPOINT stands in checkpoint/__init__.py."""
     with one_rank_of(2):
         guarded, core = (set(dir(of(stage)([torch.nn.Parameter(torch.zeros(8))]))) for of in (optimizer_of, core_of))
     added = {name for name in guarded - core if not name.startswith("_")}
-    assert added == OF_USERS | OF_CHECKPOINT | MORE[stage]
+    assert added == OF_USERS | OF_CHECKPOINT | more
     of_torch = {name for name in dir(torch.optim.AdamW([torch.zeros(1)])) if not name.startswith("_")}
     assert of_torch <= guarded
     face = (ROOT / "checkpoint" / "__init__.py").read_text()
@@ -52,18 +49,15 @@ SAVES = """
 import torch, torch.distributed as dist
 from mine import DistributedOptimizer, __version__, checkpoint
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def a_model(value):
+for step, value in enumerate((1.0, 7.0), start=1):
     model = torch.nn.ParameterList([torch.full((3,), value)])
-    return model, DistributedOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.5)
-model, optimizer = a_model(1.0)
-model[0].sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-checkpoint.save("runs/step-1", model, optimizer, {"step": 1})
-model, optimizer = a_model(7.0)
-print(checkpoint.load(checkpoint.latest("runs"), model, optimizer))
-model[0].sum().backward()
-optimizer.step()
+    optimizer = DistributedOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.5)
+    if newest := checkpoint.latest("runs"):
+        print(checkpoint.load(newest, model, optimizer))
+    model[0].sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoint.save(f"runs/step-{step}", model, optimizer, {"step": step})
 print(model[0].tolist(), checkpoint.__file__)
 print(DistributedOptimizer.__module__, __version__)
 dist.destroy_process_group()

@@ -204,17 +204,14 @@ def test_all_that_changes_between_two_beats_is_shown(started, program):
 
         for number, (before, beat) in enumerate(itertools.pairwise(recording["beats"]), 2):
             shown.keyboard.press("ArrowRight")
-            memory, written, freed = Memory(recording, before["frame"]), set(), set()
-            for frame in recording["frames"][before["frame"] + 1 : beat["frame"] + 1]:
-                for s, numbers in frame["memory"]:
-                    was = [value for value, *_ in memory.cells.get(s) or ()]
-                    now = [recording["cells"][one][0] for one in numbers or ()]
-                    written |= {(s, cell) for cell, value in enumerate(now) if was[cell : cell + 1] != [value]}
-                    freed |= set() if numbers else {s}
-                memory.take(frame)
-            last = {names[s]: s for s in sorted(memory.cells)}.values()
-            assert drawn("written") == {one for one in written if one[0] in last and memory.cells[one[0]]}, beat["says"]
-            assert {s for s in freed if s in last and not memory.cells[s]} <= {s for s, _ in drawn("freed")}
+            states = [Memory(recording, at).cells for at in range(before["frame"], beat["frame"] + 1)]
+            ends, steps = states[-1], list(itertools.pairwise(states))
+            written = {(s, i) for was, now in steps for s, cells in now.items() for i, cell in enumerate(cells or ())
+                       if not was.get(s) or was[s][i][0] != cell[0]}
+            freed = {s for was, now in steps for s in was if was[s] and not now[s]}
+            last = {names[s]: s for s in sorted(ends)}.values()
+            assert drawn("written") == {(s, i) for s, i in written if s in last and ends[s]}, beat["says"]
+            assert {s for s in freed if s in last and not ends[s]} <= {s for s, _ in drawn("freed")}
             moving = any(min(a[3] for a in one["arrows"]) <= beat["frame"] and max(a[4] for a in one["arrows"])
                          > before["frame"] for one in recording["operations"])
             assert bool(shown.locator(".lane").count()) == moving
