@@ -8,11 +8,12 @@ import functools
 import importlib.util
 import re
 import shutil
+from multiprocessing import forkserver
 
 import pytest
 
 from tests.common import STAGES
-from tests.ranks import ROOT, imported_already, run_ranks
+from tests.ranks import ROOT, run_ranks
 
 LIBRARIES = ["accelerate", "lightning", "peft", "safetensors", "transformers"]
 missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
@@ -53,8 +54,11 @@ def run(tmp_path_factory):
     run.home, run.with_ddp = home, functools.cache(lambda sample: run(program(sample, "-"), f"{sample} ddp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        with imported_already(*IMPORTED):
-            yield run
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(["torch._dynamo", *IMPORTED])
+        patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        yield run
+        server._stop()
 
 
 def close(figures, expected, rel=1e-6):
