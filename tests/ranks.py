@@ -4,7 +4,6 @@ And so do the `Workers` that such a script starts: it finds that process running
 torchrun itself, and Python's own start and end, are left to the tests that start real processes.
 """
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -66,22 +65,6 @@ def run_module(module, *args, **kwargs):
     return run_alone(f"-m {module}", *args, **kwargs)
 
 
-@contextlib.contextmanager
-def imported_already(*modules):
-    """What starts meanwhile is forked from a process of its own, which has imported these modules too.
-
-    They take seconds, which would pass in each rank. The process has the environment of its start.
-    """
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(["torch._dynamo", *modules])
-    before, forkserver.connect_to_new_process = forkserver.connect_to_new_process, server.connect_to_new_process
-    try:
-        yield
-    finally:
-        forkserver.connect_to_new_process = before
-        server._stop()
-
-
 def _the_server():
     """-> how the process that forks is reached, as attributes of a ForkServer: private ones, the same since 3.10."""
     server = forkserver.connect_to_new_process.__self__
@@ -99,13 +82,15 @@ def _find_server(server):
 def _run(environments, script, args, cwd, limit_s=LIMIT_S):
     start_forkserver()
     context, command = multiprocessing.get_context("forkserver"), [str(script), *map(str, args)]
+    kept = {name: value for name, value in os.environ.items()
+            if name not in OF_TORCHRUN and not name.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory() as folder:
         files = [[Path(folder, f"{rank}.{name}") for name in ("out", "err")] for rank in range(len(environments))]
         for file in sum(files, []):
             file.touch()
-        processes = [context.Process(target=_be_a_rank, args=(command, _environment(environment), str(cwd), outputs,
-                                                              _the_server()))
-                     for environment, outputs in zip(environments, files)]
+        processes = [context.Process(target=_be_a_rank, args=(
+            command, {**kept, **{name: str(value) for name, value in environment.items()}}, str(cwd), outputs,
+            _the_server())) for environment, outputs in zip(environments, files)]
         deadline = time.monotonic() + limit_s
         try:
             for process in processes:
@@ -131,12 +116,6 @@ def git(folder, *command):
     run = subprocess.run(["git", *(word for one in settings for word in ("-c", one)), *command], cwd=folder,
                          env=environment, capture_output=True, text=True, check=True, timeout=300)
     return run.stdout.strip()
-
-
-def _environment(changes):
-    kept = {name: value for name, value in os.environ.items()
-            if name not in OF_TORCHRUN and not name.startswith("PYTEST_")}
-    return {**kept, **{name: str(value) for name, value in changes.items()}}
 
 
 def _be_a_rank(command, environment, cwd, outputs, server):

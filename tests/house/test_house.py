@@ -7,11 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-import conftest
+from grade.diff import parts_of
 from guard.guarded import Guarded
 from harness.tables import CORE, code_lines
 from tests.common import STAGES, optimizer_of
@@ -48,19 +47,7 @@ def test_the_difference_between_two_cores_is_one_idea():
 
 # What differs from the core before is its idea. Everything else that has the same name must be the same to the letter.
 METHODS = ["__init__", "shard", "sync_grads", "step_own", "sync_params", "step"]
-IDEAS = [{"sync_params"}, {*METHODS, "copy_all"}, {*METHODS, "zero_grad", "watch"}]
-
-
-def definitions(core):
-    """-> name -> source of each function, method, and class without methods."""
-    found = {}
-    for path in core:
-        source = path.read_text()
-        for node in ast.walk(ast.parse(source)):
-            has_methods = any(isinstance(child, ast.FunctionDef) for child in ast.walk(node))
-            if isinstance(node, ast.FunctionDef) or isinstance(node, ast.ClassDef) and not has_methods:
-                found[node.name] = ast.get_source_segment(source, node)
-    return found
+IDEAS = [{"sync_params"}, {*METHODS, "copy_all"}, {*METHODS, "zero_grad"}]
 
 
 def test_cores_have_the_same_methods_in_the_same_order_and_share_the_rest_to_the_letter():
@@ -68,9 +55,10 @@ def test_cores_have_the_same_methods_in_the_same_order_and_share_the_rest_to_the
         (core,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
         names = [node.name for node in core.body if isinstance(node, ast.FunctionDef)]
         assert (core.name, names[: len(METHODS)]) == ("ShardedOptimizer", METHODS)
-    for before, after, idea in zip(CORES, CORES[1:], IDEAS):
-        old, new = definitions(before), definitions(after)
-        assert {name for name in old.keys() & new.keys() if old[name] != new[name]} == idea, after
+    parts = [{name: lines for path in core for name, lines in parts_of(path).items()} for core in CORES]
+    for old, new, idea in zip(parts, parts[1:], IDEAS):
+        changed = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+        assert changed - {"imports and constants", "class ShardedOptimizer"} == idea
 
 
 def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else():
@@ -149,30 +137,12 @@ def test_super_is_the_core_in_every_class_of_a_guard(stage):
 # ------------------------------------------------------------------------------------------ what contributors rely on
 
 
-def test_with_a_stage_files_that_are_named_win_over_the_contract():
-    """Of them what is about that stage. pytest gives the tests of named files only."""
-    contract, cores = "tests/stages/test_contract.py", "tests/stages/test_cores.py"
-    items = {name: SimpleNamespace(path=ROOT / file, callspec=SimpleNamespace(params=params))
-             for name, file, params in (
-        ("of the contract", contract, {"stage": "mine"}), ("of mine", cores, {"stage": "mine"}),
-        ("of stage 4", cores, {"stage": "stage4_overlap"}), ("of no stage", "tests/house/test_house.py", {}))}
-    for source, kept in (("TESTPATHS", ["of the contract"]), ("ARGS", ["of the contract", "of mine"])):
-        left_out, run = [], list(items.values())
-        config = SimpleNamespace(
-            args_source=pytest.Config.ArgsSource[source], getoption={"--stage": ["mine"]}.get,
-            hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
-        conftest.pytest_collection_modifyitems(config, run)
-        assert run == [items[name] for name in kept]
-        assert left_out == [items[name] for name in items if name not in kept]
-
-
 def test_ci_runs_targets_of_the_makefile():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    called = {file: re.findall(r"^\s*(?:- run: )?make ([a-z][a-z-]+)", (ROOT / file).read_text(), re.MULTILINE)
-              for file in (".ci/run", ".github/workflows/ci.yml")}
-    assert called == {".ci/run": ["lint", "test", "test-all"],
-                      ".github/workflows/ci.yml": ["check", "test", "test-all", "faults"]}
-    assert set(sum(called.values(), [])) <= set(targets)
+    for file, called in ((".ci/run", {"lint", "test", "test-all"}),
+                         (".github/workflows/ci.yml", {"check", "test", "test-all", "faults"})):
+        found = re.findall(r"^\s*(?:- run: )?make ([a-z][a-z-]+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert set(found) == called <= set(targets)
 
 
 def test_there_is_one_version():

@@ -1,5 +1,6 @@
 """What users take home: the names that they see, a stage copied alone, a package that `make take` wrote."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -14,68 +15,49 @@ from tests.stages.test_cores import core_of
 
 OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "no_sync"}
 OF_CHECKPOINT = {"pieces", "make_optimizer", "pass_on_hyperparameters", "refuse_different_settings", "has_grads"}
-MORE = {
-    "stage1_naive_broadcast": {"average_gradients"},
-    "stage2_allgather": {"average_gradients"},
-    "stage3_gradbuffer": {"move_to", "rank", "world_size"},
-    "stage4_overlap": {"move_to", "rank", "world_size", "find_unused_parameters", "bucket_buffer_bytes"},
-}
+OF_BUFFERS = {"move_to", "rank", "world_size"}
+MORE = [{"average_gradients"}, {"average_gradients"}, OF_BUFFERS,
+        {*OF_BUFFERS, "find_unused_parameters", "bucket_buffer_bytes"}]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage):
+@pytest.mark.parametrize("stage, more", list(zip(STAGES, MORE)))
+def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage, more):
     """Beside torch's own and the core's; what is in OF_CHECKPOINT stands in checkpoint/__init__.py."""
     with one_rank_of(2):
         guarded, core = (set(dir(of(stage)([torch.nn.Parameter(torch.zeros(8))]))) for of in (optimizer_of, core_of))
     added = {name for name in guarded - core if not name.startswith("_")}
-    assert added == OF_USERS | OF_CHECKPOINT | MORE[stage]
+    assert added == OF_USERS | OF_CHECKPOINT | more
     of_torch = {name for name in dir(torch.optim.AdamW([torch.zeros(1)])) if not name.startswith("_")}
     assert of_torch <= guarded
     face = (ROOT / "checkpoint" / "__init__.py").read_text()
     assert all(f"optimizer.{name}" in face for name in OF_CHECKPOINT)
 
 
-ALONE = """
-import torch, torch.distributed as dist
-from mine import {name}
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-weight = torch.nn.Parameter(torch.ones(3))
-optimizer = {name}([weight], torch.optim.SGD, lr=0.5)
-weight.sum().backward()
-optimizer.step()
-print(weight.tolist())
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_is_copied_alone_gives_its_core(stage, tmp_path):
     """And says in a line what the class around it needs."""
     shutil.copytree(ROOT / stage, tmp_path / "mine", ignore=shutil.ignore_patterns("train.py", "__pycache__"))
-    (tmp_path / "program.py").write_text(ALONE.format(name="ShardedOptimizer"))
+    (tmp_path / "program.py").write_text(
+        "from mine import ShardedOptimizer\nprint(ShardedOptimizer.step)\nfrom mine import DistributedOptimizer\n")
     run = run_alone(tmp_path / "program.py", cwd=tmp_path)
-    assert (run.code, run.stdout.strip()) == (0, "[0.5, 0.5, 0.5]"), run.stderr
-    (tmp_path / "program.py").write_text(ALONE.format(name="DistributedOptimizer"))
-    line = run_alone(tmp_path / "program.py", cwd=tmp_path).stderr.splitlines()[-1]
-    assert line == "ImportError: DistributedOptimizer needs guard/ beside mine/, see make take"
+    assert run.stdout.startswith("<function ShardedOptimizer.step at")
+    line = "ImportError: DistributedOptimizer needs guard/ beside mine/, see make take"
+    assert run.stderr.splitlines()[-1] == line
 
 
 SAVES = """
 import torch, torch.distributed as dist
 from mine import DistributedOptimizer, __version__, checkpoint
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def a_model(value):
+for step, value in enumerate((1.0, 7.0), start=1):
     model = torch.nn.ParameterList([torch.full((3,), value)])
-    return model, DistributedOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.5)
-model, optimizer = a_model(1.0)
-model[0].sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-checkpoint.save("runs/step-1", model, optimizer, {"step": 1})
-model, optimizer = a_model(7.0)
-print(checkpoint.load(checkpoint.latest("runs"), model, optimizer))
-model[0].sum().backward()
-optimizer.step()
+    optimizer = DistributedOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.5)
+    if newest := checkpoint.latest("runs"):
+        print(checkpoint.load(newest, model, optimizer))
+    model[0].sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoint.save(f"runs/step-{step}", model, optimizer, {"step": step})
 print(model[0].tolist(), checkpoint.__file__)
 print(DistributedOptimizer.__module__, __version__)
 dist.destroy_process_group()
@@ -94,17 +76,20 @@ def test_a_stage_that_was_taken_trains_saves_and_loads(stage, tmp_path):
 
 
 @pytest.mark.waits
-def test_the_contract_is_run_on_a_package_that_was_taken(tmp_path):
-    """`pytest --stage mine`, where the folder that the package is in is on the path: one test of the contract."""
+def test_the_contract_and_no_other_test_is_run_on_a_package_that_was_taken(tmp_path):
+    """`pytest --stage mine`, where the folder that the package is in is on the path. Others are by hand, too."""
     take("4", tmp_path / "mine")
     run = run_module("pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2", "--stage=mine", "-k", "by_hand",
-                     "tests/stages/test_contract.py", PYTHONPATH=tmp_path)
-    assert run.code == 0 and run.stdout.count("[mine-2]") > 0, run.stdout[-3000:]
+                     PYTHONPATH=tmp_path)
+    passed = re.findall(r"^PASSED (\S+)::\S+\[mine-2\]$", run.stdout, re.MULTILINE)
+    assert run.code == 0 and set(passed) == {"tests/stages/test_contract.py"}, run.stdout[-3000:]
+    assert f"{len(passed)} passed" in run.stdout
 
 
 @pytest.mark.parametrize("asked, line", [
     (["STAGE=7", "TO=mine"], "take: STAGE=7: there are stages 1, 2, 3, 4"),
     (["STAGE=4", "TO=no-name"], "take: TO=no-name: its last part must be a name that Python can import"),
+    (["STAGE=4", "TO=."], "take: TO=.: its last part must be a name that Python can import"),
     (["STAGE=4", "TO=guard"], "take: TO=guard is there already: remove it first, or take another name"),
 ])
 def test_what_cant_be_taken_is_refused_in_a_line(asked, line):

@@ -17,11 +17,9 @@ from stage4_overlap import DistributedOptimizer as Stage4
 
 def saves_and_loads(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     saving: Future[None] = checkpoint.save("runs/step-1", model, optimizer, {"step": 1}, asynchronous=True)
-    saving.result()
     newest: Path | None = checkpoint.latest(Path("runs"))
-    if newest is not None:
-        extra: Any = checkpoint.load(newest, model, optimizer)
-        print(extra["step"])
+    extra: Any = checkpoint.load(newest or "runs/step-1", model, optimizer)
+    print(saving, extra["step"])
     checkpoint.load(newest, model, optimizer)  # type: ignore[arg-type]
     checkpoint.save("runs/step-1", optimizer, model)  # type: ignore[arg-type]
     checkpoint.latest(3)  # type: ignore[arg-type]
@@ -49,7 +47,6 @@ def trains(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-    checkpoint.save("runs/step-1", model, optimizer)
     Stage1([{"params": [torch.ones(3)], "lr": 0.1}], torch.optim.SGD, average_gradients=False)
     Stage4(model.parameters(), bucket_cap_mb="8")  # type: ignore[arg-type]
     Stage4(3)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from show import __main__ as command
-from show import frames, page, record, replicated
+from show import frames, record, replicated
 from show.frames import Memory
 from show.trace import Event, Place
 from show.wires import Operation
@@ -116,11 +116,6 @@ def test_a_collective_ends_a_frame_after_the_last_rank_has_begun_it_and_who_come
     assert [one.frame for one in early] == [0, 1, 4, 5] and [one.frame for one in late] == [0, 1, 2, 3, 4, 5]
 
 
-def test_ranks_that_wait_for_each_other_for_ever_are_an_error():
-    with pytest.raises(RuntimeError, match="for ever"):
-        frames.in_frames([[moment(ends=["a"]), moment(starts=["b"])], [moment(ends=["b"]), moment(starts=["a"])]])
-
-
 # ---------------------------------------------------------------------------------------------------- the command
 
 
@@ -141,31 +136,18 @@ def test_two_recordings_are_equal_byte_for_byte_and_torch_warns_of_nothing(tmp_p
 
 @pytest.mark.waits
 def test_the_terminal_shows_frames_and_writes_no_file():
-    def changed():
-        return subprocess.run(["git", "status", "--porcelain", "docs", "results", "show"], cwd=ROOT,
-                              capture_output=True, text=True).stdout
-
-    before = changed()
+    status = ["git", "status", "--porcelain", "docs", "results", "show"]
+    before = subprocess.check_output(status, cwd=ROOT)
     run = run_module("show", 3)
     assert run.code == 0, run.stderr
-    assert changed() == before
+    assert subprocess.check_output(status, cwd=ROOT) == before
     lines = [line.replace("│", " ").split() for line in run.stdout.splitlines()]
     for rank in range(4):
         own = [str(151 + e) for e in range(4 * rank, 4 * rank + 4)]
         assert any(line[:2] == ["rank", str(rank)] and line[2 + 4 * rank : 6 + 4 * rank] == own for line in lines)
         assert ["rank", str(rank), *(str(351 + e) for e in range(16))] in lines
     assert "reduce-scatter of gradients: 12 messages of 16 B" in run.stdout
-
-
-@pytest.mark.waits
-def test_a_package_of_ones_own_is_recorded_as_a_stage_is(tmp_path):
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "__init__.py").write_text("from .optimizer import ShardedOptimizer\n")
-    (mine / "optimizer.py").write_text((ROOT / STAGES[0] / "optimizer.py").read_text())
-    run = run_module("show", "mine", "--ranks", 2, PYTHONPATH=tmp_path)
-    assert run.code == 0, run.stderr
-    assert "ShardedOptimizer.sync_params, optimizer.py" in run.stdout
+    assert "ShardedOptimizer.step_own, optimizer.py" in run.stdout
 
 
 @pytest.mark.parametrize("args, message", [
@@ -184,10 +166,3 @@ def test_bad_input_is_one_line(args, message, monkeypatch, capsys):
     assert exit.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_each_bug_of_a_chapter_is_a_program_of_the_page():
-    from tests.pages.test_chapters import BUGS
-
-    edits = {(one.program.package, one.program.edit[1:]) for one in page.SHOWN}
-    assert {(chapter, (before, after)) for (_, chapter), (before, after, _) in BUGS.items()} <= edits
