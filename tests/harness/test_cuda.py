@@ -1,7 +1,4 @@
-"""make bench WHAT=cuda: its functions on the CPU with a tiny model, and what it says where there is no GPU.
-
-And what can be known without a GPU of the lines that are made for it.
-"""
+"""make bench WHAT=cuda: on the CPU with a tiny model, and what it says and what is known of it without a GPU."""
 
 import contextlib
 import functools
