@@ -5,7 +5,6 @@
 
 import itertools
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -20,9 +19,10 @@ from checkpoint.convert import convert
 from harness import processes, results
 from harness.examine import made_here
 from harness.results import FaultResult, FaultRow
+from tests.checkpoint.compare import equal
 from tests.ranks import ROOT
 
-START_LIMIT_S = 300  # an attempt that says nothing for so long hangs
+LIMIT_S = 900  # a run that takes longer hangs
 ROWS, STOPS = [], []  # of the table
 
 
@@ -45,35 +45,30 @@ def seen(fault, times, what, end="equal"):
 class Run:
     """torchrun with a train.py; it ends with the `with` that it stands in. `lines`: what it has printed so far."""
 
-    def __init__(self, script, ranks, steps, folder, *more, seed=0, batch_size=4, save_every=20, max_restarts=0):
+    def __init__(self, script, ranks, steps, folder, *more, max_restarts=0):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                   f"--max-restarts={max_restarts}", script, "--model=nano", "--sequence-length=32",
-                   f"--batch-size={batch_size}", f"--steps={steps}", f"--seed={seed}", f"--checkpoint={folder}",
-                   f"--save-every={save_every}", *more]
+                   f"--max-restarts={max_restarts}", script, "--model=nano", "--sequence-length=32", "--batch-size=4",
+                   f"--steps={steps}", f"--checkpoint={folder}", "--save-every=20", *more]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                         preexec_fn=processes.end_with_parent)
-        self.lines, self.unread = [], queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.lines, self.limit = [], threading.Timer(LIMIT_S, self.process.kill)
+        self.limit.start()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
+        self.limit.cancel()
         self.process.terminate()
         self.process.wait(60)  # torchrun gives its ranks 30
 
-    def _read(self):
-        for line in self.process.stdout:
-            self.unread.put(line.rstrip())
-        self.unread.put(None)
-
     def said(self, pattern):
         """Reads on until a line matches -> the match; None: the run has ended."""
-        while (line := self.unread.get(timeout=START_LIMIT_S)) is not None:
-            self.lines.append(line)
-            if match := re.search(pattern, line):
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if match := re.search(pattern, self.lines[-1]):
                 return match
-        self.unread.put(None)  # for the next who asks
+        return None
 
     def starts(self):
         """Yield, for each attempt to train, the name of the checkpoint it goes on from; "" for none."""
@@ -92,8 +87,11 @@ class Run:
         self.said("(?!)")
         return self.process.wait(60)
 
-    def is_undisturbed(self):
-        assert list(self.starts()) == [""] and self.end() == 0, "\n".join(self.lines[-20:])
+
+def run_undisturbed(*args, begin=""):
+    """A Run to its end, from a checkpoint of that name on, or from the beginning."""
+    with Run(*args) as run:
+        assert list(run.starts()) == [begin] and run.end() == 0, "\n".join(run.lines[-20:])
 
 
 def converted(path, scratch):
@@ -103,22 +101,10 @@ def converted(path, scratch):
     return torch.load(scratch, weights_only=True)
 
 
-def state_of(path, scratch):
-    """Parameters and optimizer state of a checkpoint, by name."""
-    found = converted(path, scratch)
-    return {**found["model"], **{f"{name} {key}": value for name, state in found["optimizer"]["state"].items()
-                                 for key, value in state.items()}}
-
-
-def differing(one, other):
-    """-> names of what isn't equal to the bit in two states."""
-    equal = {key for key in one.keys() & other.keys() if torch.equal(one[key], other[key])}
-    return sorted((one.keys() | other.keys()) - equal)
-
-
 def same(folder, other, scratch):
-    """Whether two runs have ended in the same state: that of their last checkpoints."""
-    return not differing(*(state_of(latest(one), scratch / "one.pt") for one in (folder, other)))
+    """Whether two runs have ended with the same parameters and state, to the bit: those of their last checkpoints."""
+    one, other = (converted(latest(run), scratch / "one.pt") for run in (folder, other))
+    return equal(one["model"], other["model"]) and equal(one["optimizer"]["state"], other["optimizer"]["state"])
 
 
 CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}

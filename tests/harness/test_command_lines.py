@@ -4,15 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import bench
 from harness import command_line, options, plan, timeline, two_hosts
+from harness.checkpoints import refuse
+from tests.checkpoint import full_disk
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
-
-TRAIN = ROOT / STAGES[0] / "train.py"
 
 
 def make(*arguments):
@@ -52,7 +54,6 @@ def test_a_right_variable_of_make_is_taken(arguments, command):
     assert ended.returncode == 0 and command in ended.stdout, ended.stderr
 
 
-NO_CHECKPOINT = "there is no --checkpoint DIR to save in"
 OPTIONS = {  # program -> its main, and what is wrong: options, and words of the line that says so
     "train.py": (lambda: options.parse_args(""), [
         (["--model", "huge"], "huge"),
@@ -65,7 +66,8 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--timeout", "0"], "--timeout: must be a number from 0.001 to 1e+06, not 0"),
         (["--timeout", "1e9"], "--timeout: must be a number from 0.001 to 1e+06, not 1e9"),
         (["--keep", "-1"], "--keep: must be a whole number from 0 to 1e+06, not -1"),
-        *(([option, "2"], f"{option}: {NO_CHECKPOINT}") for option in ("--save-every", "--keep", "--resume-from"))]),
+        *(([option, "2"], f"{option}: there is no --checkpoint DIR to save in")
+          for option in ("--save-every", "--keep", "--resume-from"))]),
     "bench.py": (bench.main, [
         (["--ranks", "0"], "--ranks: must be a whole number from 1 to 1e+06, not 0"), (["--model", "huge"], "huge"),
         (["--data", "/nowhere"], "--data /nowhere: there is no such file or folder"),
@@ -84,7 +86,7 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--timeout", "99999999999"], "from 1 to 1e+06"), (["--json", "results"], "results: Is a directory"),
         (["--json", "net.svg"], "choose another ending"), (["--json", "x" * 300], "File name too long"),
         (["--json", "/dev/null"], "--json /dev/null: it is no file"),
-        (["--json", "results/bench.json"], "something else than results of make")]),
+        *((["--json", f"results/{name}.json"], "something else than results of make") for name in ("bench", "plan"))]),
     "plan": (plan.parse, [
         (["--model", "8b"], "argument --model: invalid choice: '8b'"),
         *((["--world", world], f"--world: must be a whole number from 1 to 4096, not {world}")
@@ -115,16 +117,33 @@ def test_a_wrong_option_is_one_line(program, monkeypatch, capsys, tmp_path):
         assert says in error, arguments
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
-    """A loop of links. A link to nothing yet may be written, and nothing is left there by the check."""
+def test_a_result_is_written_before_it_is_shown_and_on_a_full_disk_the_one_before_stays(tmp_path, capsys):
+    """As in `make bench | head -1`: nobody may read what is printed any more. And [a] in a path is no markup."""
+    path, shown = tmp_path / "[a].json", mock.Mock(side_effect=[BrokenPipeError, None, None])
+    with pytest.raises(BrokenPipeError):
+        command_line.write_and_show(path, "before", refuse, shown)
+    with full_disk(100), pytest.raises(ValueError, match="^--json .*: not written: File too large$"):
+        command_line.write_and_show(path, "x" * 1000, refuse, shown)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    command_line.write_and_show(path, "after", refuse, shown)
+    assert (path.read_text(), capsys.readouterr().out, shown.call_count) == ("after", f"written to {path}\n", 3)
+
+
+def test_what_is_written_is_behind_a_link_and_no_device_is_replaced(tmp_path):
+    """A link to nothing yet may be written, and the check leaves nothing there. A loop of links is refused by it."""
     for name, target in (("a", "b"), ("b", "a"), ("link", "there")):
         (tmp_path / name).symlink_to(tmp_path / target)
-    with pytest.raises(SystemExit):
-        command_line.check_writable("--json", tmp_path / "a", lambda line: command_line.fail("bench.py", line))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"bench.py: error: --json {tmp_path}/a: ") and "link" in line
-    command_line.check_writable("--json", tmp_path / "link", pytest.fail)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "link"]
+    with pytest.raises(ValueError, match=f"^--json {tmp_path}/a: .*link.*$"):
+        command_line.check_writable("--json", tmp_path / "a", refuse)
+    command_line.check_writable("--json", tmp_path / "link", refuse)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "link"]
+    command_line.write("--json", tmp_path / "link", "é", refuse)
+    read, write = os.pipe()
+    with open(read, encoding="utf-8") as opened:
+        command_line.write("--json", Path(f"/dev/fd/{write}"), "é", refuse)
+        os.close(write)
+        assert opened.read() == (tmp_path / "there").read_text(encoding="utf-8") == "é"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "link", "there"] and (tmp_path / "link").is_symlink()
 
 
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -139,6 +158,6 @@ ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MAST
     ({"MASTER_PORT": "http"}, "'http'"),
 ], ids=str)
 def test_a_launcher_that_says_what_cannot_be_is_one_line(wrong, message):
-    ended = run_alone(TRAIN, "--steps", "1", **{**ENVIRONMENT, **wrong})
+    ended = run_alone(ROOT / STAGES[0] / "train.py", "--steps", "1", **{**ENVIRONMENT, **wrong})
     assert ended.code == 2 and ended.stderr.startswith("train.py: error: ") and message in ended.stderr
     assert ended.stderr.endswith(": see torchrun\n") and len(ended.stderr.splitlines()) == 1

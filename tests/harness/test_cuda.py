@@ -1,7 +1,4 @@
-"""make bench WHAT=cuda: its functions on the CPU with a tiny model, and what it says where there is no GPU.
-
-And what can be known without a GPU of the lines that are made for it.
-"""
+"""make bench WHAT=cuda: on the CPU with a tiny model, and what it says and what is known of it without a GPU."""
 
 import contextlib
 import functools
@@ -53,13 +50,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "cuda.json").exists()
 
 
-@pytest.fixture
-def fake_group():
-    with one_rank_of(4):
-        yield
-
-
-def test_collectives_are_not_timed(monkeypatch, fake_group):
+@one_rank_of(4)
+def test_collectives_are_not_timed(monkeypatch):
     """torch's fake all-gather copies: here it is not called."""
     gathered = torch.zeros(4)
 
@@ -72,21 +64,20 @@ def test_collectives_are_not_timed(monkeypatch, fake_group):
     assert gathered.eq(0).all()
 
 
-# get_backend_config() of a group made as "nccl"; on a machine with a GPU and without a name; by both names
-BACKENDS = [("nccl", "cuda:1"), ("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu")]
-
-
-@pytest.mark.parametrize("config, expected", BACKENDS)
-def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch, fake_group, config, expected):
-    refuse, found = importlib.import_module("guard.refuse"), []
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(refuse, "agree", lambda error, lines, group, device: found.append((error, str(device))))
+@one_rank_of(4)
+def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch):
+    """Of a group made as "nccl"; on a machine with a GPU and without a name; by both names."""
+    refuse, devices = importlib.import_module("guard.refuse"), []
+    configs = ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"]
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: configs[len(devices)])
+    monkeypatch.setattr(refuse, "agree", lambda error, lines, group, device: devices.append((error, str(device))))
     monkeypatch.setattr(refuse, "check_memory", lambda named, takes_any_layout: None)  # fake tensors have none
     with FakeTensorMode():
         params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]
-        optimizer = mock.Mock(process_group=None, make_optimizer=functools.partial(torch.optim.SGD), _refuse=list)
-        refuse.checked_groups(optimizer, params, {})
-    assert found == [(None, expected)]
+        for _ in configs:
+            optimizer = mock.Mock(process_group=None, make_optimizer=functools.partial(torch.optim.SGD), _refuse=list)
+            refuse.checked_groups(optimizer, params, {})
+    assert devices == [(None, "cuda:1"), (None, "cuda:1"), (None, "cpu")]
 
 
 def test_a_collective_that_returns_no_work_is_counted(monkeypatch):
@@ -102,10 +93,9 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
     """On the CPU, in place of a GPU's streams: which collectives are played, and of how many bytes."""
     stream = mock.Mock(device=CPU)
     sent, n_bytes = {}, sum(param.nbytes for param in GPT(MODELS["nano"]).parameters())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    for name in ("_sleep", "synchronize", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.Mock())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name, played in (("Stream", lambda device: stream), ("stream", lambda stream: contextlib.nullcontext()),
+                         *((name, mock.Mock()) for name in ("_sleep", "synchronize", "current_stream"))):
+        monkeypatch.setattr(torch.cuda, name, played)
     monkeypatch.setattr(torch.futures, "Future", lambda devices, Future=torch.futures.Future: Future())
     monkeypatch.setattr(gpu_step, "SEQUENCE_LENGTH", 32)
     monkeypatch.setattr(gpu_step, "cycles_per_s", lambda: 1e9)

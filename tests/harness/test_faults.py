@@ -21,19 +21,19 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from checkpoint import latest
 from harness import corpus, options
-from harness.checkpoints import Checkpoints, complete
+from harness.checkpoints import Checkpoints, complete, path_of
 from harness.gpt import GPT, MODELS, build_model
 from harness.options import warmup_then_cosine
 from harness.results import Stop
 from harness.workers import WorkerError, Workers
+from tests.checkpoint.compare import equal
 from tests.common import STAGES
-from tests.harness.faults import STOPS, Run, converted, die_at, differing, same, seen, state_of
+from tests.harness.faults import STOPS, Run, converted, die_at, run_undisturbed, same, seen
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.faults]
 
-NANO = ["--model", "nano", "--sequence-length", "32", "--steps", "30", "--save-every", "10"]
-SEQUENCES = 12  # a step, whatever the number of ranks
+OPTIONS = ["--model=nano", "--sequence-length=32", "--batch-size=4", "--steps=30", "--save-every=10", "--checkpoint"]
 TRAIN_4 = f"{STAGES[3]}/train.py"
 
 
@@ -43,14 +43,10 @@ def in_full(request):
     return request.config.getoption("--kills", 0)
 
 
-def command(folder, ranks):
-    return [*NANO, "--batch-size", str(SEQUENCES // ranks), "--checkpoint", str(folder)]
-
-
-def train(script, folder, ranks=3):
+def train(stage, folder):
     """-> what rank 0 prints."""
-    ended = run_ranks(ranks, script, *command(folder, ranks))
-    assert [rank.code for rank in ended] == [0] * ranks, "\n".join(rank.stderr for rank in ended)
+    ended = run_ranks(3, f"{stage}/train.py", *OPTIONS, folder)
+    assert [rank.code for rank in ended] == [0] * 3, "\n".join(rank.stderr for rank in ended)
     return ended[0].stdout
 
 
@@ -60,12 +56,9 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def undisturbed(stage):
         folder = tmp_path_factory.mktemp(stage)
-        train(f"{stage}/train.py", folder)
+        train(stage, folder)
         return folder
     return undisturbed
-
-
-# --------------------------------------------------------------------------------------------------- a rank is killed
 
 
 def test_random_kills_lose_nothing(in_full, tmp_path):
@@ -85,8 +78,7 @@ def test_random_kills_lose_nothing(in_full, tmp_path):
                 os.kill(chance.choice(children), signal.SIGKILL)
                 killed += 1
         assert run.end() == 0 and killed == kills, "\n".join(run.lines[-20:])
-    with Run(TRAIN_4, 2, steps, tmp_path / "undisturbed") as run:
-        run.is_undisturbed()
+    run_undisturbed(TRAIN_4, 2, steps, tmp_path / "undisturbed")
     assert same(tmp_path / "killed", tmp_path / "undisturbed", tmp_path)
     seen(f"SIGKILL at a random moment, {while_saving} in a save", kills, "the newest complete checkpoint")
 
@@ -109,29 +101,24 @@ def test_whatever_happens_to_one_rank_the_others_say_so_in_one_line_and_nothing_
     """
     folder, stage, signalled = tmp_path / "run", STAGES[number - 1], moment.partition(":")[2]
     more = ["--timeout", "10"] if signalled == "SIGSTOP" else []
-    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *command(folder, 3), *more)
+    ended = run_ranks(3, "tests/checkpoint/killed.py", moment, f"{stage}/train.py", *OPTIONS, folder, *more)
     assert [rank.code for rank in ended] == codes, ended[0].stderr + ended[1].stderr
     if codes == SAVED_BY_ALL:
         assert f"stopped by {signalled} after step {step}, which is saved: the same command goes on " in ended[0].stdout
         assert "stopped" not in ended[1].stdout
-    else:
-        the_others_name_rank_1(ended)
-    if moment == "save":
-        assert any(folder.glob("step-00000020.*.partial"))
-    assert latest(folder).name == f"step-{step:08}"
-    assert f"resumed from {folder}/step-{step:08}\n" in train(f"{stage}/train.py", folder)
-    assert same(folder, undisturbed(stage), tmp_path) and not list(folder.glob("*.partial"))
-    if signalled == "SIGSTOP":
-        assert any("imed out" in ended[rank].stderr for rank in (0, 2))
-        seen("SIGSTOP to one rank, --timeout 3", 1, "named by the others after that")
-
-
-def the_others_name_rank_1(ended):
-    for rank in (0, 2):
+    for rank in (0, 2) if codes == LOST else ():
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
         # The other may be slow to say that it is there, and is named too then.
         assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
         assert "Traceback" not in ended[rank].stderr
+    if moment == "save":
+        assert any(folder.glob("step-00000020.*.partial"))
+    assert latest(folder).name == f"step-{step:08}"
+    assert f"resumed from {folder}/step-{step:08}\n" in train(stage, folder)
+    assert same(folder, undisturbed(stage), tmp_path) and not list(folder.glob("*.partial"))
+    if signalled == "SIGSTOP":
+        assert any("imed out" in ended[rank].stderr for rank in (0, 2))
+        seen("SIGSTOP to one rank, --timeout 3", 1, "named by the others after that")
 
 
 def one_step(model, optimizer, scheduler, batch):
@@ -189,14 +176,11 @@ def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(in_full, tmp_p
     seen("SIGKILL to a rank, at each operation of a save", n_kills, "that checkpoint or the one before")
 
 
-# ----------------------------------------------------------------------------------------- a rank is told, or stopped
-
-
 def test_signals_under_torchrun(tmp_path):
     """SIGUSR1 for one rank: torchrun starts all anew. SIGTERM for torchrun; then the same command again."""
     steps, folder = 500, tmp_path / "signalled"
-    more = {"save_every": steps}  # no other checkpoint but of a signal
-    with Run(TRAIN_4, 2, steps, folder, **more, max_restarts=1) as run:
+    of_signals_only = f"--save-every={steps}"
+    with Run(TRAIN_4, 2, steps, folder, of_signals_only, max_restarts=1) as run:
         starts = run.starts()
         assert next(starts) == "", run.lines
         assert run.said("^step +20/")
@@ -207,16 +191,11 @@ def test_signals_under_torchrun(tmp_path):
         run.process.terminate()
         second = run.said(r"stopped by SIGTERM after step (\d+)")[1]
         run.end()
-    with Run(TRAIN_4, 2, steps, folder, **more) as run:
-        assert list(run.starts()) == [f"step-{int(second):08}"] and run.end() == 0, run.lines[-20:]
-    with Run(TRAIN_4, 2, steps, tmp_path / "undisturbed", **more) as run:
-        run.is_undisturbed()
+    run_undisturbed(TRAIN_4, 2, steps, folder, of_signals_only, begin=f"step-{int(second):08}")
+    run_undisturbed(TRAIN_4, 2, steps, tmp_path / "undisturbed", of_signals_only)
     assert same(folder, tmp_path / "undisturbed", tmp_path)
     seen("SIGUSR1 to one rank", 1, f"saved by all after step {first}")
     seen("SIGTERM to torchrun", 1, f"saved by all after step {second}")
-
-
-# ----------------------------------------------------------------------------------------- a folder, another run in it
 
 
 def at_once(*runs):
@@ -236,36 +215,29 @@ def test_two_runs_that_begin_at_once_in_one_folder_mix_nothing(tmp_path, steps=1
     """They differ in their seed, and save the same steps. Each may finish or be refused in one line; not both are
     refused, and no checkpoint has parts of both."""
     for seed in (0, 1):
-        with Run(TRAIN_4, 2, steps, tmp_path / f"seed {seed}", "--keep=0", seed=seed) as run:
-            run.is_undisturbed()
-    with (Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", seed=0) as one,
-          Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", seed=1) as other):
+        run_undisturbed(TRAIN_4, 2, steps, tmp_path / f"seed {seed}", "--keep=0", f"--seed={seed}")
+    with (Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", "--seed=0") as one,
+          Run(TRAIN_4, 2, steps, tmp_path / "both", "--keep=0", "--seed=1") as other):
         at_once(one, other)
         codes = [run.end() for run in (one, other)]
         errors = [[line for line in run.lines if line.startswith("train.py: error: ")] for run in (one, other)]
     assert 0 in codes and [len(lines) for lines in errors] == [int(code != 0) for code in codes], errors
-    whole = 0
-    for step in complete(tmp_path / "both"):
-        name = f"step-{step:08}"
-        found = state_of(tmp_path / "both" / name, tmp_path / "one.pt")
-        assert any(not differing(found, state_of(tmp_path / f"seed {seed}" / name, tmp_path / "other.pt"))
-                   for seed in (0, 1)), f"{name} is of both runs"
-        whole += 1
+    whole = [path_of("", step).name for step in complete(tmp_path / "both")]
+    for name in whole:
+        found, *expected = (converted(tmp_path / folder / name, tmp_path / "one.pt")
+                            for folder in ("both", "seed 0", "seed 1"))
+        assert any(equal(found, one) for one in expected), f"{name} is of both runs"
     assert whole
     seen("two runs begin at once in one folder", 1, "both finished" if codes == [0, 0] else "one refused",
-         f"{whole} whole")
-
-
-# ------------------------------------------------------------------------------------------------------- a run moves on
+         f"{len(whole)} whole")
 
 
 def test_a_run_moves_through_stages_ranks_and_plain_torch(in_full, tmp_path):
     """Stage 3 on 3 ranks, killed; stage 4 on 2, killed; plain torch in one process. Beside DDP, undisturbed."""
     steps, every = (1500, 100) if in_full else (150, 25)
-    folder, stops = tmp_path / "run", []
+    folder, stops, saves = tmp_path / "run", [], ("--keep=0", f"--save-every={every}")
     for stage, ranks, until in ((STAGES[2], 3, steps // 3), (STAGES[3], 2, steps * 2 // 3)):
-        script, batch_size = f"{stage}/train.py", 12 // ranks
-        with Run(script, ranks, steps, folder, "--keep=0", batch_size=batch_size, save_every=every) as run:
+        with Run(f"{stage}/train.py", ranks, steps, folder, *saves, f"--batch-size={12 // ranks}") as run:
             next(run.starts())
             while int(run.said(r"^step +(\d+)/")[1]) <= until:  # the one of `until` comes before it is saved
                 pass
@@ -275,8 +247,7 @@ def test_a_run_moves_through_stages_ranks_and_plain_torch(in_full, tmp_path):
                       converted(latest(folder), tmp_path / "one.pt")))
     begin = int(stops[-1][1].removeprefix("step-"))
     stops.append(("plain torch, 1 process", f"step-{steps:08}", {"model": in_plain_torch(stops[-1][2], begin, steps)}))
-    with Run("harness/train_ddp.py", 1, steps, tmp_path / "ddp", "--keep=0", batch_size=12, save_every=every) as run:
-        run.is_undisturbed()
+    run_undisturbed("harness/train_ddp.py", 1, steps, tmp_path / "ddp", *saves, "--batch-size=12")
     for where, name, found in stops:
         ddp = converted(tmp_path / "ddp" / name, tmp_path / "one.pt")
         STOPS.append(Stop(int(name.removeprefix("step-")), where, *(validation_loss(one["model"])

@@ -1,5 +1,8 @@
 """Ranks end, whatever happens: a failure, a death, a wait that is too long, Ctrl-C."""
 
+import atexit
+import functools
+import operator
 import os
 import select
 import signal
@@ -42,6 +45,12 @@ def gone(pid, limit_s=0):
     return bool(select.select([ended], [], [], limit_s)[0])
 
 
+def start(*command, cwd=ROOT, path=ROOT, **kwargs):
+    """python with such arguments, which finds what is imported in `path`."""
+    return subprocess.Popen([sys.executable, *map(str, command)], cwd=cwd, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(path)}, **kwargs)
+
+
 def test_ranks_are_started_once_and_reused():
     with Workers(2, timeout_s=300) as workers:
         first, second = workers.run(add, 1, b=2), workers.run(add, 3, b=4)
@@ -65,21 +74,14 @@ def test_a_rank_that_fails_ends_the_others_and_says_so_in_one_line(how, message,
         assert workers.run(add, 1, 1)[0][0] == 9.0  # the next run starts new ranks
 
 
-INTERRUPTED = """
-from harness.workers import Workers
-from tests.harness.test_launch import fails_on_rank_1
-if __name__ == "__main__":
+def hang():
+    """The ranks write their process ids, then wait in a collective."""
     with Workers(2) as workers:
         workers.run(fails_on_rank_1, "hang", on_event=lambda rank, event: print(event["pid"], flush=True))
-"""
 
 
-def test_ctrl_c_ends_every_rank(tmp_path):
-    """The ranks write their process ids, then wait in a collective; the parent is interrupted."""
-    script = tmp_path / "program.py"
-    script.write_text(INTERRUPTED)
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=hears_ctrl_c)
+def test_ctrl_c_ends_every_rank():
+    process = start("-c", "from tests.harness.test_launch import hang; hang()", preexec_fn=hears_ctrl_c)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=300)
@@ -112,14 +114,10 @@ def knows_no_meta_device(rank):
     meeting.choices = lambda *_: [("gloo", meta), ("gloo", torch.device("cpu")), ("gloo", meta)]
 
 
-def where(rank):
-    return rank.device.type, rank.backend
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_first_choice_that_works_is_taken(world_size):
     with Workers(world_size, timeout_s=300, enter=knows_no_meta_device) as workers:
-        assert workers.run(where) == [("cpu", "gloo")] * world_size
+        assert workers.run(operator.attrgetter("device.type", "backend")) == [("cpu", "gloo")] * world_size
 
 
 def test_threads_of_a_rank(monkeypatch):
@@ -132,92 +130,74 @@ def test_threads_of_a_rank(monkeypatch):
     assert found == [1, 2, 2, 1, 1, 1]
 
 
-def is_told_nothing(rank):
-    os.environ.pop("GLOO_PRIORITY", None)
+def is_told(priority, rank):
+    os.environ["GLOO_PRIORITY"] = priority
 
 
-def is_told_normal(rank):
-    os.environ["GLOO_PRIORITY"] = "normal"
+def threads_of_gloo():
+    """-> their ids; none where there is no /proc."""
+    return [int(path.parent.name) for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()]
 
 
 def policies(rank):
     """-> own niceness, and (policy, niceness) of each thread of gloo."""
     dist.all_reduce(torch.ones(1), group=meeting.beside(30))
-    gloo = [int(path.parent.name) for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()]
-    return os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in gloo]
+    return os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread))
+                        for thread in threads_of_gloo()]
 
 
-@pytest.mark.parametrize("enter", [is_told_nothing, is_told_normal])
-def test_what_computes_goes_before_threads_of_gloo(enter):
+@pytest.mark.parametrize("priority", ["", "normal"])
+def test_what_computes_goes_before_threads_of_gloo(priority):
     """On Linux, and unless it is told not to; elsewhere a thread has no policy of its own."""
-    with Workers(2, enter=enter) as workers:
+    with Workers(2, enter=functools.partial(is_told, priority)) as workers:
         for nice, threads in workers.run(policies):
-            expected = (os.SCHED_BATCH, min(nice + 10, 19)) if enter is is_told_nothing else (os.SCHED_OTHER, nice)
+            expected = (os.SCHED_OTHER, nice) if priority else (os.SCHED_BATCH, min(nice + 10, 19))
             assert len(threads) >= 2 or not Path("/proc/self/task").exists()
             assert set(threads) <= {expected}
 
 
-ENDS = """
-import atexit, sys, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from harness import meeting
-
-@atexit.register  # what is registered first comes last
-def count_threads():
-    print(sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm")))
-
-def main():
+def counts_threads_until_it_ends():
+    atexit.register(lambda: print(len(threads_of_gloo())))  # what is registered first comes last
     meeting.connect(timeout_s=30)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    torch.distributed.all_reduce(torch.ones(1), group=meeting.beside(30))
-    count_threads()
+    dist.all_reduce(torch.ones(1), group=meeting.beside(30))
+    print(len(threads_of_gloo()))
     meeting.disconnect()
-
-main()
-"""
+    del model  # it has outlived the group
 
 
 def test_no_thread_of_gloo_is_left_when_python_ends():
     """Python aborts, "terminate called without an active exception", if one of them asks for the GIL then."""
-    run = subprocess.run([sys.executable, "-c", ENDS, ROOT], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    before, at_the_end = map(int, run.stdout.split())
+    process = start("-c", "from tests.harness import test_launch; test_launch.counts_threads_until_it_ends()")
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    before, at_the_end = map(int, stdout.split())
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
 @pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.gpu_step", "harness.pages"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    run = subprocess.run([sys.executable, "-m", module], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-                         capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stderr) == (130, "interrupted\n")
+    for name in ("torch.py", "rich.py"):
+        (tmp_path / name).write_text("raise KeyboardInterrupt")
+    process = start("-m", module, cwd=tmp_path, path=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (process.communicate(timeout=300)[1], process.returncode) == ("interrupted\n", 130)
 
 
-def test_an_import_of_the_harness_changes_no_hook_and_no_stream():
-    check = ("import sys; before = sys.excepthook, sys.stdout.errors; import harness.timeline, harness.meeting, bench;"
-             "assert before == (sys.excepthook, sys.stdout.errors)")
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=300)
-
-
-def test_ctrl_c_is_one_word_for_a_rank(capsys):
+def test_an_import_of_the_harness_changes_no_hook_and_no_stream_and_ctrl_c_is_one_word_for_a_rank():
     """report_lost_rank is the excepthook of a rank: Ctrl-C reaches it too."""
-    with pytest.raises(SystemExit) as end:
-        meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+    process = start("-c", "import sys; before = sys.excepthook, sys.stdout.errors; import bench, harness.timeline;"
+                    "assert before == (sys.excepthook, sys.stdout.errors);"
+                    "harness.meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)")
+    assert (process.communicate(timeout=300)[1], process.returncode) == ("interrupted\n", 130)
 
 
-def test_ranks_end_when_torchrun_is_killed(tmp_path):
+def test_ranks_end_when_torchrun_is_killed():
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
-    script = tmp_path / "script.py"
-    script.write_text("import os, signal\nfrom harness.meeting import connect\nconnect()\n"
-                      "os.write(1, f'{os.getpid()}\\n'.encode())  # print may write the line in two\nsignal.pause()\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as torchrun:
+    waits = ("import os, signal, harness.meeting; harness.meeting.connect();"
+             "os.write(1, f'{os.getpid()}\\n'.encode()); signal.pause()")  # print may write the line in two
+    with start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+               sys.executable, "-c", waits) as torchrun:
         ranks = [int(torchrun.stdout.readline()) for _ in range(2)]
         torchrun.kill()
     try:

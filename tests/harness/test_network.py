@@ -1,7 +1,6 @@
 """WHAT=network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -43,14 +42,10 @@ def start(*args, **kwargs):
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 
-def of_run(process):
-    """The namespaces that this run has now; other tests may have theirs."""
-    return [name for name in hosts() if f"-{process.pid}-" in name]
-
-
-def hosts():
-    """The namespaces that there are, of whoever."""
-    return sorted(os.listdir("/run/netns")) if Path("/run/netns").exists() else []
+def hosts(process=""):
+    """The namespaces that there are: of that number of a process, or of whoever."""
+    there = os.listdir("/run/netns") if Path("/run/netns").exists() else []
+    return sorted(name for name in there if f"-{process}" in name)
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +59,27 @@ def result(tmp_path_factory):
         finally:
             process.kill()
     assert process.returncode == 0, stdout + stderr
-    assert not of_run(process)
+    assert not hosts(process.pid)
     assert "A link of 80 Mbit/s" in stdout and "computes" in stdout
     return results.from_json(Result, path.read_text())
 
 
 @needs_hosts
-def test_what_a_killed_run_has_left_is_gone_when_the_next_begins():
-    ended = subprocess.Popen(["true"])
+def test_what_a_killed_run_has_left_is_gone_when_the_next_begins_and_its_own_when_it_ends():
+    ended, before = subprocess.Popen(["true"]), list(map(signal.getsignal, signal.valid_signals()))
     ended.wait()
     name = f"dopt-{ended.pid}-a"
     subprocess.run(["ip", "netns", "add", name], check=True)
     with two_hosts.Hosts("1gbit") as there:
         assert name not in hosts() and set(there.names) <= set(hosts())
     assert not set(there.names) & set(hosts())
+    assert list(map(signal.getsignal, signal.valid_signals())) == before  # some of which it ignores meanwhile
 
 
 @needs_hosts
 def test_network_json_is_like_bench_json_with_the_steps_of_both_ranks(result):
     assert result.conditions.rate == "80mbit" and result.conditions.bits_per_second == 8e7
-    others = committed()
+    others = results.load("network.json").at_all_rates()
     for other in others:
         results.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
     others[0].other_rates = []
@@ -111,8 +107,7 @@ def affinity(rank):
 
 @needs_hosts
 def test_hosts_are_as_the_conditions_say(result, tmp_path):
-    """As Linux says, and not by a clock: a line of that rate, cubic whatever this machine has set, and no core that
-    both have."""
+    """As Linux says: a line of that rate, cubic whatever this machine has set, and no core that both have."""
     with Hosts("12mbit") as made, Workers(2, enter=made.enter) as workers:
         cores = list(map(set, workers.run(affinity)))
         for host, (name, link) in enumerate(zip(made.names, made.links)):
@@ -132,7 +127,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
         for line in iter(lambda: process.stderr.read(1), ""):
             if line == "r":  # of "round" or "stage 1 …": the ranks are at work
                 break
-        assert len(of_run(process)) == 2
+        assert len(hosts(process.pid)) == 2
         os.killpg(process.pid, number)
         for _ in range(n_signals - 1):
             threading.Event().wait(0.02)
@@ -140,8 +135,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
         process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode != 0
-    assert not of_run(process)
+    assert process.returncode != 0 and not hosts(process.pid)
 
 
 def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
@@ -156,70 +150,45 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
     assert "need root" in two_hosts.missing()
 
 
-def test_a_file_of_which_no_table_can_be_made_is_found_before_the_measurement(tmp_path, monkeypatch):
-    path = tmp_path / "network.json"
-    odd = {"schema": 1, "conditions": {"rate": "1gbit", "bits_per_second": 1e9}, "rows": [{}], "other_rates": []}
-    path.write_text(json.dumps(odd))
-    monkeypatch.setattr(sys, "argv", ["network", "--json", str(path)])
-    monkeypatch.setattr(two_hosts, "missing", lambda: pytest.fail("it went on"))
-    with pytest.raises(SystemExit) as end:
-        two_hosts.main()
-    assert end.value.code == 2 and json.loads(path.read_text()) == odd
-
-
-def committed():
-    return results.from_json(Result, (ROOT / "results" / "network.json").read_text(encoding="utf-8")).at_all_rates()
-
-
-def committed_of_rate(rate):
-    found = next(result for result in committed() if result.conditions.rate == rate)
-    found.other_rates = []
-    return found
-
-
-def written_after(measured, path, monkeypatch, *options):
-    """What the file holds after a run at 300 Mbit/s, in which `measured(args)` stands for the measuring."""
-    monkeypatch.setattr(two_hosts, "missing", lambda: None)
-    monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
-    monkeypatch.setattr(processes, "exit_on_signals", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *options])
-    with pytest.raises(SystemExit) as end:
-        two_hosts.main()
-    found = results.from_json(Result, path.read_text())
-    assert not end.value.code and found.conditions.rate == "300mbit"
-    return found
-
-
 def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
     """Of this rate what wasn't asked for, and no more; and another rate, which a second run has written meanwhile.
 
     The best sizes of a sweep that is kept are rows.
     """
-    path, tuned, other, before = tmp_path / "network.json", [], committed_of_rate("1gbit"), committed_of_rate("300mbit")
-    times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("stage 4 overlap", 1, 0.5)]
-    rows = [Row(base, bucket_mb, "peer", rounds_ms=[ms]) for base, bucket_mb, ms in times]
+    def of_rate(rate):
+        found = next(result for result in results.at_all_rates() if result.conditions.rate == rate)
+        found.other_rates = []
+        return found
 
     def measured(args):
         tuned.append(args.tuned)
         path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
-        now = committed_of_rate("300mbit")
+        now = of_rate("300mbit")
         now.conditions.date, now.accumulation, now.sweep = "3000-01-01", None, None
         return now
 
-    for sweep in (None, Sweep(before.conditions, rows)):
-        before.sweep = sweep
+    path, tuned, other, before = tmp_path / "network.json", [], of_rate("1gbit"), of_rate("300mbit")
+    times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("stage 4 overlap", 1, 0.5)]
+    sweep = Sweep(before.conditions, [Row(base, mb, "peer", rounds_ms=[ms]) for base, mb, ms in times])
+    monkeypatch.setattr(two_hosts, "missing", lambda: None)
+    monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
+    monkeypatch.setattr(processes, "exit_on_signals", lambda: None)
+    for swept, asked, kept in ((None, [], (before.accumulation, None)), (sweep, [], (before.accumulation, sweep)),
+                               (sweep, ["--accumulation", "--sweep"], (None, None))):  # which has failed
+        before.sweep = swept
         path.write_text(results.to_json(before))
-        found = written_after(measured, path, monkeypatch)
-        assert found.conditions.date == "3000-01-01" and found.other_rates == [other]
-        assert before.accumulation and (found.accumulation, found.sweep) == (before.accumulation, sweep)
-    found = written_after(measured, path, monkeypatch, "--accumulation", "--sweep")  # asked for, and failed
-    assert (found.accumulation, found.sweep) == (None, None)
+        monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *asked])
+        with pytest.raises(SystemExit) as end:
+            two_hosts.main()
+        found = results.from_json(Result, path.read_text())
+        assert (end.value.code, found.conditions.date, found.other_rates) == (False, "3000-01-01", [other])
+        assert before.accumulation and (found.accumulation, found.sweep) == kept
     assert tuned == [[], [Choice("ddp", 2), Choice("ddp + torch ZeRO", 2)], []]
 
 
 def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):
     path, measured = tmp_path / "network.json", []
-    first, *others = [result for result in committed() if result.conditions.rate != "2.5gbit"]
+    first, *others = [result for result in results.at_all_rates() if result.conditions.rate != "2.5gbit"]
     path.write_text(results.to_json(dataclasses.replace(first, other_rates=others)))
     monkeypatch.setattr(two_hosts, "measure", measured.append)
     monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7", "--json", str(path)])
@@ -234,7 +203,7 @@ def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("error", [None, "wrong: by 1"])
 def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypatch):
-    row, conditions = Row("stage 4 overlap", kind="stage", error=error), committed()[0].conditions
+    row, conditions = Row("stage 4 overlap", kind="stage", error=error), results.load("network.json").conditions
     monkeypatch.setattr(two_hosts, "on_rank_0", lambda *_: 1)
     monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
     monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(conditions, [row]))
@@ -244,20 +213,3 @@ def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypa
     args.tuned = []
     result = two_hosts.measure_here(args, workers=None)
     assert (result.accumulation is not None) == (error is None)
-
-
-def test_a_cleanup_that_fails_leaves_ctrl_c_as_it_was(monkeypatch):
-    def fails(*command):
-        raise OSError("ip netns pids: it failed")
-    monkeypatch.setattr(two_hosts, "run", fails)
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        with pytest.raises(OSError, match="it failed"):
-            Hosts("1gbit").__exit__()
-        after = [signal.getsignal(number) for number in numbers]
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
-    assert after == before

@@ -1,22 +1,27 @@
-"""The rows that are no stage as it is: rung 0, tuned peers, overlap taken apart, gradients that go to an owner."""
+"""The rows that are no stage as it is: rung 0, tuned peers, overlap taken apart, gradients that go to an owner.
+
+And the reduce-scatter and all-gather of all rows: gloo's results, and for the sum half of gloo's bytes.
+"""
 
 import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import stage4_overlap
-from harness import alone, examine, rows
+from harness import alone, examine, exchange, rows
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Ledger
+from harness.memory import Memory
 from harness.owner_reduce import owner_buckets
 from harness.reference import DistributedOptimizer
 from harness.rows import ONE_PARAMETER, Choice
 from stage4_overlap import optimizer
-from tests.common import Net, batch, loss_of, on_ranks, one_rank_of, trainable
-from tests.pairs import Replicated, assert_same
+from tests.common import on_ranks, one_rank_of, trainable
+from tests.pairs import Pair
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [Choice("ddp", 0.01), Choice("ddp + torch ZeRO", 0.01), Choice("ddp + stage 1", ONE_PARAMETER),
@@ -56,24 +61,13 @@ def test_without_its_tuning_stage_4_has_longer_messages(rank):
         assert ledger.collectives["send"] == n
 
 
-def messages(rank, choice):
-    training = rows.find(*choice).build(make_model(SETTINGS, rank, "float32"), adamw(SETTINGS))
-    for data in make_batches(SETTINGS, rank)[:2]:  # DDP makes its buckets anew after the first step
-        training.step(data)
-    with Ledger() as ledger:
-        training.forward_backward(make_batches(SETTINGS, rank)[2])
-    training.update()
-    training.finish()
-    return ledger.collectives
-
-
 @on_ranks(2)
 def test_smaller_buckets_are_more_messages(rank):
     choices = [Choice("ddp"), SIZED[0], Choice("owner reduce"), SIZED[-1]]
-    default, small, each, gathered = (messages(rank, choice) for choice in choices)
+    default, small, each, gathered = (examine.examine(rank, SETTINGS, *choice)[0].collectives for choice in choices)
     n_params = sum(1 for _ in make_model(SETTINGS, rank, "float32").parameters())
     assert default["all_reduce"] < small["all_reduce"]
-    assert each == {"reduce": n_params} and 2 < gathered["reduce"] < n_params
+    assert each["reduce"] == n_params and 2 < gathered["reduce"] < n_params
 
 
 def test_a_bucket_has_one_owner_and_leaves_when_it_is_full():
@@ -103,38 +97,27 @@ def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(ran
     assert (order.index("leaves") > last_gradient) == leaves_late
 
 
-# ---------------------------------------------------------------------------------------------------------- rung 0
-
-
 @on_ranks(1, 2, beneath_ddp=[False, True])
 def test_rung_0_is_replicated_training_with_the_face_of_a_stage(rank, beneath_ddp):
     """Clipped, accumulated, by a schedule, and loaded into another one half way."""
-    def made():
-        return DistributedOptimizer(trainable(model), lr=0.01, average_gradients=not beneath_ddp)
-    with rank.device:
-        model, reference = Net(seed=rank.rank), Replicated(rank, lr=0.01)
-        optimizer, forward = made(), DistributedDataParallel(model) if beneath_ddp else model
-        schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, reference.optimizer)]
-        for step in range(4):
-            if step == 2:
-                before, optimizer = optimizer, made()
-                optimizer.load_state_dict(before.state_dict())
-                schedules[0].optimizer = optimizer
-            for micro in (2 * step, 2 * step + 1):
-                with optimizer.no_sync():
-                    loss_of(forward, *batch(micro, rank.rank)).backward()
-            reference.backward(2 * step, 2 * step + 1)
-            norm = optimizer.clip_grad_norm_(0.1)
-            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(trainable(reference.model), 0.1))
-            for schedule, one in zip(schedules, (optimizer, reference.optimizer)):
-                one.step()
-                schedule.step()
-                one.zero_grad()
-            assert optimizer.param_groups[0]["lr"] == reference.optimizer.param_groups[0]["lr"]
-        assert_same(model, reference.model, exact=False)
-
-
-# ------------------------------------------------------------------------------------- accumulation, default buckets
+    own = {"average_gradients": not beneath_ddp}
+    pair = Pair(rank, "harness.reference", own=own, lr=0.01)
+    if beneath_ddp:
+        pair.model = DistributedDataParallel(pair.model)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in pair.optimizers]
+    for step in range(4):
+        if step == 2:
+            state = pair.optimizer.state_dict()
+            pair.optimizer = schedules[0].optimizer = DistributedOptimizer(trainable(pair.models[0]), lr=0.01, **own)
+            pair.optimizer.load_state_dict(state)
+        with pair.optimizer.no_sync():
+            pair.backward(2 * step, 2 * step + 1)
+        pair.clip(0.1)
+        pair.step()
+        for schedule in schedules:
+            schedule.step()
+        assert len({optimizer.param_groups[0]["lr"] for optimizer in pair.optimizers}) == 1
+    pair.assert_same(is_exact=False)
 
 
 @on_ranks(2, name=["ddp", "stage 3 grad buffer", "stage 4 overlap"])
@@ -164,3 +147,58 @@ def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
     for row in others:
         assert row.buckets >= 15 and row.bytes_per_param < 11  # of stages 1 to 3: 12
         assert row.b_exchanged == pytest.approx(2 * row.b_native)
+
+
+N = 700_003  # of fp32 a rank: three pieces, the last a short one
+
+
+def both(rank, name, in_place, dtype=torch.float32, op=None):
+    """-> what it makes, and the bytes that it sends, by gloo and by the exchange. `op`: of a reduce-scatter."""
+    found = []
+    for transport in (contextlib.nullcontext, exchange.in_place_of_gloos):
+        torch.manual_seed(rank.rank)
+        whole = torch.randn(rank.world_size * N).to(dtype)
+        part = whole.view(rank.world_size, N)[rank.rank]
+        part = part if in_place else part.clone()
+        with transport(), Ledger() as ledger:
+            output = part if op else whole
+            getattr(dist, name)(*((part, whole) if op else (whole, part)), **({"op": op} if op else {}))
+        found.append((output.clone(), ledger.wire_bytes))
+    return found
+
+
+@on_ranks(1, 2, 3, name=exchange.NAMES, dtype=[torch.float32, torch.bfloat16],
+          how=[(dist.ReduceOp.SUM, True), (dist.ReduceOp.AVG, False)])
+def test_a_sum_is_gloos_for_half_of_its_bytes(rank, name, dtype, how):
+    """To the bit on two ranks; on three it differs by the order of sums, of numbers below 16."""
+    op, in_place = how
+    (gloos, its_bytes), (ours, our_bytes) = both(rank, name, in_place, dtype, op)
+    atol = 16 * torch.finfo(dtype).eps if rank.world_size > 2 else 0
+    torch.testing.assert_close(gloos, ours, rtol=0, atol=atol)
+    assert its_bytes == 2 * our_bytes == 2 * (rank.world_size - 1) * N * dtype.itemsize
+
+
+@on_ranks(1, 2, 3, name=exchange.GATHERS, in_place=[True, False])
+def test_an_all_gather_is_gloos_with_as_many_bytes(rank, name, in_place):
+    (gloos, its_bytes), (ours, our_bytes) = both(rank, name, in_place)
+    assert torch.equal(gloos, ours) and its_bytes == our_bytes == (rank.world_size - 1) * N * 4
+
+
+@on_ranks(2, 3)
+def test_it_holds_pieces_and_no_second_input(rank):
+    """Two pieces for each rank, and one while it adds; the input has 43 to 64 of them."""
+    full = torch.ones(rank.world_size * N * 8)
+    with Memory("cpu") as memory, exchange.in_place_of_gloos():
+        dist.reduce_scatter_tensor(full.view(rank.world_size, -1)[rank.rank], full)
+    assert memory.peak - full.nbytes <= (2 * rank.world_size + 2) * exchange.PIECE_BYTES
+
+
+@on_ranks(2)
+def test_what_nothing_here_has_asked_for_is_refused_and_torch_is_as_it_was(rank):
+    full = torch.ones(rank.world_size * 4)
+    with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="waits, and sums or averages"):
+        dist.reduce_scatter_tensor(torch.empty(4), full, op=dist.ReduceOp.MAX)
+    with exchange.in_place_of_gloos(), pytest.raises(NotImplementedError, match="all-gather waits"):
+        dist.all_gather_into_tensor(full, torch.empty(4), async_op=True)
+    assert dist.reduce_scatter_tensor.__name__ == "reduce_scatter_tensor"
+    assert dist.all_gather_into_tensor.__name__ == "all_gather_into_tensor"

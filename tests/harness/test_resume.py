@@ -1,18 +1,20 @@
 """train.py stops and goes on: signals, how many checkpoints stay, which one is taken, and what must not change."""
 
+import contextlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from checkpoint import ForeignCheckpoint, latest, save
+from checkpoint.folder import hold
 from harness import checkpoints, options
+from harness.checkpoints import path_of
 from stage4_overlap import DistributedOptimizer
-from tests.common import STAGES
+from tests.checkpoint import flip_a_bit
+from tests.common import STAGES, on_ranks
 from tests.harness.faults import converted, same
 from tests.ranks import ROOT, run_alone, run_ranks
 
@@ -34,7 +36,7 @@ def names(*steps):
 def undisturbed(tmp_path_factory):
     """The folder of 30 steps on 2 ranks, with all checkpoints: every 10 steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = run_ranks(2, TRAIN, *OPTIONS, "--steps", "30", "--save-every", "10", "--keep", "0", "--checkpoint", folder)
+    ended = on_two_ranks(folder, "--keep", "0")
     assert [rank.code for rank in ended] == [0, 0], ended[0].stderr
     return folder
 
@@ -44,10 +46,15 @@ def copied(undisturbed, tmp_path):
     return shutil.copytree(undisturbed, tmp_path / "run")
 
 
-def alone(folder, *args, steps=1, script=f"{STAGES[0]}/train.py"):
+def on_two_ranks(folder, *args):
+    """-> Ended of each."""
+    return run_ranks(2, TRAIN, *OPTIONS, "--steps", "30", "--save-every", "10", "--checkpoint", folder, *args)
+
+
+def alone(folder, *args, steps=1):
     """One rank, started as `python train.py` -> Ended."""
     command = "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder
-    return run_alone(ROOT / script, *command, *args)
+    return run_alone(ROOT / STAGES[0] / "train.py", *command, *args)
 
 
 def error_of(ended):
@@ -57,9 +64,6 @@ def error_of(ended):
     return line
 
 
-# ------------------------------------------------------------------------------------------------------------ signals
-
-
 def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
     command = [TRAIN, *OPTIONS, "--steps", "15", "--checkpoint", tmp_path]
     ended = run_ranks(2, "tests/checkpoint/killed.py", "backward:SIGTERM", *command)
@@ -67,32 +71,28 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
     assert steps_in(tmp_path) == names(15)
 
 
-@pytest.mark.parametrize("world_size", [1])
-def test_under_nohup_a_run_goes_on_when_the_terminal_goes(run):
+@contextlib.contextmanager
+def handlers_put_back():
+    """Of signals, in a process that runs other tests too."""
+    before = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@on_ranks(1)
+def test_under_nohup_a_run_goes_on_when_the_terminal_goes(rank):
     """nohup has SIGHUP ignored, and so it stays."""
-    assert run(hangs_up) == [[None, "SIGHUP"]]
-
-
-def hangs_up(rank):
-    before, heard = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}, []
-    try:
-        for at_first in (signal.SIG_IGN, signal.SIG_DFL):
-            signal.signal(signal.SIGHUP, at_first)
-            told = checkpoints.StopSignal(30)
-            signal.raise_signal(signal.SIGHUP)
-            heard.append(told.agreed())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return heard
+    with handlers_put_back():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        told = checkpoints.StopSignal(30)
+        signal.raise_signal(signal.SIGHUP)
+        assert told.agreed() is None
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
     ended = run_ranks(2, "tests/checkpoint/killed.py", "backward:SIGTERM", TRAIN, *OPTIONS, "--steps", "30")
     assert [rank.code for rank in ended] == [1, -15]
-
-
-# ------------------------------------------------------------------------------------------------------- which are kept
 
 
 def test_as_many_checkpoints_stay_as_asked(tmp_path):
@@ -103,10 +103,10 @@ def test_as_many_checkpoints_stay_as_asked(tmp_path):
 
 def make(folder, *steps, is_complete=True):
     for step in steps:
-        checkpoints.path_of(folder, step).mkdir()
-        (checkpoints.path_of(folder, step) / "data").touch()
+        path_of(folder, step).mkdir()
+        (path_of(folder, step) / "data").touch()
         if is_complete:
-            (checkpoints.path_of(folder, step) / checkpoints.MANIFEST).touch()
+            (path_of(folder, step) / checkpoints.MANIFEST).touch()
 
 
 def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
@@ -121,7 +121,7 @@ def test_only_old_checkpoints_of_the_run_are_removed(tmp_path):
     for name in others:
         (folder / name).mkdir()
         (folder / name / checkpoints.MANIFEST).touch()
-    checkpoints.path_of(folder, 4).symlink_to(checkpoints.path_of(elsewhere, 4))
+    path_of(folder, 4).symlink_to(path_of(elsewhere, 4))
     assert checkpoints.complete(folder) == [123456789, 10, 4, 3, 2]
     checkpoints.remove_old(folder, 2)
     assert steps_in(folder) == sorted([*others, *names(4, 10, 11, 123456789)])
@@ -139,85 +139,61 @@ def test_what_can_not_be_removed_is_one_line_and_no_error(tmp_path, monkeypatch,
     assert checkpoints.complete(tmp_path) == [2]  # and the rest goes at the next save
 
 
-# -------------------------------------------------------------------------------------------------- which one is taken
+def damage(folder, *steps):
+    for step in steps:
+        flip_a_bit(max(path_of(folder, step).glob("rank-*.safetensors")))
 
 
-def on_two_ranks(folder, *args):
-    return run_ranks(2, TRAIN, *OPTIONS, "--steps", "30", "--save-every", "10", "--checkpoint", folder, *args)
-
-
-def test_a_run_goes_back_to_a_step_and_sets_later_ones_aside(copied, undisturbed, tmp_path):
-    ended = on_two_ranks(copied, "--resume-from", "10")
-    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr
-    assert f"resumed from {copied}/step-00000010, and later ones set aside\n" in ended[0].stdout
-    aside = ["step-00000020.aside", "step-00000030.aside"]
-    assert steps_in(copied) == sorted([*names(10, 20, 30), *aside])
-    (copied / aside[1]).rename(tmp_path / "before")
-    assert same(copied, undisturbed, tmp_path)
-
-
-def test_when_torchrun_starts_a_run_anew_it_goes_on_from_the_newest(copied, monkeypatch):
-    """And not from where the command goes back to."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+@pytest.mark.parametrize("damaged, args, restarts, says, aside", [
+    ([], ["--resume-from", "10"], 0, "{0}/step-00000010, and later ones set aside", (20, 30)),
+    ([], ["--resume-from", "10"], 1, "{0}/step-00000030", ()),
+    ([30], [], 0, "{0}/step-00000020, and later ones set aside: checkpoint {0}/step-00000030 can't be loaded: .* is "
+     "damaged.*", (30,))])
+def test_a_run_goes_back_to_a_step_or_to_the_newest_that_is_not_damaged_and_sets_later_ones_aside(
+        damaged, args, restarts, says, aside, copied, undisturbed, tmp_path, monkeypatch):
+    """When torchrun starts a run anew, it goes on from the newest, and not from where the command goes back to."""
+    damage(copied, *damaged)
     monkeypatch.setattr("tests.ranks.OF_TORCHRUN", ())
-    ended = on_two_ranks(copied, "--resume-from", "10")
-    assert f"resumed from {copied}/step-00000030\n" in ended[0].stdout
-    assert steps_in(copied) == names(10, 20, 30)
-
-
-def damage(path):
-    file = max(path.glob("rank-*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(copied, undisturbed, tmp_path):
-    damage(copied / "step-00000030")
-    ended = on_two_ranks(copied)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    ended = on_two_ranks(copied, *args)
     assert [rank.code for rank in ended] == [0, 0], ended[0].stderr
-    (line,) = [line for line in ended[0].stdout.splitlines() if "resumed" in line]
-    assert line.startswith(f"resumed from {copied}/step-00000020, and later ones set aside: checkpoint "
-                           f"{copied}/step-00000030 can't be loaded: ") and "is damaged" in line
-    assert "step-00000030.aside" in steps_in(copied) and "resumed" not in ended[1].stdout
-    (copied / "step-00000030.aside").rename(tmp_path / "damaged")
+    (line,) = [line for rank in ended for line in rank.stdout.splitlines() if "resumed" in line]
+    assert re.fullmatch(f"resumed from {says.format(copied)}", line)
+    assert steps_in(copied) == sorted([*names(10, 20, 30), *(f"{name}.aside" for name in names(*aside))])
+    for name in names(*aside):
+        (copied / f"{name}.aside").rename(tmp_path / name)
     assert same(copied, undisturbed, tmp_path)
-
-
-def test_when_all_are_damaged_the_run_does_not_begin_anew(copied):
-    for path in copied.glob("step-*"):
-        damage(path)
-    ended = on_two_ranks(copied)
-    assert all(rank.code == 2 and "Traceback" not in rank.stderr for rank in ended)
-    assert f"train.py: error: checkpoint {copied}/step-00000030 can't be loaded: " in ended[0].stderr
-    assert steps_in(copied) == names(10, 20, 30)
-
-
-def is_as_it_was(folder):
-    pass
 
 
 def was_renamed(folder):
     """Else the run would train the same steps again, and end with "it exists already"."""
     for step in (20, 30):
-        shutil.rmtree(checkpoints.path_of(folder, step))
-    checkpoints.path_of(folder, 10).rename(checkpoints.path_of(folder, 20))
+        shutil.rmtree(path_of(folder, step))
+    path_of(folder, 10).rename(path_of(folder, 20))
 
 
 def has_one_of_another_model(folder):
     model = torch.nn.Linear(2, 2)
-    save(checkpoints.path_of(folder, 40), model, torch.optim.AdamW(model.parameters()))
+    save(path_of(folder, 40), model, torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("prepare, args, says", [
-    (is_as_it_was, ["--resume-from", "15"],
+    (lambda folder: None, ["--resume-from", "15"],
      "argument --resume-from: {0} has no complete checkpoint of step 15, but of 30, 20, 10"),
-    (is_as_it_was, ["--model", "tiny"], "step-00000030 can't be loaded: it is of another model"),
+    (lambda folder: None, ["--model", "tiny"], "step-00000030 can't be loaded: it is of another model"),
+    (lambda folder: damage(folder, 10, 20, 30), [], "train.py: error: checkpoint {0}/step-00000030 can't be loaded: "),
     (has_one_of_another_model, [], "step-00000040 can't be loaded: it is of another model"),
-    (was_renamed, [], "step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?")])
-def test_what_a_run_cannot_go_on_from_is_one_line_and_is_not_taken_for_damage(prepare, args, says, copied):
+    (was_renamed, [], "step-00000020 can't be loaded: its name says step 20, its extra 10: was it renamed?"),
+    # This process saves there, until it ends; and so nothing may be set aside.
+    (lambda folder: hold(path_of(folder, 1)), ["--resume-from", "10"], "another run saves in {0}"),
+    (lambda folder: hold(path_of(folder, 1)) and damage(folder, 30), [], "another run saves in {0}")])
+def test_what_a_run_cannot_go_on_from_is_one_line_and_nothing_is_set_aside(prepare, args, says, copied):
     prepare(copied)
     before = steps_in(copied)
-    assert says.format(copied) in error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--checkpoint", copied, *args))
+    ended = on_two_ranks(copied, *args)
+    assert says.format(copied) in error_of(ended[0])
+    assert (ended[1].code, "Traceback" in ended[1].stderr) == (2, False)
     assert steps_in(copied) == before
 
 
@@ -227,60 +203,30 @@ def test_a_checkpoint_of_another_program_is_refused():
             checkpoints.check(extra, 3)
 
 
-@pytest.mark.parametrize("args", [["--resume-from", "10"], []], ids=str)
-def test_a_run_that_goes_back_sets_nothing_aside_while_another_saves_there(args, copied):
-    """Going back to a step, or because the newest is damaged."""
-    if not args:
-        damage(copied / "step-00000030")
-    before = steps_in(copied)
-    script = (f"import pathlib, sys, checkpoint.folder\n"
-              f"print(checkpoint.folder.hold(pathlib.Path({str(copied / 'step-00000001')!r})), flush=True)\n"
-              f"sys.stdin.read()")
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as other:
-        try:
-            assert other.stdout.readline() == "True\n"
-            error = error_of(run_alone(ROOT / TRAIN, *OPTIONS, "--batch-size", "8", "--checkpoint", copied, *args))
-        finally:
-            other.kill()
-    assert "another run saves in" in error and steps_in(copied) == before
-
-
-def random_states(rank, folder):
-    command = "--checkpoint", str(folder), "--save-every", "1", "--steps", "3"
-
+@on_ranks(2)
+def test_random_numbers_and_schedulers_go_on_where_they_were(rank, tmp_path):
+    """The learning rate is the run's own, or what the command says now."""
     def start(*more):
-        args = options.parse_args(__doc__, [*command, *more])
+        args = options.parse_args(__doc__, ["--checkpoint", str(tmp_path), "--save-every=1", "--steps=3", *more])
         args.text = None
         model = torch.nn.Linear(3, 3).to(rank.device)
         optimizer = DistributedOptimizer(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return optimizer, scheduler, checkpoints.Checkpoints(args, rank, model, optimizer, scheduler)
 
-    _, scheduler, saved = start()
-    assert saved.first_step == 0
-    scheduler.step()
-    torch.manual_seed(rank.rank)
-    saved.step_done()
-    expected = torch.rand(3)
-    for more, lr in (((), 1.0), (("--lr", "0.5"), 0.5)):  # the run's own, or what the command says now
-        optimizer, scheduler, saved = start(*more)
-        assert saved.first_step == 1 and scheduler.last_epoch == 1 and torch.equal(torch.rand(3), expected)
-        assert optimizer.param_groups[0]["lr"] == lr / 2
+    with handlers_put_back():
+        _, scheduler, saved = start()
+        assert saved.first_step == 0
         scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == lr / 3
-    for number in checkpoints.SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # of the process that runs other tests too
-    return expected
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_random_numbers_and_schedulers_go_on_where_they_were(run, tmp_path):
-    one, other = run(random_states, tmp_path)
-    assert not torch.equal(one, other)  # each rank has its own
-
-
-# -------------------------------------------------------------------------------------------------------- what changed
+        torch.manual_seed(rank.rank)
+        saved.step_done()
+        expected = torch.rand(3)
+        for more, lr in (([], 1.0), (["--lr", "0.5"], 0.5)):
+            optimizer, scheduler, saved = start(*more)
+            assert saved.first_step == 1 and scheduler.last_epoch == 1 and torch.equal(torch.rand(3), expected)
+            assert optimizer.param_groups[0]["lr"] == lr / 2
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == lr / 3
 
 
 def test_learning_rate_and_weight_decay_are_those_of_the_command_or_else_of_the_run(tmp_path):
@@ -305,34 +251,27 @@ def test_what_decides_on_the_data_must_not_change_but_by_force(tmp_path):
     for name, text in (("text", "text"), ("same", "text"), ("other", "other"), ("alike", "tent")):
         (tmp_path / f"{name}.txt").write_text(text * 300)
 
-    def one_step_more(text, *args):
-        folder = tmp_path / "again"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(tmp_path / "run", folder)
-        return alone(folder, "--sequence-length", "32", "--seed", "7", "--data", tmp_path / text, *args, steps=2)
-    assert alone(tmp_path / "run", "--sequence-length", "32", "--seed", "7", "--data", tmp_path / "text.txt").code == 0
+    def run(steps, text, *args):
+        data = tmp_path / f"{text}.txt"
+        return alone(tmp_path / "run", "--sequence-length", "32", "--seed", "7", "--data", data, *args, steps=steps)
+    assert run(1, "text").code == 0
     of_text = f"the run's is {tmp_path}/text.txt (1200 bytes, checksum )"
     everything = "--seed", "8", "--batch-size", "3", "--accumulate", "2", "--sequence-length", "16"
     for text, args, message in (
-            ("alike.txt", [], f"--data is {tmp_path}/alike.txt (1200 bytes, checksum ), {of_text}"),
-            ("other.txt", everything, f"--seed is 8, the run's is 7; --data is {tmp_path}/other.txt (1500 bytes, "
+            ("alike", [], f"--data is {tmp_path}/alike.txt (1200 bytes, checksum ), {of_text}"),
+            ("other", everything, f"--seed is 8, the run's is 7; --data is {tmp_path}/other.txt (1500 bytes, "
              f"checksum ), {of_text}; ranks x --batch-size is 3, the run's is 2; --accumulate is 2, the run's is 1; "
              "--sequence-length is 16, the run's is 32")):
-        error = re.sub(r"checksum \w{8}", "checksum ", error_of(one_step_more(text, *args)))
-        assert error.endswith(f"--checkpoint {tmp_path}/again is of a run with other data: {message}: "
+        error = re.sub(r"checksum \w{8}", "checksum ", error_of(run(2, text, *args)))
+        assert error.endswith(f"--checkpoint {tmp_path}/run is of a run with other data: {message}: "
                               "--force goes on nevertheless")
-        assert steps_in(tmp_path / "again") == names(1)
-    forced = one_step_more("other.txt", *everything, "--force")
-    assert forced.code == 0 and steps_in(tmp_path / "again") == names(1, 2)
-    assert re.search("changed since then: --seed 7 -> 8, --data .*, --steps 1 -> 2\n", forced.stdout)
-    ended = one_step_more("same.txt")
-    assert ended.code == 0 and "changed since then: --steps 1 -> 2\n" in ended.stdout
+    assert "changed since then: --steps 1 -> 2\n" in run(2, "same").stdout
+    assert re.search("changed since then: --seed 7 -> 8, --data .*, --steps 2 -> 3\n",
+                     run(3, "other", *everything, "--force").stdout)
+    assert steps_in(tmp_path / "run") == names(1, 2, 3)
 
 
-# ------------------------------------------------------------------------------------------------------------ time-outs
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/reference.md"])
-def test_a_page_says_how_long_a_rank_waits(page):
-    text = " ".join((ROOT / page).read_text().split())
-    assert re.search(rf"--timeout.{{0,40}}\b{options.TIMEOUT_S}\b|\b{options.TIMEOUT_S} s \(`--timeout`", text)
+def test_pages_say_how_long_a_rank_waits():
+    for page in ("README.md", "docs/guide.md", "docs/reference.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert re.search(rf"--timeout.{{0,40}}\b{options.TIMEOUT_S}\b|\b{options.TIMEOUT_S} s \(`--timeout`", text)

@@ -1,10 +1,8 @@
-"""train.py: all stages print the losses of DDP, and bad input is one line. Stage 4 is run by torchrun."""
+"""train.py: all stages print the losses of DDP, on a mesh and after a stop too, and bad input is one line."""
 
-import functools
 import os
 import re
-import subprocess
-import sys
+import shutil
 
 import pytest
 
@@ -14,46 +12,64 @@ from tests.ranks import ROOT, run_alone, run_ranks
 
 pytestmark = pytest.mark.waits
 
-NANO = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
+TRAIN_4 = f"{STAGES[3]}/train.py"
+OPTIONS = ["--model", "nano", "--sequence-length", "32", "--steps", "18", "--accumulate", "2", "--clip", "0.5"]
 
 
-def printed_by(script, *args):
-    """-> what 2 ranks print."""
-    if STAGES[3] in script:  # in the others torchrun would do the same once more
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-        return subprocess.run([*command, *args], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
-                              timeout=300).stdout
-    ended = run_ranks(2, script, *args)
-    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    return ended[0].stdout + ended[1].stdout
+def losses(ended):
+    """Of ranks that have ended -> [(number of a step, its loss), …]; those of the validation have number 0."""
+    found = re.findall(r"(?:step +(\d+)/18 +)?loss(?: before:| after:)? +(\d+\.\d{4,})", ended[0].stdout)
+    return [(int(step or 0), float(loss)) for step, loss in found]
 
 
-@functools.cache
-def losses(script):
-    """-> what it prints about losses, after 12 steps of 2 micro-batches, clipped."""
-    printed = printed_by(script, *NANO, "--steps", "12", "--accumulate", "2", "--clip", "0.5")
-    return [float(loss) for loss in re.findall(r"loss(?: before:| after:)? +(\d+\.\d{4,})", printed)]
+@pytest.fixture(scope="module")
+def of_ddp():
+    """Its losses: of validation, of steps 1, 10 and 18, and of validation."""
+    found = losses(run_ranks(2, "harness/train_ddp.py", *OPTIONS, "--batch-size", "4"))
+    assert [step for step, _ in found] == [0, 1, 10, 18, 0] and found[-1] < found[0]
+    return [(step, pytest.approx(loss, abs=1.5e-4)) for step, loss in found]  # four decimals are printed
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_prints_the_losses_of_ddp(stage):
-    reference = losses("harness/train_ddp.py")
-    assert len(reference) >= 4 and reference[-1] < reference[0]
-    assert losses(f"{stage}/train.py") == pytest.approx(reference, abs=1.5e-4)  # four decimals are printed
+def test_every_stage_prints_the_losses_of_ddp(stage, of_ddp):
+    ended = run_ranks(2, f"{stage}/train.py", *OPTIONS, "--batch-size", "4")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    assert losses(ended) == of_ddp
+
+
+def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_path):
+    """2 x 2 until a signal in step 8, then 2 x 2 and 4 x 1."""
+    mesh = [*OPTIONS, "--batch-size", "4", "--tp", "2", "--checkpoint"]
+    ended = run_ranks(4, "tests/checkpoint/killed.py", "backward:SIGTERM", TRAIN_4, *mesh, tmp_path / "2x2")
+    assert [rank.code for rank in ended] == [75] * 4, ended[0].stderr
+    assert losses(ended) == of_ddp[:2]
+    shutil.copytree(tmp_path / "2x2", tmp_path / "4x1")
+    for options in ([*mesh, tmp_path / "2x2"], [*OPTIONS, "--batch-size", "2", "--checkpoint", tmp_path / "4x1"]):
+        ended = run_ranks(4, TRAIN_4, *options)
+        assert [rank.code for rank in ended] == [0] * 4, ended[0].stderr
+        assert losses(ended)[-2:] == of_ddp[-2:]
+
+
+@pytest.mark.parametrize("script, args, message", [
+    (TRAIN_4, ["--tp", "3"], "2 ranks aren't divided by that"),
+    (f"{STAGES[2]}/train.py", ["--tp", "2"], "it is for stage4_overlap/train.py"),
+    (f"{STAGES[1]}/train.py", ["--data", "/nowhere"], "there is no such file"),
+])
+def test_what_ranks_cannot_do_one_of_them_says_in_a_line(script, args, message):
+    first, second = run_ranks(2, script, *OPTIONS, *args)
+    assert (first.code, second.code, second.stderr) == (2, 2, "") and message in first.stderr
+    assert len(first.stderr.splitlines()) == 1
 
 
 def test_bad_input_is_one_line(tmp_path):
-    """Of a rank without torchrun, which adds lines of its own, and once of two. More options: test_command_lines.py."""
+    """Of a rank without torchrun, which adds lines of its own. More options: test_command_lines.py."""
     (tmp_path / "empty.txt").touch()
     for args, message in ((["--timeout"], "--timeout: expected one argument"),
                           (["--data", "empty.txt"], "empty.txt"),
-                          ([*NANO, "--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory")):
-        run = run_alone(ROOT / STAGES[0] / "train.py", *args, cwd=tmp_path)
+                          (["--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory")):
+        run = run_alone(ROOT / STAGES[0] / "train.py", "--model", "nano", *args, cwd=tmp_path)
         assert run.code == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
         assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
-    ended = run_ranks(2, "stage2_allgather/train.py", "--data", "/nowhere")
-    assert [(rank.code, rank.stderr.count("there is no such file")) for rank in ended] == [(2, 1), (2, 0)]
-    assert not any("Traceback" in rank.stderr for rank in ended)
 
 
 def test_a_folder_of_text_is_read_but_for_what_is_no_file(tmp_path):
