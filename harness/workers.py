@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -81,14 +82,18 @@ class Workers(contextlib.AbstractContextManager):
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes = [], []
+        self.processes, self.pipes, self.store = [], [], None
         self.folder.cleanup()
 
     def _start(self):
         start_forkserver()
         context = multiprocessing.get_context("forkserver")
         self.folder = tempfile.TemporaryDirectory()
-        place = str(Path(self.folder.name, "store"))  # where they meet: hosts that share no network share files
+        if self.enter:
+            place = str(Path(self.folder.name, "store"))  # where they meet: hosts that share no network share files
+        else:  # a file would grow with every message, until a disk is full
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
+            place = self.store.port
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, name=f"rank {rank}", daemon=True, args=(
@@ -180,7 +185,10 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
             if me is None:
                 if enter:
                     enter(rank)
-                me = join(rank, world_size, rank, world_size, timeout_s, dist.FileStore(place, world_size))
+                    store = dist.FileStore(place, world_size)
+                else:
+                    store = dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=timeout_s))
+                me = join(rank, world_size, rank, world_size, timeout_s, store)
             sys.path[:], call = pickle.loads(job)
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))
