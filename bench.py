@@ -23,7 +23,7 @@ from harness import rows as catalogue
 from harness.command_line import COUNT
 from harness.examine import Settings
 from harness.gpt import MODELS
-from harness.rows import Choice, is_asked
+from harness.rows import RowId, is_asked
 from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "bench.py")
@@ -48,15 +48,15 @@ def parse():
     args = parser.parse_args()
     command_line.check_length(args.sequence_length, args.model or "medium", MODELS, fail)  # the longest default
     of_dtype = [row for row in rows if row.dtype == args.dtype or args.rows == "variants"]
-    choices = [Choice(row.name) for row in rows if is_asked(args.rows, row.name) and row in of_dtype
+    row_ids = [RowId(row.name) for row in rows if is_asked(args.rows, row.name) and row in of_dtype
                and (args.rows or row not in catalogue.VARIANTS) or row.kind in ("reference", "noise")]
-    if args.rows and not any(is_asked(args.rows, choice.name) for choice in choices):
+    if args.rows and not any(is_asked(args.rows, row_id.name) for row_id in row_ids):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(row.name for row in rows)}")
-    return args, choices
+    return args, row_ids
 
 
 def main():
-    args, choices = parse()
+    args, row_ids = parse()
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     try:
         train, _ = corpus.split(corpus.load_bytes(args.data))
@@ -73,12 +73,12 @@ def main():
             args.model = args.model or on_rank_0(workers, examine.default_model)
             command_line.check_length(args.sequence_length, args.model, MODELS, fail)
             settings = Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
-            more = 0 if args.quick else len(choices) + 4
-            task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, choices) + more)
+            more = 0 if args.quick else len(row_ids) + 4
+            task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, row_ids) + more)
 
             def progress(text):
                 bar.update(task, advance=1, description=text)
-            result = every_row.measure_rows(workers, settings, choices, progress)
+            result = every_row.measure_rows(workers, settings, row_ids, progress)
             if not args.quick and result.conditions.device == "cpu":  # of a GPU: when kernels are launched
                 timeline.record_rows(workers, settings, result.rows, progress)
                 results.keep_exposed_only(result.rows)

@@ -56,7 +56,7 @@ def passes(level, one, only=""):
     if checks:
         print(f"\n{title}")
     for name, check in checks:
-        one.played = None
+        one.run_under_way = None
         try:
             notes = check(one) or []
         except Wrong as wrong:
@@ -64,7 +64,7 @@ def passes(level, one, only=""):
                 wants = dict(wrong.lines)["expected"]
                 print(f"  not yet   level 2 wants {wants}\n            docs/exercise.md has its skeleton", flush=True)
                 return None
-            run, *d = one.played or [None]
+            run, *d = one.run_under_way or [None]
             options = run and wrong.step and run.shown_by(*d, wrong.step)
             see = ("see", f'make show STAGE={one.package} ARGS="{options}"')
             print("\n".join([f"  FAILED    {name}", *(f"  {what:9} {line}" for what, line in

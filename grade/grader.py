@@ -44,7 +44,7 @@ class Grader:
         self.package = package
         self.workers = {} if workers is None else workers  # by world size
         self.answers = {}  # a run that two checks ask for is done once
-        self.played = None  # (the Run, the number of ranks) of the check that goes on
+        self.run_under_way = None  # (the Run, the number of ranks) of the check that goes on
 
     def close(self):
         for workers in self.workers.values():
@@ -58,7 +58,7 @@ class Grader:
     def run(self, world_size, function, *args, hint=None):
         """-> [function(candidate, *args) of rank 0, 1, …]. hint: the likely cause where an exception has no other."""
         if function is on_ranks.play:
-            self.played = *args, world_size
+            self.run_under_way = *args, world_size
         key = world_size, function, args
         if key in self.answers:
             return self.answers[key]

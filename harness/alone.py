@@ -24,7 +24,7 @@ from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory, mark_grads, mark_state
 from harness.results import CapRow, GatheredRow, StateRow
-from harness.rows import Choice
+from harness.rows import RowId
 from stage4_overlap.transport import Exchange
 
 
@@ -256,13 +256,13 @@ def stand_in(model, cost, dry):
     model.forward = forward
 
 
-def record(choice, spec, d, cost=Cost(), transport=None):
+def record(row_id, spec, d, cost=Cost(), transport=None):
     """Two steps of that row on rank 0 of d -> Recorded, of the second. `transport`: see `fake`."""
-    way = catalogue.find(*choice)
-    with fake(d, choice.bucket_mb, transport), Dry() as dry:
-        model = models.build_model(spec, way.dtype)
+    configuration = catalogue.find(*row_id)
+    with fake(d, row_id.bucket_mb, transport), Dry() as dry:
+        model = models.build_model(spec, configuration.dtype)
         stand_in(model, cost, dry)
-        training = way.build(model, dict(fused=True))
+        training = configuration.build(model, dict(fused=True))
         for number in (0, 1):
             dry.begin_step(number)
             loss = (training.forward if number else model)()  # DDP would change its buckets after its first step
@@ -276,7 +276,7 @@ def record(choice, spec, d, cost=Cost(), transport=None):
             held = held_by(dry, training)
             training.zero_grad()
         numel = sum(param.numel() for param in model.parameters())
-        theory = way.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
+        theory = configuration.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
         return Recorded(numel, held, theory, dry.peak, dry.events)
 
 
@@ -296,22 +296,22 @@ def held_by(memory, training):
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-STAGE_4 = Choice("stage 4 overlap")
+STAGE_4 = RowId("stage 4 overlap")
 STATES = [  # parameters/gradients, the row, its formula, of which b are stage 4's two bucket buffers
-    ("stage 3 bfloat16/bfloat16", Choice("stage 3 bf16/bf16"), "4 + 16/d"),
-    ("stage 3 bfloat16/float32", Choice("stage 3 bf16/fp32"), "6 + 12/d"),
-    ("stage 3 float32/float32", Choice("stage 3 grad buffer"), "8 + 8/d"),
-    ("stage 4 bfloat16/float32", Choice("stage 4 overlap bf16"), "2 + 16/d + b"),
+    ("stage 3 bfloat16/bfloat16", RowId("stage 3 bf16/bf16"), "4 + 16/d"),
+    ("stage 3 bfloat16/float32", RowId("stage 3 bf16/fp32"), "6 + 12/d"),
+    ("stage 3 float32/float32", RowId("stage 3 grad buffer"), "8 + 8/d"),
+    ("stage 4 bfloat16/float32", RowId("stage 4 overlap bf16"), "2 + 16/d + b"),
     ("stage 4 float32/float32", STAGE_4, "4 + 12/d + b"),
 ]
-GATHERED = {"stage 2": Choice("stage 2 all-gather"), "stage 3": Choice("stage 3 grad buffer"), "stage 4": STAGE_4}
+GATHERED = {"stage 2": RowId("stage 2 all-gather"), "stage 3": RowId("stage 3 grad buffer"), "stage 4": STAGE_4}
 
 
 def model_state(model):
     """-> StateRows: bytes a parameter that stages 3 and 4 hold after a step. Stage 4 exchanges parts, as on gloo."""
     rows = []
-    for name, choice, formula in STATES:
-        found = {d: record(choice, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
+    for name, row_id, formula in STATES:
+        found = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
         rows.append(StateRow(name, formula, {d: sum(one.held.values()) / one.numel for d, one in found.items()},
                              {d: one.theory / one.numel for d, one in found.items()}))
     return rows
@@ -321,8 +321,8 @@ def gathered(model):
     """-> GatheredRows: elements that a step gathers, padding included, over those that the model has."""
     def over_numel(one):
         return sum(one.gathered()) / 4 / one.numel
-    return [GatheredRow(name, {d: over_numel(record(choice, models.NAMED[model], d)) for d in STATE_RANKS})
-            for name, choice in GATHERED.items()]
+    return [GatheredRow(name, {d: over_numel(record(row_id, models.NAMED[model], d)) for d in STATE_RANKS})
+            for name, row_id in GATHERED.items()]
 
 
 def caps(d=2):

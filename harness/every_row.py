@@ -9,18 +9,18 @@ from harness.results import Result, Row
 from harness.workers import WorkerError, on_rank_0
 
 
-def measure_rows(workers, settings, choices, progress=lambda text: None):
-    """Measures rows of the catalogue, a list of Choices -> Result; bench.py and two_hosts add the rest. A row that
+def measure_rows(workers, settings, row_ids, progress=lambda text: None):
+    """Measures rows of the catalogue, a list of RowIds -> Result; bench.py and two_hosts add the rest. A row that
     fails, that differs from ddp by more than the tolerance, or whose weights never moved, has an `error` that says so,
-    and no times. `progress(text)` is called before each of `n_runs(settings, choices)` runs."""
+    and no times. `progress(text)` is called before each of `n_runs(settings, row_ids)` runs."""
     conditions = on_rank_0(workers, examine.describe, settings)
-    conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*choice).dtype for choice in choices))
-    rows = [_examine(workers, settings, choice, progress) for choice in choices]
+    conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*row_id).dtype for row_id in row_ids))
+    rows = [_examine(workers, settings, row_id, progress) for row_id in row_ids]
     for turn in range(settings.rounds):
         for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # nobody always comes first
             progress(f"round {turn + 1}: {row.name}")
             if not row.error:
-                attempt(row, lambda: row.time(*on_rank_0(workers, examine.time_steps, settings, *row.choice)))
+                attempt(row, lambda: row.time(*on_rank_0(workers, examine.time_steps, settings, *row.row_id)))
     result = Result(conditions, rows)
     reference = result.timed(catalogue.REFERENCE)
     for row in rows:
@@ -36,17 +36,17 @@ def is_wrong(result):
     return any(row.error and (row.kind != "peer" or row.is_wrong) for row in result.rows)
 
 
-def n_runs(settings, choices):
-    return len(choices) * (1 + settings.rounds)
+def n_runs(settings, row_ids):
+    return len(row_ids) * (1 + settings.rounds)
 
 
-def _examine(workers, settings, choice, progress):
+def _examine(workers, settings, row_id, progress):
     """Checks and counts a row -> Row, without times."""
-    configuration = catalogue.find(*choice)
-    row = Row(*choice, configuration.kind, configuration.dtype)
+    configuration = catalogue.find(*row_id)
+    row = Row(*row_id, configuration.kind, configuration.dtype)
     progress(f"check: {row.name}")
     try:
-        found = workers.run(examine.examine, settings, *choice)
+        found = workers.run(examine.examine, settings, *row_id)
     except WorkerError as error:
         row.fail(str(error))
         return row

@@ -20,7 +20,7 @@ from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import KINDS, Memory, mark_grads, mark_state
 from harness.results import AccumulatedRow, Conditions, Made, Row
-from harness.rows import Choice
+from harness.rows import RowId
 from harness.workers import on_rank_0
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
@@ -274,9 +274,9 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
-def time_accumulation(rank, settings, choice, micro_batches, in_no_sync):
+def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
     """Milliseconds a micro-batch of a steady step: one exchange a step (`in_no_sync`), or one for each micro-batch."""
-    configuration, batches = rows.find(*choice), make_batches(settings, rank)
+    configuration, batches = rows.find(*row_id), make_batches(settings, rank)
     training = make_training(rank, settings, configuration)
 
     def step(_):
@@ -299,15 +299,15 @@ def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     `ddp_mb`: the bucket size of DDP's row -> list of AccumulatedRows, one for each number of micro-batches. The more of
     them a step has, the fewer steps a round has, and 2 at least.
     """
-    ways = {"no_sync_ms": (Choice("stage 4 overlap"), True), "each_ms": (Choice("stage 4 overlap"), False),
-            "compute_ms": (Choice("compute only"), True), "ddp_ms": (Choice(rows.REFERENCE, ddp_mb), True),
-            "stage3_ms": (Choice("stage 3 grad buffer"), True)}
+    timed = {"no_sync_ms": (RowId("stage 4 overlap"), True), "each_ms": (RowId("stage 4 overlap"), False),
+             "compute_ms": (RowId("compute only"), True), "ddp_ms": (RowId(rows.REFERENCE, ddp_mb), True),
+             "stage3_ms": (RowId("stage 3 grad buffer"), True)}
     found = [AccumulatedRow(k) for k in (1, 2, 4)]
     for turn in range(settings.rounds):
         for row in found:
-            for field, (choice, in_no_sync) in ways.items():
+            for field, (row_id, in_no_sync) in timed.items():
                 k, how = row.micro_batches, "" if in_no_sync else ", reduced one by one"
-                progress(f"round {turn + 1}: {k} micro-batches, {choice.name}{how}")
+                progress(f"round {turn + 1}: {k} micro-batches, {row_id.name}{how}")
                 fewer = settings._replace(steps=max(2, settings.steps // k))
-                getattr(row, field).append(on_rank_0(workers, time_accumulation, fewer, choice, k, in_no_sync))
+                getattr(row, field).append(on_rank_0(workers, time_accumulation, fewer, row_id, k, in_no_sync))
     return found

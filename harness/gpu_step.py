@@ -182,7 +182,7 @@ def cycles_per_s(cycles=10**8):
     return cycles / seconds_of(lambda: torch.cuda._sleep(cycles), torch.device("cuda"))
 
 
-def ways(link):
+def configurations(link):
     return {
         "computing alone": catalogue.compute_only,
         "ddp": catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
@@ -265,7 +265,7 @@ def measure_overlap(device, model_name="medium", n_rounds=3):
     batch = batch_of(size, device)
     with rank_0_of(D), link.played():
         trainings, steps = {}, {}
-        for name, build in ways(link).items():
+        for name, build in configurations(link).items():
             torch.manual_seed(0)
             with device:
                 model = GPT(MODELS[model_name])

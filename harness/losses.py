@@ -21,7 +21,7 @@ from harness.workers import Workers, on_rank_0
 SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
 BETAS = 0.95, 0.999
 FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
-WAYS = {  # name -> how it is built, and the row that it is compared with, whose name says the dtype
+CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared with, whose name says the dtype
     FP32: (stage("stage4_overlap"), FP32),
     "DDP": (ddp, FP32),
     "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
@@ -34,7 +34,7 @@ WAYS = {  # name -> how it is built, and the row that it is compared with, whose
 
 def loss_of(rank, name, seed, n_steps, beta2):
     """-> the loss on the validation text, of this rank's part of it."""
-    build, base = WAYS[name]
+    build, base = CONFIGURATIONS[name]
     settings = SETTINGS._replace(seed=seed, steps=n_steps)
     model = make_model(settings, rank, "bfloat16" if base == BF16 else "float32")
     training = build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
@@ -55,7 +55,7 @@ def measure(workers, n_steps, n_seeds):
     return LossResult(conditions, [
         LossRow(name, base, beta2, [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
                                         for seed in range(n_seeds)])
-        for beta2 in BETAS for name, (_, base) in WAYS.items()])
+        for beta2 in BETAS for name, (_, base) in CONFIGURATIONS.items()])
 
 
 def main():

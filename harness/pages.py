@@ -173,7 +173,7 @@ def beside_sheet(name, mine, theirs):
     rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
 
     def published(get):
-        return lambda row: same and (found := same.find(*row.choice)) and tables.figure(found, get)
+        return lambda row: same and (found := same.find(*row.row_id)) and tables.figure(found, get)
     figures = [("ms/step", "measured", "rounds_ms", ".0f"), ("x ddp", "measured", "vs_reference", ".2f"),
                ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
                ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]

@@ -15,7 +15,7 @@ from harness.command_line import COUNT, number
 from harness.examine import made_here
 from harness.replay import Hardware, calibrated, replay
 from harness.results import Check, ModelledRun, PlanResult, PlanRow, PlanSize, PublishedRun
-from harness.rows import Choice
+from harness.rows import RowId
 from harness.tables import plan_sheets, sheet_text
 from stage4_overlap.transport import GlooTransport
 
@@ -33,47 +33,48 @@ DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312
 
 
 class Planner:
-    """`recorded`: (Choice, d) -> alone.Recorded, of all rows that were run dry."""
+    """`recorded`: (RowId, d) -> alone.Recorded, of all rows that were run dry."""
 
     def __init__(self, args, recorded=()):
-        self.args, self.recorded, self.room = args, dict(recorded), args.device_memory * 1e9
+        self.args, self.recorded, self.device_bytes = args, dict(recorded), args.device_memory * 1e9
         flops = DEVICES[args.device].flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32: half of 16 bits
         self.hardware = DEVICES[args.device]._replace(flops=flops, sharing=args.tensor_parallel)
 
-    def ms(self, choice, d, micro_batches=None, exchange_each=False):
+    def ms(self, row_id, d, micro_batches=None, exchange_each=False):
         """Of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
         k = micro_batches or self.args.accumulate
-        return 1e3 * replay(self.recorded[choice, d].events, self.hardware, d, k, exchange_each).seconds / k
+        return 1e3 * replay(self.recorded[row_id, d].events, self.hardware, d, k, exchange_each).seconds / k
 
     def sizes(self, base):
-        """-> Choices of a size of bucket; few rows have buckets."""
+        """-> RowIds of a size of bucket; few rows have buckets."""
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
-        return [Choice(base, cap_mb) for cap_mb in (caps_mb if base in BUCKETED else [None])]
+        return [RowId(base, cap_mb) for cap_mb in (caps_mb if base in BUCKETED else [None])]
 
-    def is_bucket(self, choice):
+    def is_bucket(self, row_id):
         """Two buffers take at most half of what whole gradients would: stage 3 keeps those, and has no buckets."""
-        held = self.recorded[choice, self.args.world].held
+        held = self.recorded[row_id, self.args.world].held
         return held["buffers"] <= held["parameters"] / 2
 
     def tuned(self, base):
         """-> the smallest size with which it is as fast as with any, of those that are buckets and fit."""
-        sizes = [choice for choice in self.sizes(base) if self.is_bucket(choice)] or self.sizes(base)
-        fitting = [choice for choice in sizes if self.recorded[choice, self.args.world].peak <= self.room] or sizes
-        ms = {choice: self.ms(choice, self.args.world) for choice in fitting}
-        return next(choice for choice in fitting if ms[choice] <= AS_FAST * min(ms.values()))
+        sizes = [row_id for row_id in self.sizes(base) if self.is_bucket(row_id)] or self.sizes(base)
+        fitting = [one for one in sizes if self.recorded[one, self.args.world].peak <= self.device_bytes] or sizes
+        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting}
+        return next(row_id for row_id in fitting if ms[row_id] <= AS_FAST * min(ms.values()))
 
-    def row(self, choice, ranks):
-        counted, way, world = {d: self.recorded[choice, d] for d in ranks}, catalogue.find(*choice), self.args.world
-        last, shared = counted[world], f" + {way.shared:g}/d" if way.shared else ""
-        too_few = [d for d in ranks if counted[d].peak > self.room]
+    def row(self, row_id, ranks):
+        counted, configuration = {d: self.recorded[row_id, d] for d in ranks}, catalogue.find(*row_id)
+        world = self.args.world
+        last, shared = counted[world], f" + {configuration.shared:g}/d" if configuration.shared else ""
+        too_few = [d for d in ranks if counted[d].peak > self.device_bytes]
         return PlanRow(
-            *choice, formula=f"{way.whole:g}{shared}{' + b' * (choice.base in STAGE_4)}", held=last.held,
+            *row_id, formula=f"{configuration.whole:g}{shared}{' + b' * (row_id.base in STAGE_4)}", held=last.held,
             padding=sum(last.held.values()) - last.theory, peak=last.peak,
             fits_from=next((d for d in ranks if d > max(too_few, default=0)), 0),
             bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
             bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
-            ms={d: self.ms(choice, d) for d in ranks}, once_ms=self.ms(choice, world, MICRO_BATCHES),
-            each_ms=self.ms(choice, world, MICRO_BATCHES, exchange_each=True),
+            ms={d: self.ms(row_id, d) for d in ranks}, once_ms=self.ms(row_id, world, MICRO_BATCHES),
+            each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
             step=replay(last.events, self.hardware, world, self.args.accumulate))
 
 
@@ -84,18 +85,18 @@ def plan(args, workers):
     cost = workers.submit(alone.cost_of, spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
 
     def run(tasks):
-        found = {(choice, d): workers.submit(alone.record, choice, spec, d, cost) for choice, d in tasks}
+        found = {(row_id, d): workers.submit(alone.record, row_id, spec, d, cost) for row_id, d in tasks}
         planner.recorded.update((task, one.result()) for task, one in found.items())
-    run((choice, args.world) for base in bases for choice in planner.sizes(base))
-    choices = [planner.tuned(base) for base in bases]
-    run((choice, d) for choice in choices for d in ranks[:-1])
+    run((row_id, args.world) for base in bases for row_id in planner.sizes(base))
+    row_ids = [planner.tuned(base) for base in bases]
+    run((row_id, d) for row_id in row_ids for d in ranks[:-1])
     asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "spec")}
-    conditions = {**asked, "parameters": planner.recorded[choices[-1], args.world].numel,
+    conditions = {**asked, "parameters": planner.recorded[row_ids[-1], args.world].numel,
                   "activations": cost.activations, "efficiency": EFFICIENCY, **planner.hardware._asdict(),
                   "made": made_here()}
-    return PlanResult(conditions, [planner.row(choice, ranks) for choice in choices], [
-        PlanSize(*choice, planner.ms(choice, args.world), planner.recorded[choice, args.world].peak,
-                 planner.is_bucket(choice)) for base in bases if base in STAGE_4 for choice in planner.sizes(base)])
+    return PlanResult(conditions, [planner.row(row_id, ranks) for row_id in row_ids], [
+        PlanSize(*row_id, planner.ms(row_id, args.world), planner.recorded[row_id, args.world].peak,
+                 planner.is_bucket(row_id)) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)])
 
 
 # The check, modelled time beside runs. Of two hosts on one machine: bytes of memory a second for one core, seconds a
@@ -111,14 +112,14 @@ def two_hosts():
         line, c, alone_ms = result.conditions, table.conditions, result.timed("compute only").median_ms
         spec = models.NAMED[c.model]
         cost = cost_of(spec, "float32", c.batch_size, c.sequence_length)
-        computing = record(Choice("compute only"), spec, 1, cost).events
+        computing = record(RowId("compute only"), spec, 1, cost).events
         hosts = calibrated("flops", lambda one: replay(computing, one, 1).seconds, Hardware(
             1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * line.bits_per_second / 8, per_node=1,
             latency_between=HOST_LATENCY, backend="exchange"), alone_ms / 1e3)
         for row in sorted(table.rows, key=lambda row: row.name):
             if row.rounds_ms and row.base in ROWS["fp32"]:
-                events = record(row.choice, spec, c.ranks, cost, GlooTransport).events
-                found.append(ModelledRun(line.rate, *row.choice, row.median_ms,
+                events = record(row.row_id, spec, c.ranks, cost, GlooTransport).events
+                found.append(ModelledRun(line.rate, *row.row_id, row.median_ms,
                                          1e3 * replay(events, hosts, c.ranks).seconds))
     return found
 
@@ -138,8 +139,8 @@ def step_of(run, hardware, is_hidden=True):
     micro-batch; stage 3 for the distributed one. Not `is_hidden`: each message is waited for at once."""
     kind, gpus, sequences, batch, _ = run
     d, spec, events = gpus // SHARING, models.NAMED["13b"]._replace(tensor_parallel=SHARING), []
-    choice = {"overlapped": Choice("stage 4 bf16", 400), "distributed": Choice("stage 3 bf16/fp32")}[kind]
-    for event in record(choice, spec, d, cost_of(spec, "bfloat16", batch, LENGTH)).events:
+    row_id = {"overlapped": RowId("stage 4 bf16", 400), "distributed": RowId("stage 3 bf16/fp32")}[kind]
+    for event in record(row_id, spec, d, cost_of(spec, "bfloat16", batch, LENGTH)).events:
         is_fp32 = kind == "overlapped" and event.kind == "reduce_scatter"
         events.append(event._replace(n_bytes=2 * event.n_bytes) if is_fp32 else event)
         events += [event._replace(what="wait")] if event.what == "launch" and not is_hidden else []

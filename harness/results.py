@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness import rows as catalogue
-from harness.rows import OfChoice
+from harness.rows import HasRowId
 
 
 class Kept:
@@ -133,7 +133,7 @@ class RecordedStep(Kept):
     memory: list[float] = field(default_factory=list)
 
 
-class Row(OfChoice, Kept):
+class Row(HasRowId, Kept):
     """`kind`, `dtype`: see rows.Configuration. A row with an `error` has no times; `is_wrong`: it computes something
     else than it should. Bytes in memory: of the rank that holds most, after each phase ("model", "optimizer",
     "backward", "step", "peak", on CUDA "reserved"), at the peak within each, and by kind (memory.KINDS). Bytes on the
@@ -253,7 +253,7 @@ class Result(Sweep):
 
     def find(self, base, bucket_mb=None):
         """-> the Row, or None."""
-        return next((row for row in self.rows if row.choice == (base, bucket_mb)), None)
+        return next((row for row in self.rows if row.row_id == (base, bucket_mb)), None)
 
     def timed(self, base, bucket_mb=None):
         """-> the Row if it has times, or None."""
@@ -346,7 +346,7 @@ class LossResult(Kept):
     rows: list[LossRow]
 
 
-class PlanRow(OfChoice, Kept):
+class PlanRow(HasRowId, Kept):
     """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter, and ms of a micro-batch, by number of
     ranks. `once_ms`, `each_ms`: of one of eight, with one exchange a step, or with one each. `step`: modelled."""
     base: str
@@ -364,7 +364,7 @@ class PlanRow(OfChoice, Kept):
     step: RecordedStep
 
 
-class PlanSize(OfChoice, Kept):
+class PlanSize(HasRowId, Kept):
     """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
     base: str
     bucket_mb: float | None
@@ -373,7 +373,7 @@ class PlanSize(OfChoice, Kept):
     is_bucket: bool
 
 
-class ModelledRun(OfChoice, Kept):
+class ModelledRun(HasRowId, Kept):
     """Of a step. `where`: the rate of the line between the two hosts."""
     where: str
     base: str

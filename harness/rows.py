@@ -30,10 +30,10 @@ def is_asked(text, name):
     return any(one in name for one in text.split(",")) or text == "variants" and name in BESIDE_VARIANTS
 
 
-class OfChoice:
-    """For what has the two fields of a Choice: its names, to be shown, and never read, such as "ddp, 2 MB buckets"."""
+class HasRowId:
+    """For what has the two fields of a RowId: its names, to be shown, and never read, such as "ddp, 2 MB buckets"."""
 
-    choice = property(lambda self: Choice(self.base, self.bucket_mb))
+    row_id = property(lambda self: RowId(self.base, self.bucket_mb))
 
     @property
     def name(self):
@@ -46,7 +46,7 @@ class OfChoice:
         return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
 
 
-class Choice(OfChoice, collections.namedtuple("Choice", "base bucket_mb", defaults=[None])):
+class RowId(HasRowId, collections.namedtuple("RowId", "base bucket_mb", defaults=[None])):
     """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
 
 
@@ -319,7 +319,7 @@ def find(base, bucket_mb=None):
     """The row of that name -> Configuration, with buckets of `bucket_mb` MiB; None: of its default size."""
     found = next((row for row in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
     if found is None or bucket_mb is not None and found.sized is None:
-        raise LookupError(f"there is no row {Choice(base, bucket_mb).name!r}")
+        raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
     kind = "peer" if found.kind == "reference" else found.kind
     return found if bucket_mb is None else found._replace(kind=kind, build=found.sized(bucket_mb))
 
@@ -327,9 +327,9 @@ def find(base, bucket_mb=None):
 def in_its_context(measure):
     """For a function (rank, settings, base, bucket_mb) that measures a row: it runs inside of its context."""
     @functools.wraps(measure)
-    def measured(rank, settings, *choice):
-        with find(*choice).inside():
-            return measure(rank, settings, *choice)
+    def measured(rank, settings, *row_id):
+        with find(*row_id).inside():
+            return measure(rank, settings, *row_id)
     return measured
 
 
@@ -341,8 +341,8 @@ DEFAULT_MB = 25  # of DDP
 OVERLAP = "stage 4 overlap"
 SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
 # The rows of a sweep, and of the one at each rate of the curve: DDP alone, in fewer sizes.
-SWEPT = [*(Choice(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(Choice(OVERLAP, size) for size in SIZES)]
-SWEPT_FOR_CURVE = [Choice(REFERENCE, size) for size in (None, 0.25, 1, 4)]
+SWEPT = [*(RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(RowId(OVERLAP, size) for size in SIZES)]
+SWEPT_FOR_CURVE = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 
 
 def is_whole(sweep):
@@ -351,20 +351,20 @@ def is_whole(sweep):
 
 
 def best(rows):
-    """Of a sweep: each of TUNED with the size with which DDP is fastest; none where that is its default -> Choices.
+    """Of a sweep: each of TUNED with the size with which DDP is fastest; none where that is its default -> RowIds.
 
     Stage 4 keeps its default.
     """
     fastest = min((row for row in rows if row.base == REFERENCE), key=lambda row: row.median_ms, default=None)
     if fastest is None or fastest.bucket_mb is None or not fastest.rounds_ms:
         return []
-    return [Choice(base, fastest.bucket_mb) for base in TUNED]
+    return [RowId(base, fastest.bucket_mb) for base in TUNED]
 
 
-def beside(choices, tuned):
-    """`choices`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
-    listed = [one for choice in choices for one in (
-        choice, *(one for one in tuned if one.base == choice.base and choice.bucket_mb is None))]
+def beside(row_ids, tuned):
+    """`row_ids`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
+    listed = [one for row_id in row_ids for one in (
+        row_id, *(one for one in tuned if one.base == row_id.base and row_id.bucket_mb is None))]
     return listed + [one for one in tuned if one not in listed]
 
 

@@ -18,7 +18,7 @@ from harness import results
 from harness import rows as catalogue
 from harness.memory import KINDS
 from harness.results import Row, median, ratio
-from harness.rows import Choice
+from harness.rows import RowId
 from harness.training import UPDATE_BYTES
 
 NONE = "–"
@@ -114,7 +114,7 @@ def megabytes(n):
 
 
 def label_of(row):
-    """The name of a row or Choice, in two lines where it has a bucket size: the table has to fit a terminal."""
+    """The name of a row or RowId, in two lines where it has a bucket size: the table has to fit a terminal."""
     return row.base if row.bucket_mb is None else f"{row.base},\n  {row.size} buckets"
 
 
@@ -305,20 +305,20 @@ def accumulation_sheets(accumulation):
          ("compute only,\nms a micro-batch", "measured", "compute_ms", ".0f"),
          *((f"{name}\n", "measured", lambda one, ms=ms: 1 - ratio(one.compute_ms, getattr(one, ms)), ".0%")
            for name, ms in (("DDP", "ddp_ms"), ("stage 3", "stage3_ms"), ("stage 4", "no_sync_ms")))],
-        f"1 - compute only / this row. DDP: the row {Choice('ddp', accumulation.ddp_mb).name}.")
+        f"1 - compute only / this row. DDP: the row {RowId('ddp', accumulation.ddp_mb).name}.")
     return [exchanges, shares]
 
 
 def buckets_sheet(sweep):
     """The time of each row by the size of its buckets; of stage 4 also what the size costs in messages and memory."""
-    c, found = sweep.conditions, {row.choice: row for row in sweep.rows}
+    c, found = sweep.conditions, {row.row_id: row for row in sweep.rows}
 
     def at(base, get):
         return lambda size: figure(found.get((base, size), Row("")), get)
     return sheet_of(
         "Bucket size, ms a step",
-        [size for size in (*catalogue.SIZES, None) if any(choice.bucket_mb == size for choice in found)],
-        [("", "", lambda size: Choice("", size).size),
+        [size for size in (*catalogue.SIZES, None) if any(row_id.bucket_mb == size for row_id in found)],
+        [("", "", lambda size: RowId("", size).size),
          ("ddp\n", "measured", at(catalogue.REFERENCE, "rounds_ms"), ".0f"),
          ("stage 4\n", "measured", at(catalogue.OVERLAP, "rounds_ms"), ".0f"),
          ("its messages\nof gradients", "counted", at(catalogue.OVERLAP, lambda row: row.collectives.get(

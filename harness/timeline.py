@@ -106,7 +106,7 @@ def record_rows(workers, settings, rows, progress=lambda text: None):
     for row in rows:
         if not row.error:
             progress(f"timeline: {row.name}")
-            attempt(row, lambda: setattr(row, "timeline", workers.run(record, settings, *row.choice)))
+            attempt(row, lambda: setattr(row, "timeline", workers.run(record, settings, *row.row_id)))
 
 
 def one_step(recorder, number):

@@ -26,24 +26,24 @@ from harness.command_line import COUNT, write
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep
-from harness.rows import Choice, is_asked
+from harness.rows import RowId, is_asked
 from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = [*map(Choice, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
-                      "rung 0 replicated", *catalogue.LADDER[1:4], "owner reduce")), Choice("owner reduce", 2),
-        *map(Choice, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
-                      "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
+ROWS = [*map(RowId, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
+                     "rung 0 replicated", *catalogue.LADDER[1:4], "owner reduce")), RowId("owner reduce", 2),
+        *map(RowId, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
+                     "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
-CURVE = [Choice(name) for name in ("compute only", "ddp", "rung 0 replicated", *catalogue.LADDER[2:], "fsdp2")]
+CURVE = [RowId(name) for name in ("compute only", "ddp", "rung 0 replicated", *catalogue.LADDER[2:], "fsdp2")]
 # Steps of a round: on a slow line each is long, and the line alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
 # Of these one step is recorded too: which part of its communication is exposed.
 RECORDED = {"compute + bytes", "fsdp2", *catalogue.LADDER, *(row.name for row in catalogue.APART)}
 UNDRAWN = "variants", "muon", "hybrid"  # of these a time is shown, and no picture
-VARIANTS = [Choice(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
+VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
 
 def parse(description):
@@ -197,8 +197,8 @@ def measure_here(args, workers):
         found = every_row.measure_rows(workers, short, sizes, progress)
         sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
     named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
-    chosen = [choice for choice in named if is_curve or is_asked(args.rows, choice.name) or choice.name in always]
-    sized = [choice for choice in tuned if not is_curve and is_asked(args.rows, choice.name) or choice.base == "ddp"]
+    chosen = [row_id for row_id in named if is_curve or is_asked(args.rows, row_id.name) or row_id.name in always]
+    sized = [row_id for row_id in tuned if not is_curve and is_asked(args.rows, row_id.name) or row_id.base == "ddp"]
     result = every_row.measure_rows(workers, settings, catalogue.beside(chosen, sized), progress)
     result.sweep = sweep
     if not is_curve and not any(word in args.rows for word in UNDRAWN):
@@ -222,7 +222,7 @@ def time_accumulation(workers, settings, result, bases, tuned, progress):
     rows = [row for row in result.rows if row.name in bases]
     if any(row.error for row in rows):
         return
-    ddp_mb = next((choice.bucket_mb for choice in tuned if choice.base == "ddp"), None)
+    ddp_mb = next((row_id.bucket_mb for row_id in tuned if row_id.base == "ddp"), None)
     short = settings._replace(rounds=min(settings.rounds, 2))
 
     def time_rows():
@@ -262,7 +262,7 @@ def measure_curve(args):
     """Each rate in turn; then the table of all of them."""
     def measured():
         return {result.conditions.rate: result for result in earlier(args)
-                if all(result.timed(*choice) for choice in CURVE)}
+                if all(result.timed(*row_id) for row_id in CURVE)}
     for rate in args.curve.split(","):
         if rate in measured():
             c = measured()[rate].conditions

@@ -54,11 +54,11 @@ GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 409
 @functools.cache
 def counted(name, d=8):
     """-> (bytes a parameter sent, messages, bytes a parameter held without bucket buffers; and both by formula)."""
-    way = catalogue.find(name)
+    configuration = catalogue.find(name)
     exchanged = mock.patch.dict(UNEVEN, {Transport: GlooTransport})  # the fake group gathers equal parts alone
     with rank_0_of(d), exchanged, Memory("cpu") as memory:
-        net = GPT(MODELS["tiny"]).to(getattr(torch, way.dtype))
-        training = way.build(net, adamw(Settings(model="tiny")))
+        net = GPT(MODELS["tiny"]).to(getattr(torch, configuration.dtype))
+        training = configuration.build(net, adamw(Settings(model="tiny")))
         for _ in range(3):
             with Ledger() as ledger:
                 training.step(torch.zeros(2, 1, 8, dtype=torch.int64))
@@ -66,8 +66,9 @@ def counted(name, d=8):
         pair = getattr(training.optimizer, "optimizers", [training.optimizer])
         numel = sum(param.numel() for param in net.parameters())
         buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in pair) / numel
+        expected = configuration.bytes_per_param(numel, d, training.optimizer) - buffers
         return (ledger.wire_bytes / numel, len(ledger.entries), memory.settled() / numel - buffers,
-                way.wire_bytes(numel, d) / numel, way.bytes_per_param(numel, d, training.optimizer) - buffers)
+                configuration.wire_bytes(numel, d) / numel, expected)
 
 
 def saved_in(*files):

@@ -16,7 +16,7 @@ from harness import alone, every_row, examine, host_time, results, tables
 from harness.examine import Settings
 from harness.pictures import PARAMETERS
 from harness.results import Result, Row, SavingResult
-from harness.rows import Choice
+from harness.rows import RowId
 from harness.tables import conditions_line
 from tests.common import on_ranks
 from tests.ranks import git, run_module
@@ -181,31 +181,31 @@ def test_what_ends_with_1(quick, kind, error, code):
     assert quick(*NANO, measured=lambda *_: Result(None, rows)) == code
 
 
-def measured(*choices, movement=1.0, difference=0.0):
+def measured(*row_ids, movement=1.0, difference=0.0):
     """Three rounds of ranks that note what they time, and whose rows move and differ so -> result, what was timed."""
     timed = []
 
-    def run(function, settings, *choice):
+    def run(function, settings, *row_id):
         if function is examine.describe:
             return [SimpleNamespace()]
         if function is examine.examine:
-            return [(Row(*choice, kind="peer", max_abs_diff=difference, activation_bytes=0, wire_bytes=0,
+            return [(Row(*row_id, kind="peer", max_abs_diff=difference, activation_bytes=0, wire_bytes=0,
                          bytes_per_param=0), movement)]
-        timed.append(Choice(*choice))
+        timed.append(RowId(*row_id))
         return [(1, 0)]
-    return every_row.measure_rows(SimpleNamespace(run=run, world_size=2), Settings(rounds=3), choices), timed
+    return every_row.measure_rows(SimpleNamespace(run=run, world_size=2), Settings(rounds=3), row_ids), timed
 
 
 def test_no_row_always_comes_first():
-    choices = Choice("ddp"), Choice("stage 1 naive broadcast"), Choice("ddp", 2)
-    _, timed = measured(*choices)
-    assert timed == [*choices, *choices[1:], choices[0], *choices[2:], *choices[:2]]
+    row_ids = RowId("ddp"), RowId("stage 1 naive broadcast"), RowId("ddp", 2)
+    _, timed = measured(*row_ids)
+    assert timed == [*row_ids, *row_ids[1:], row_ids[0], *row_ids[2:], *row_ids[:2]]
 
 
 @pytest.mark.parametrize("found, reason", [({"movement": 0.0}, "wrong: its weights did not move"),
                                            ({"difference": 1.0}, "wrong: a parameter differs from ddp's by 1.0e+00")])
 def test_what_is_wrong_is_not_timed(found, reason):
-    result, timed = measured(Choice("ddp"), Choice("fsdp2"), **found)
+    result, timed = measured(RowId("ddp"), RowId("fsdp2"), **found)
     assert timed == [] and all(row.error.startswith(reason) for row in result.rows)
 
 

@@ -110,7 +110,7 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
         return results.RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")])
     monkeypatch.setattr(gpu_step, "profiled", profiled)
     rows = gpu_step.measure_overlap(CPU, "nano", n_rounds=1)
-    assert [row.name for row in rows] == list(gpu_step.ways(mock.Mock()))
+    assert [row.name for row in rows] == list(gpu_step.configurations(mock.Mock()))
     alone, ddp, *others = sent.values()
     assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
     assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding

@@ -14,7 +14,7 @@ import pytest
 from harness import every_row, examine, processes, results, timeline, two_hosts
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Result, Row, Sweep
-from harness.rows import Choice
+from harness.rows import RowId
 from harness.two_hosts import Hosts
 from harness.workers import Workers
 from tests.ranks import ROOT, hears_ctrl_c
@@ -183,7 +183,7 @@ def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
         found = results.from_json(Result, path.read_text())
         assert (end.value.code, found.conditions.date, found.other_rates) == (False, "3000-01-01", [other])
         assert before.accumulation and (found.accumulation, found.sweep) == kept
-    assert tuned == [[], [Choice("ddp", 2), Choice("ddp + torch ZeRO", 2)], []]
+    assert tuned == [[], [RowId("ddp", 2), RowId("ddp + torch ZeRO", 2)], []]
 
 
 def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):

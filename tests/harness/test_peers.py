@@ -18,35 +18,35 @@ from harness.ledger import Ledger
 from harness.memory import Memory
 from harness.owner_reduce import owner_buckets
 from harness.reference import DistributedOptimizer
-from harness.rows import ONE_PARAMETER, Choice
+from harness.rows import ONE_PARAMETER, RowId
 from stage4_overlap import optimizer
 from tests.common import on_ranks, one_rank_of, trainable
 from tests.pairs import Pair
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
-SIZED = [Choice("ddp", 0.01), Choice("ddp + torch ZeRO", 0.01), Choice("ddp + stage 1", ONE_PARAMETER),
-         Choice("ddp + stage 2", 0.01), Choice("stage 4 overlap", ONE_PARAMETER), Choice("owner reduce", 0.01)]
-OTHERS = [*(Choice(row.name) for row in (*rows.APART, *rows.UNTUNED, rows.find("rung 0 replicated"))),
-          *map(Choice, ("stage 3 bf16/fp32", "stage 3 bf16/bf16", "stage 3 fp16/fp32", "stage 3 fp16/fp16"))]
+SIZED = [RowId("ddp", 0.01), RowId("ddp + torch ZeRO", 0.01), RowId("ddp + stage 1", ONE_PARAMETER),
+         RowId("ddp + stage 2", 0.01), RowId("stage 4 overlap", ONE_PARAMETER), RowId("owner reduce", 0.01)]
+OTHERS = [*(RowId(row.name) for row in (*rows.APART, *rows.UNTUNED, rows.find("rung 0 replicated"))),
+          *map(RowId, ("stage 3 bf16/fp32", "stage 3 bf16/bf16", "stage 3 fp16/fp32", "stage 3 fp16/fp16"))]
 
 
-@on_ranks(2, choice=[*SIZED, *OTHERS, Choice("owner reduce")])
-def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(rank, choice):
-    found, movement = examine.examine(rank, SETTINGS, *choice)
-    assert found.choice == choice and found.max_abs_diff == 0 and movement > 0
+@on_ranks(2, row_id=[*SIZED, *OTHERS, RowId("owner reduce")])
+def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(rank, row_id):
+    found, movement = examine.examine(rank, SETTINGS, *row_id)
+    assert found.row_id == row_id and found.max_abs_diff == 0 and movement > 0
     assert found.wire_bytes == pytest.approx(found.wire_bytes_theory, rel=0.01, abs=8 * 32)
     # Shares that differ, buckets that are padded: much in a tiny model.
-    rel = 0.05 if choice.base.startswith(("owner", "stage 4")) else 0.005
+    rel = 0.05 if row_id.base.startswith(("owner", "stage 4")) else 0.005
     assert found.bytes_per_param == pytest.approx(found.bytes_per_param_theory, rel=rel)
 
 
-@on_ranks(3, choice=[Choice("owner reduce"), SIZED[-1], Choice("stage 3 bf16/fp32"), Choice("stage 4 overlap bf16"),
-                     Choice("stage 4 overlap fp16")])
-def test_a_row_is_right_on_three_ranks(rank, choice):
+@on_ranks(3, row_id=[RowId("owner reduce"), SIZED[-1], RowId("stage 3 bf16/fp32"), RowId("stage 4 overlap bf16"),
+                     RowId("stage 4 overlap fp16")])
+def test_a_row_is_right_on_three_ranks(rank, row_id):
     """To the bit where sums are in rank order. In 16 bits a third is rounded: the reference divides as the stage does.
     """
-    found, movement = examine.examine(rank, SETTINGS, *choice)
-    assert found.max_abs_diff <= (0 if choice.base.startswith("stage 4") else examine.tolerance(3)) and movement > 0
+    found, movement = examine.examine(rank, SETTINGS, *row_id)
+    assert found.max_abs_diff <= (0 if row_id.base.startswith("stage 4") else examine.tolerance(3)) and movement > 0
 
 
 @on_ranks(2)
@@ -63,8 +63,8 @@ def test_without_its_tuning_stage_4_has_longer_messages(rank):
 
 @on_ranks(2)
 def test_smaller_buckets_are_more_messages(rank):
-    choices = [Choice("ddp"), SIZED[0], Choice("owner reduce"), SIZED[-1]]
-    default, small, each, gathered = (examine.examine(rank, SETTINGS, *choice)[0].collectives for choice in choices)
+    row_ids = [RowId("ddp"), SIZED[0], RowId("owner reduce"), SIZED[-1]]
+    default, small, each, gathered = (examine.examine(rank, SETTINGS, *row_id)[0].collectives for row_id in row_ids)
     n_params = sum(1 for _ in make_model(SETTINGS, rank, "float32").parameters())
     assert default["all_reduce"] < small["all_reduce"]
     assert each["reduce"] == n_params and 2 < gathered["reduce"] < n_params
@@ -124,7 +124,7 @@ def test_rung_0_is_replicated_training_with_the_face_of_a_stage(rank, beneath_dd
 def test_in_no_sync_micro_batches_share_an_exchange(rank, name):
     def sent(in_no_sync):
         with Ledger() as ledger:
-            examine.time_accumulation(rank, SETTINGS, Choice(name), 4, in_no_sync)
+            examine.time_accumulation(rank, SETTINGS, RowId(name), 4, in_no_sync)
         return sum(entry.wire_bytes for entry in ledger.entries
                    if entry.kind in ("all_reduce", "reduce_scatter", "send"))
     once, each = sent(True), sent(False)

@@ -14,7 +14,7 @@ from harness.gpt import GPT, MODELS
 from harness.memory import Memory
 from harness.replay import Hardware, calibrated, message_seconds, replay
 from harness.results import PlanResult, from_json
-from harness.rows import Choice
+from harness.rows import RowId
 from tests.common import one_rank_of
 from tests.ranks import run_module
 
@@ -25,7 +25,7 @@ COST = alone.Cost(activations=1000.0, flops=2000.0)
 @pytest.mark.parametrize("row", [*map(rows.find, command.ROWS["fp32"]), *rows.PLANNED], ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
     is_sized = row.name in command.STAGE_4
-    recorded = alone.record(Choice(row.name, 2 if is_sized else None), TINY, 4, COST)
+    recorded = alone.record(RowId(row.name, 2 if is_sized else None), TINY, 4, COST)
     assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)
     largest = max([event.n_bytes for event in recorded.events if event.kind == "reduce_scatter"], default=0)
     assert not is_sized or recorded.held["buffers"] == pytest.approx(2 * largest, rel=0.02)
@@ -33,9 +33,10 @@ def test_counted_bytes_are_those_of_the_formula(row):
 
 @pytest.mark.parametrize("name", ["stage 2 all-gather", "stage 3 grad buffer", "stage 3 bf16/fp32"])
 def test_a_dry_run_holds_what_the_guarded_optimizer_holds_on_real_tensors(name):
-    recorded, way = alone.record(Choice(name), NANO, 8), rows.find(name)
+    recorded, configuration = alone.record(RowId(name), NANO, 8), rows.find(name)
     with one_rank_of(8), Memory("cpu") as memory:
-        training = way.build(GPT(MODELS["nano"]).to(getattr(torch, way.dtype)), adamw(Settings("nano")))
+        model = GPT(MODELS["nano"]).to(getattr(torch, configuration.dtype))
+        training = configuration.build(model, adamw(Settings("nano")))
         training.forward_backward(torch.zeros(2, 1, 1, dtype=torch.int64))
         training.update()
         assert sum(recorded.held.values()) == pytest.approx(memory.live, rel=0.001)
@@ -49,21 +50,21 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
             assert found == pytest.approx(numel, rel=1e-4 if spec.tensor_parallel == 2 else 0)
 
 
-@pytest.mark.parametrize("choice, model, d, sent, waits", [
-    (Choice("stage 4 overlap", 2), TINY, 4, {("reduce_scatter", "backward", 4, 1), ("all_gather", "step", 4, 1)},
+@pytest.mark.parametrize("row_id, model, d, sent, waits", [
+    (RowId("stage 4 overlap", 2), TINY, 4, {("reduce_scatter", "backward", 4, 1), ("all_gather", "step", 4, 1)},
      {("backward", 0), ("step", 0), ("forward", 1)}),
-    (Choice("ddp"), TINY, 4, {("all_reduce", "backward", 4, 1)}, {("backward", 0)}),
-    (Choice("owner reduce"), NANO, 4, {("reduce", "backward", 4, 1), ("broadcast", "step", 4, 1)}, {("step", 0)}),
-    (Choice(rows.PLANNED[-1].name, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
+    (RowId("ddp"), TINY, 4, {("all_reduce", "backward", 4, 1)}, {("backward", 0)}),
+    (RowId("owner reduce"), NANO, 4, {("reduce", "backward", 4, 1), ("broadcast", "step", 4, 1)}, {("step", 0)}),
+    (RowId(rows.PLANNED[-1].name, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
                                                    ("all_gather", "step", 64, 1)}, {("step", 0), ("forward", 1)})])
-def test_when_messages_leave_among_which_ranks_and_when_they_are_waited_for(choice, model, d, sent, waits):
+def test_when_messages_leave_among_which_ranks_and_when_they_are_waited_for(row_id, model, d, sent, waits):
     """`sent`: kind, phase, number of ranks, stride. `waits`: phase, and 1 for what the step before has sent."""
-    recorded, itemsize = alone.record(choice, model, d, COST), getattr(torch, rows.find(choice.base).dtype).itemsize
+    recorded, itemsize = alone.record(row_id, model, d, COST), getattr(torch, rows.find(row_id.base).dtype).itemsize
     launched = [event for event in recorded.events if event.what == "launch"]
     assert {(event.kind, event.phase, event.group_size, event.stride) for event in launched} == sent
     assert {(event.phase, event.lag) for event in recorded.events if event.what == "wait"} == waits
     assert sum(event.n_bytes for event in launched if event.phase == "backward") == pytest.approx(
-        itemsize * recorded.numel, rel=0.05 if choice.bucket_mb else 0)  # padding of buckets that are cut
+        itemsize * recorded.numel, rel=0.05 if row_id.bucket_mb else 0)  # padding of buckets that are cut
     assert sum(event.flops for event in recorded.events) == pytest.approx(3 * COST.flops)
     assert len(launched) > 1
 
@@ -128,9 +129,9 @@ def test_a_bucket_as_large_as_the_model_is_none():
                            tensor_parallel=1)
     buckets = ((None, 1, 4e18), (100, 40, 3e18), (400, 50, 2e18), (1600, 60, 1e16), (6400, 200, 1e15))
     plan = command.Planner(args, {
-        (Choice("stage 4 bf16", mb), 2): alone.Recorded(1, {"parameters": 100, "buffers": buffers}, 1, 1,
+        (RowId("stage 4 bf16", mb), 2): alone.Recorded(1, {"parameters": 100, "buffers": buffers}, 1, 1,
                                                         [computes("step", flops)]) for mb, buffers, flops in buckets})
-    assert plan.tuned("stage 4 bf16") == Choice("stage 4 bf16", 400)
+    assert plan.tuned("stage 4 bf16") == RowId("stage 4 bf16", 400)
 
 
 def test_a_rate_that_nobody_can_calibrate_is_an_error():

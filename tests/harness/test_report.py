@@ -13,7 +13,7 @@ import pytest
 from harness import figures, pages, pictures, plan, results, tables
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Row
-from harness.rows import ONE_PARAMETER, Choice
+from harness.rows import ONE_PARAMETER, RowId
 from harness.tables import NONE, accumulation_sheets, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
 from tests.ranks import git, run_module
 
@@ -216,12 +216,12 @@ def test_a_sweep_is_drawn_by_size_and_without_one_there_is_no_picture():
 
 
 def test_the_rows_of_a_tuned_size_stand_behind_the_default():
-    tuned = [Choice("ddp", 2), Choice("ddp + stage 1", 4)]
-    assert catalogue.beside([Choice("ddp"), Choice("fsdp2")], tuned) == [
-        Choice("ddp"), tuned[0], Choice("fsdp2"), tuned[1]]
-    assert all(catalogue.find(*choice).name == choice.base for choice in catalogue.SWEPT + catalogue.SWEPT_FOR_CURVE)
+    tuned = [RowId("ddp", 2), RowId("ddp + stage 1", 4)]
+    assert catalogue.beside([RowId("ddp"), RowId("fsdp2")], tuned) == [
+        RowId("ddp"), tuned[0], RowId("fsdp2"), tuned[1]]
+    assert all(catalogue.find(*row_id).name == row_id.base for row_id in catalogue.SWEPT + catalogue.SWEPT_FOR_CURVE)
     assert set(catalogue.SWEPT_FOR_CURVE) < set(catalogue.SWEPT)
-    assert [Choice("ddp", size).name for size in (None, 2.0, 0.25, ONE_PARAMETER)] == [
+    assert [RowId("ddp", size).name for size in (None, 2.0, 0.25, ONE_PARAMETER)] == [
         "ddp", "ddp, 2 MB buckets", "ddp, 0.25 MB buckets", "ddp, one-parameter buckets"]
 
 

@@ -88,11 +88,11 @@ def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
 @on_ranks(2, name=["compute only", "ddp", "stage 3 grad buffer"])
 def test_the_memory_curve_ends_where_the_counter_ends(rank, name):
     """Up to the loss of the step before, which only the recorded loop still knows. Model and state are in it."""
-    settings, way = Settings("nano", batch_size=2, sequence_length=16), rows.find(name)
+    settings, configuration = Settings("nano", batch_size=2, sequence_length=16), rows.find(name)
     recorded, batches = max(timeline.record(rank, settings, name).memory), make_batches(settings, rank)
     gc.collect()
-    with way.inside(), Memory(rank.device) as memory:
-        training = way.build(make_model(settings, rank, "float32"), adamw(settings))
+    with configuration.inside(), Memory(rank.device) as memory:
+        training = configuration.build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in (*batches[:2], batches[1]):
             memory.reset_peak()
             training.step(batch)

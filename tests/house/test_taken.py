@@ -29,8 +29,8 @@ def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage, more):
     assert added == OF_USERS | OF_CHECKPOINT | more
     of_torch = {name for name in dir(torch.optim.AdamW([torch.zeros(1)])) if not name.startswith("_")}
     assert of_torch <= guarded
-    face = (ROOT / "checkpoint" / "__init__.py").read_text()
-    assert all(f"optimizer.{name}" in face for name in OF_CHECKPOINT)
+    interface = (ROOT / "checkpoint" / "__init__.py").read_text()
+    assert all(f"optimizer.{name}" in interface for name in OF_CHECKPOINT)
 
 
 @pytest.mark.parametrize("stage", STAGES)

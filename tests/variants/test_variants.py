@@ -289,7 +289,7 @@ def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
     assert of_page == {f"variants {path.stem}" for path in FILES} - {"variants by_bucket"}
     assert rewritten(page, BLOCKS) == page and BLOCKS["table"]() in page
     measured_rows = [row.name for row in rows.VARIANTS]
-    assert of_page <= set(measured_rows) and measured_rows == [choice.name for choice in two_hosts.VARIANTS]
+    assert of_page <= set(measured_rows) and measured_rows == [row_id.name for row_id in two_hosts.VARIANTS]
 
 
 def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
