@@ -260,10 +260,12 @@ class Saving(Future):
 
 def write_behind(saving, write, *args):
     try:
-        saving.set_result(write(*args))
+        write(*args)
     except BaseException as error:
         UNTOLD[saving.path] = first_line(error)
         saving.set_exception(error)
+    else:
+        saving.set_result(None)
 
 
 def tell_failures(what, group):

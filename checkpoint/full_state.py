@@ -173,17 +173,19 @@ def sent(layouts, tensors, pieces, params, group, dst=None):
 
 def room_for(layouts, pieces, params):
     """-> index -> state of each piece; key -> its tensor there, uninitialized, as `prepared` wants it."""
-    states, rooms, largest = {}, {}, 0
+    states, rooms, largest = {}, {}, {}  # largest: device -> bytes of the largest state of a whole parameter there
     for index, layout in layouts.items():
         of_all = [math.prod(kept.lead) * kept.owners[-1][2] * kept.dtype.itemsize for kept in layout.tensors.values()]
-        largest = max(largest, sum(of_all))
+        device = params[index].device
+        largest[device] = max(largest.get(device, 0), sum(of_all))
         if index in pieces:
             main = pieces[index].main
             for key, kept in layout.tensors.items():
                 room = torch.empty(kept.shape(main.shape), dtype=kept.dtype, device=main.device)
                 rooms[key] = room if key == f"{key_of(index)}step" else placed(room, main)
             states[index] = unpack(layout.tree, lambda _, key: rooms[key])
-    torch.empty(largest, dtype=torch.uint8, device=params[0].device)  # there is memory for a whole parameter too
+    for device, n_bytes in largest.items():
+        torch.empty(n_bytes, dtype=torch.uint8, device=device)  # there is memory for a whole parameter too
     return states, rooms
 
 

@@ -61,7 +61,7 @@ def after_step(program):
 
 
 @pytest.mark.parametrize("id", [*STAGES, *BUGS])
-def test_beats_are_those_of_the_file_and_few_lines_each(id):
+def test_beats_are_those_of_the_file_and_their_lines_the_cores(id):
     program, written = PROGRAMS[id], beats.BEATS[id]
     assert len(written) == 3 if id in BUGS else 8 <= len(written) <= 12
     assert program["beats"] == beats.resolved(id, program, PROGRAMS.get(program.get("right")))
@@ -70,6 +70,10 @@ def test_beats_are_those_of_the_file_and_few_lines_each(id):
     rows = {one["row"] for one in program["storages"]}
     for beat in program["beats"]:
         assert 1 <= len(beat["lines"]) <= 5 and len(beat["says"]) < 200 and beat["look"] in {"", *rows}
+    package = next(one.program.package for one in page.SHOWN if one.id == id)
+    for name, source in program["files"] if id in STAGES else ():
+        folder = ROOT / "show" if name in ("loop.py", "replicated.py") else ROOT / package
+        assert source == (folder / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("id", STAGES)
