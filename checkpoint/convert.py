@@ -26,9 +26,9 @@ FORMATS = {"torch": ".pt", "dcp": ".dcp"}  # format -> how the name of what is w
 
 def convert(folder, path, to="torch") -> dict:
     """Write what `converted` returns to the new `path`, all of it or nothing. -> what it returns. `to`: of FORMATS.
-    Raises OSError, also if `path` exists, ValueError, or CheckpointError: `folder` is damaged, or no checkpoint."""
+    Raises OSError, also if `path` exists, KeyError, or CheckpointError: `folder` is damaged, or no checkpoint."""
     if to not in FORMATS:
-        raise ValueError(f"to={to!r}: it must be one of {', '.join(FORMATS)}")
+        raise KeyError(to)
     path, found = Path(path), converted(folder)
     if os.path.lexists(path):
         raise FileExistsError(17, "it exists already")

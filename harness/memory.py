@@ -127,9 +127,10 @@ class Memory(TorchDispatchMode):
             self._track(storage)
         return storage
 
-    def _shared(self, tensor):
-        shared = self.share(tensor)
-        self.owners[shared.untyped_storage()] = self._owner(tensor.untyped_storage())
+    def _shared(self, source, **how):
+        shared = self.share(source, **how)
+        if isinstance(source, torch.Tensor) and not how:  # else it may be a copy, or memory that nobody counts
+            self.owners[shared.untyped_storage()] = self._owner(source.untyped_storage())
         return shared
 
 

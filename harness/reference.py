@@ -72,6 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for param in spread:
             local(param).grad = local(param.grad)
         self.optimizer.step()
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
         for param in spread:
             local(param).grad = None
 

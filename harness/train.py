@@ -9,15 +9,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness import gpt
 from harness.checkpoints import Checkpoints
 from harness.corpus import load_data
-from harness.gpt import build_model as build_model
 from harness.meeting import disconnect as disconnect
 from harness.options import connect as connect
 from harness.options import parse_args as parse_args
 from harness.options import warmup_then_cosine as warmup_then_cosine
 
 LINES = 20  # of losses in a run, and the first and the last
+
+
+def build_model(args, rank):
+    """After the data, so that a wrong --data is refused before anything large is made."""
+    args.loaded = load_data(args, rank)
+    return gpt.build_model(args, rank)
 
 
 class Run:
@@ -28,7 +34,7 @@ class Run:
 
     def __init__(self, args, rank, model, optimizer, scheduler):
         self.args, self.rank, self.model = args, rank, model
-        self.batches, self.validation = load_data(args, rank)
+        self.batches, self.validation = args.loaded
         self.checkpoints = Checkpoints(args, rank, model, optimizer, scheduler)
         self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last line
         self.sizes = [rank.world_size // args.tp, args.accumulate, args.batch_size, args.sequence_length]  # of a step

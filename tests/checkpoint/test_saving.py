@@ -294,7 +294,8 @@ def missing(rank, folder, where):
     small(rank, STAGES[3])  # as in `slow`
     _, other = ranks.all_gather(os.getpid(), None)
     model, optimizer = small(rank, STAGES[3], process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3)))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as told:
+    kind = dist.DistError if rank.rank == 0 else RuntimeError
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(kind) as told:
         patch.setattr(ranks, "SILENT_S", 2)
         if rank.rank:
             patch.setattr(files, where, stop)
@@ -433,6 +434,10 @@ def test_what_would_not_be_loaded_again_is_not_saved(rank, stage, tmp_path):
     extra = np.zeros(2) if rank.rank else {"step": 1}
     line = error_of(lambda: checkpoint.save(path.with_name("two"), *small(rank, stage), extra))
     assert "rank 1: load() can't read `extra` or a parameter group again: it holds numpy" in line
+    its = small(rank, stage)
+    its[1].param_groups[0]["mine"] = tmp_path
+    line = error_of(lambda: checkpoint.save(path.with_name("two"), *its))
+    assert "or a parameter group again: it holds pathlib" in said_by_all(line)
     assert left_in(path.parent) == {"one", LOCK}
 
 

@@ -22,7 +22,7 @@ from harness.results import FaultResult, FaultRow
 from tests.checkpoint.compare import equal
 from tests.ranks import ROOT
 
-LIMIT_S = 900  # a run that takes longer hangs
+SILENT_S = 900  # a run that says nothing for so long hangs
 ROWS, STOPS = [], []  # of the table
 
 
@@ -51,7 +51,12 @@ class Run:
                    f"--steps={steps}", f"--checkpoint={folder}", "--save-every=20", *more]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                         preexec_fn=processes.end_with_parent)
-        self.lines, self.limit = [], threading.Timer(LIMIT_S, self.process.kill)
+        self.lines, self.limit = [], threading.Timer(0, None)
+        self._wait_anew()
+
+    def _wait_anew(self):
+        self.limit.cancel()
+        self.limit = threading.Timer(SILENT_S, self.process.kill)
         self.limit.start()
 
     def __enter__(self):
@@ -65,6 +70,7 @@ class Run:
     def said(self, pattern):
         """Reads on until a line matches -> the match; None: the run has ended."""
         for line in self.process.stdout:
+            self._wait_anew()
             self.lines.append(line.rstrip())
             if match := re.search(pattern, self.lines[-1]):
                 return match

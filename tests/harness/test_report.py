@@ -207,6 +207,13 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
         assert dict(curve_sheet([one]).rows)["stage 4 over tuned DDP"] == (ratio if one.sweep else NONE)
 
 
+def test_the_curve_has_a_dash_for_a_row_that_failed():
+    slowest = results.by_rate()[0]
+    slowest.rows[slowest.rows.index(slowest.find("fsdp2"))] = Row("fsdp2", kind="peer", error="it broke")
+    found = dict(curve_sheet([slowest]).rows)
+    assert found["FSDP2"] == NONE != found["DDP, default buckets"]
+
+
 def test_a_sweep_is_drawn_by_size_and_without_one_there_is_no_picture():
     rows = [Row("ddp", mb, rounds_ms=[ms]) for mb, ms in ((2, 7), (None, 9), (1, 8))]
     assert pictures.curve(rows, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MB
@@ -252,6 +259,8 @@ def test_a_bench_that_cant_be_shown_is_refused_in_one_line_and_nothing_is_writte
             ("", f"{again}it is no json"), ("[1]", f"{again}it has no schema"), ("{}", f"{again}it has no schema"),
             ('{"schema": 0}', f"{again}its schema is 0, this program's is 1"),
             ('{"schema": 1, "conditions": {}, "rows": 3}', f"{again}Result.conditions.machine: Field required"),
+            (json.dumps({**json.loads(results.to_json(whole)), "more": 1}),
+             f"{again}Result.more: Unexpected keyword argument"),
             *((results.to_json(part), a_part) for part in (*parts, failed)),
             (results.to_json(on_gpu), "bench.json must be measured with device cpu")):
         path.write_text(text)

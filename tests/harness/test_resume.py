@@ -75,9 +75,11 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):
 def handlers_put_back():
     """Of signals, in a process that runs other tests too."""
     before = {number: signal.getsignal(number) for number in checkpoints.SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @on_ranks(1)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
 
 from harness import pictures, rows, timeline
 from harness import results as saved
@@ -103,6 +102,8 @@ def test_the_memory_curve_ends_where_the_counter_ends(rank, name):
 
 def test_a_picture_has_what_was_recorded_at_its_place(monkeypatch):
     """10 seconds: gradients travel from 2 to 5 and from 7.5 to 8.5; 300, 100 and 50 bytes are held."""
+    from matplotlib.colors import to_hex
+
     monkeypatch.setattr(pictures, "drawn", lambda figure: figure)
     (axis,) = pictures.svg([("a row", timeline.one_step(recorded(), 1))], "title").axes
     assert axis.get_title("left").startswith("a row: 10000 ms; for 4000") and axis.get_xlim() == (0, 10_000)

@@ -57,8 +57,8 @@ def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_pa
 ])
 def test_what_ranks_cannot_do_one_of_them_says_in_a_line(script, args, message):
     first, second = run_ranks(2, script, *OPTIONS, *args)
-    assert (first.code, second.code, second.stderr) == (2, 2, "") and message in first.stderr
-    assert len(first.stderr.splitlines()) == 1
+    assert (first.code, second.code) == (2, 2) and message in first.stderr
+    assert [rank.stderr.count("error") for rank in (first, second)] == [1, 0]
 
 
 def test_bad_input_is_one_line(tmp_path):

@@ -155,6 +155,19 @@ def test_a_mistake_is_named_with_its_line():
         "page.md:3: make train STAEG=4: the Makefile has no variable STAEG"]
 
 
+def test_every_kind_of_mistake_is_found():
+    for mistake, message in (
+            ("[text](docs/guide.md#nothing)", "there is no such heading"),
+            ("[text](bench.py#L9999)", "the file has fewer lines"),
+            ('`make train ARGS="--stpes 3"`', "no program has the option --stpes"),
+            ('`make test ARGS="-k wrong_word"`', "no test is called wrong_word"),
+            ("`make train STAGE=9`", "there are stages 1 to 4"),
+            ("`python -m stage4_overlap.nothing`", "there is no module stage4_overlap.nothing"),
+            ("`cp -r stage5_more elsewhere/`", "there is no stage5_more")):
+        (wrong,) = problems(Page("page.md", f"{mistake}\n"))
+        assert message in wrong, mistake
+
+
 # ------------------------------------------------------------------------------------------------- the reference
 
 

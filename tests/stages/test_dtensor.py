@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
+from harness.gpt import GPT, GPTConfig, share_layers
 from harness.reference import DistributedOptimizer as Replicated
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
@@ -333,3 +334,23 @@ def test_buckets_and_the_norm_are_the_same_where_parts_are_not(rank, bucket_cap_
     assert all(other == norms for other in all_of(norms)) and len(set(norms)) > 25
     buckets = all_of([len(bucket.params) for bucket in optimizer.buckets])
     assert all(other == buckets[0] for other in buckets) and (len(buckets[0]) > 2) == (bucket_cap_mb is not None)
+
+
+@on_ranks(4)
+def test_a_gpt_with_shared_weights(rank):
+    """train.py --tp: embedding and head are one Parameter, cut alike, which the norm counts once."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layers=1, n_heads=2, width=16, block_size=8, lr=0.01)).to(rank.device)
+    plain, group = copy.deepcopy(model), share_layers(model, 2, rank)
+    optimizer = DistributedOptimizer(model.parameters(), lr=0.01, process_group=group, eps=1e-6)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-6)
+    for step in range(2):
+        text = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(step)).to(rank.device)
+        for one, part in ((model, text.chunk(2)[dist.get_rank(group)]), (plain, text)):
+            one(part[:, :-1], part[:, 1:]).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert torch.allclose(optimizer.clip_grad_norm_(0.5), norm, rtol=1e-4)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    assert_like(model, plain, atol=1e-5)

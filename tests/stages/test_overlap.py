@@ -20,7 +20,7 @@ from stage4_overlap.awaited import Awaited
 from stage4_overlap.drops import UNDER_WAY
 from stage4_overlap.transport import Transport
 from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, one_rank_of, situation
-from tests.pairs import SGD, SMALL, Pair, assert_same, deliver_when_asked, parameter_of, sgd_of
+from tests.pairs import SGD, SMALL, Pair, WhenAsked, assert_same, deliver_when_asked, parameter_of, sgd_of
 from tests.ranks import ROOT
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
@@ -93,11 +93,23 @@ def test_a_native_reduce_scatter_gives_what_an_exchange_gives(rank, bucket_cap_m
 # ----------------------------------------------------------------------------------------------------------- prefetch
 
 
-def starts(rank, model, x=None):
+def deliver_what_was_sent(optimizer):
+    """As `deliver_when_asked`; and whatever is written meanwhile is not sent, as on a network."""
+    transport = optimizer.buckets[0].transport  # of all buckets
+    all_gather = transport.all_gather
+
+    def late(shards):
+        sent = shards[transport.rank].clone()
+        return [WhenAsked(lambda: (shards[transport.rank].copy_(sent), all_gather(shards))[1])]
+
+    transport.all_gather = late
+
+
+def starts(rank, model, x=None, deliver=deliver_when_asked):
     """-> the optimizer of `model`, after a step whose parameters arrive when somebody waits for them; and the input."""
     optimizer = DistributedOptimizer(model.parameters(), **SMALL, **ADAMW)
     optimizer.prefetch_params(model)
-    deliver_when_asked(optimizer)
+    deliver(optimizer)
     x = batch(0, rank.rank, device=rank.device)[0] if x is None else x
     model(x).sum().backward()
     optimizer.step()
@@ -126,7 +138,6 @@ def words():
 
 READS = {  # past `model(…)`, or before it is called
     "functional": lambda model: [torch.nn.functional.linear(torch.ones(7), model.head.weight)],
-    "in place": lambda model: [param.mul_(1.0) for param in model.parameters()],
     "foreach": lambda model: torch._foreach_add(list(model.parameters()), 1.0),
     "data": lambda model: [param.data.clone() for param in model.parameters()],
     "data_ptr": lambda model: [model.head.weight.data_ptr() * 0 + model.head.weight.data],
@@ -149,7 +160,7 @@ def test_whoever_reads_past_the_hooks_sees_finished_parameters(rank):
             with situation((how, with_grad)):
                 model(torch.arange(5)).square().mean().backward()
                 optimizer.step()
-                with torch.set_grad_enabled(with_grad and how != "in place"):
+                with torch.set_grad_enabled(with_grad):
                     model.zero_grad()
                     assert [param.shape for param in model.parameters()] == [(5, 7), (5, 7), (5,)]
                     assert not hasattr(model.head.weight, "to_local")  # many take what has it for a DTensor
@@ -159,6 +170,19 @@ def test_whoever_reads_past_the_hooks_sees_finished_parameters(rank):
                     then = read(model)
                 assert equal(first, then) and not any(isinstance(one, Awaited) for one in first)
                 assert [type(param) for param in model.parameters()] == [torch.nn.Parameter] * 3
+
+
+@on_ranks(2)
+def test_what_is_written_while_it_is_under_way_stays(rank):
+    """In place, or by load_state_dict(): nothing arrives on top of it."""
+    model, other = (Branches(seed).to(rank.device) for seed in (0, 5))
+    for write in (lambda: [param.copy_(its) for param, its in zip(model.parameters(), other.parameters())],
+                  lambda: model.load_state_dict(other.state_dict())):
+        optimizer, _ = starts(rank, model, deliver=deliver_what_was_sent)
+        with torch.no_grad():
+            write()
+        optimizer.finish_param_sync()
+        assert equal(params_of(model), params_of(other))
 
 
 def test_each_module_gets_one_hook_which_can_be_removed():

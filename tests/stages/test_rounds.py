@@ -85,6 +85,7 @@ def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
         with optimizer.no_sync():
             pass
         backward(params)
+        assert all(param.grad is not None for param in params)  # the inner one hasn't ended the outer one
     backward(params)  # what waited for its round has left with it: a gradient that is there now is a user's
     params[3].grad = torch.full((5,), 100.0, device=rank.device)
     assert "the gradient of parameter 3 of group 0 was assigned after" in error_of(optimizer.step)

@@ -178,7 +178,7 @@ def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, wri
     param = parameter_of(0, rank)
     optimizer = sgd_of(stage, [param])
     if writer in (None, rank.rank):
-        own = {"seen": 0.5 + rank.rank}
+        own = {"seen": torch.tensor(0.5 + rank.rank)}  # of one element: as the lr of a compiled optimizer
         optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.param_groups[0].update(own))
 
     def step():
