@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import FakeWork
 
-from harness import STAGES, command_line, exchange, host_time, memory, pictures, results
+from harness import FOUR, STAGES, THREE, command_line, exchange, host_time, memory, pictures, results
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.examine import commit
@@ -188,9 +188,9 @@ def configurations(link):
         "ddp": catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
         "ddp, 100 MB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
         "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
-        "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
-        "stage 4 overlap, no prefetch": catalogue.stage(catalogue.STAGE_4),
-        "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4),
+        "stage 3 grad buffer": catalogue.stage(THREE),
+        "stage 4 overlap, no prefetch": catalogue.stage(FOUR),
+        "stage 4 overlap": catalogue.stage_with_prefetch(FOUR),
     }
 
 

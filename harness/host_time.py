@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from harness import command_line
+from harness import FOUR, ONE, THREE, TWO, command_line
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.results import HostRow
@@ -29,12 +29,12 @@ BUILD = {
     "ddp": catalogue.ddp_of_one(torch.optim.AdamW),
     "ddp + torch ZeRO": catalogue.ddp_of_one(catalogue.zero),
     "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
-    "stage 1 naive broadcast": catalogue.stage(catalogue.STAGE_1),
-    "stage 2 all-gather": catalogue.stage(catalogue.STAGE_2),
-    "stage 3 core": catalogue.stage(catalogue.STAGE_3, "ShardedOptimizer"),
-    "stage 3 grad buffer": catalogue.stage(catalogue.STAGE_3),
-    "stage 4 core": catalogue.stage_with_prefetch(catalogue.STAGE_4, "ShardedOptimizer", bucket_cap_mb=0.02),
-    "stage 4 overlap": catalogue.stage_with_prefetch(catalogue.STAGE_4, bucket_cap_mb=0.02),
+    "stage 1 naive broadcast": catalogue.stage(ONE),
+    "stage 2 all-gather": catalogue.stage(TWO),
+    "stage 3 core": catalogue.stage(THREE, "ShardedOptimizer"),
+    "stage 3 grad buffer": catalogue.stage(THREE),
+    "stage 4 core": catalogue.stage_with_prefetch(FOUR, "ShardedOptimizer", bucket_cap_mb=0.02),
+    "stage 4 overlap": catalogue.stage_with_prefetch(FOUR, bucket_cap_mb=0.02),
 }
 
 

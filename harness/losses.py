@@ -11,7 +11,7 @@ import statistics
 
 import torch
 
-from harness import command_line, corpus, results
+from harness import FOUR, command_line, corpus, results
 from harness.examine import Settings, describe, make_batches, make_model
 from harness.results import LossConditions, LossResult, LossRow
 from harness.rows import ddp, ddp_summed_in_bf16, stage
@@ -22,12 +22,12 @@ SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
 BETAS = 0.95, 0.999
 FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
 CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared with, whose name says the dtype
-    FP32: (stage("stage4_overlap"), FP32),
+    FP32: (stage(FOUR), FP32),
     "DDP": (ddp, FP32),
     "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
     "wire16": (stage("variants.wire16"), FP32),
     "moments16": (stage("variants.moments16"), FP32),
-    BF16: (stage("stage4_overlap"), BF16),
+    BF16: (stage(FOUR), BF16),
     "remainder16, bf16": (stage("variants.remainder16"), BF16),
 }
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import stage4_overlap
-from harness import STAGES, muon
+from harness import FOUR, ONE, THREE, TWO, muon
 from harness.exchange import in_place_of_gloos, start
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, in_ddp, rounded
 from harness.training import Training
@@ -162,7 +162,6 @@ def optimizer_class(package, name="DistributedOptimizer"):
     return getattr(importlib.import_module(package), name)
 
 
-STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
 
 
 class Configuration(NamedTuple):
@@ -222,13 +221,13 @@ whole_messages = functools.partial(mock.patch.object, stage4_overlap.transport, 
 def rows_of_16_bits(dtype, short):
     """Parameters in 16 bits, AdamW on fp32 copies. Each row divides and sums as its reference does."""
     of_dtype = functools.partial(Configuration, dtype=dtype)
-    stage_4 = stage_with_prefetch(STAGE_4, reduce_dtype=torch.float32)  # NCCL alone would sum in 16 bits
+    stage_4 = stage_with_prefetch(FOUR, reduce_dtype=torch.float32)  # NCCL alone would sum in 16 bits
     return [
         of_dtype(f"compute only {short}", "floor", in_16_bits(alone=True), 0, 20, starts_apart=False,
                  reference=in_16_bits()),
-        of_dtype(f"stage 3 {short}/fp32", "stage", stage(STAGE_3, grad_dtype=torch.float32), 6, 6, 12,
+        of_dtype(f"stage 3 {short}/fp32", "stage", stage(THREE, grad_dtype=torch.float32), 6, 6, 12,
                  reference=in_16_bits(divided_in=torch.float32)),
-        of_dtype(f"stage 3 {short}/{short}", "stage", stage(STAGE_3), 4, 4, 16, reference=in_16_bits(summed_in=None)),
+        of_dtype(f"stage 3 {short}/{short}", "stage", stage(THREE), 4, 4, 16, reference=in_16_bits(summed_in=None)),
         of_dtype(f"stage 4 overlap {short}", "stage", stage_4, 4, 2, 16, reference=in_16_bits()),
     ]
 
@@ -267,10 +266,10 @@ planned = functools.partial(in_buckets, dtype="bfloat16")
 PLANNED = [
     planned("ddp bf16", ddp_16bit, 4, 20),
     planned("owner reduce bf16", owner_reduce, 4, 2, 6),
-    planned("stage 1 bf16", functools.partial(stage, STAGE_1), 4, 4, 4),
-    planned("stage 2 bf16", functools.partial(stage, STAGE_2), 4, 4, 4),
+    planned("stage 1 bf16", functools.partial(stage, ONE), 4, 4, 4),
+    planned("stage 2 bf16", functools.partial(stage, TWO), 4, 4, 4),
     *rows_of_16_bits("bfloat16", "bf16")[1:3],
-    planned("stage 4 bf16", functools.partial(stage_with_prefetch, STAGE_4), 4, 2, 16),
+    planned("stage 4 bf16", functools.partial(stage_with_prefetch, FOUR), 4, 2, 16),
     planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), 4, 2, 16, in_groups),
 ]
 
@@ -280,19 +279,19 @@ ROWS = [
     Configuration("compute only", "floor", compute_only, 0, 16, starts_apart=False),
     Configuration("compute + bytes", "floor", ComputeAndBytes, 8, 16, starts_apart=False),
     in_buckets("ddp", functools.partial(with_ddp, torch.optim.AdamW), 8, 16, kind="reference"),
-    in_buckets("ddp + stage 1", functools.partial(beneath_ddp, STAGE_1), 12, 8, 8),
-    in_buckets("ddp + stage 2", functools.partial(beneath_ddp, STAGE_2), 12, 8, 8),
+    in_buckets("ddp + stage 1", functools.partial(beneath_ddp, ONE), 12, 8, 8),
+    in_buckets("ddp + stage 2", functools.partial(beneath_ddp, TWO), 12, 8, 8),
     Configuration("rung 0 replicated", "stage", stage("harness.reference"), 8, 16),
-    Configuration("stage 1 naive broadcast", "stage", stage(STAGE_1), 12, 8, 8),
-    Configuration("stage 2 all-gather", "stage", stage(STAGE_2), 12, 8, 8),
-    Configuration("stage 3 grad buffer", "stage", stage(STAGE_3), 8, 8, 8),
-    in_buckets("stage 4 overlap", functools.partial(stage_with_prefetch, STAGE_4), 8, 4, 12),
+    Configuration("stage 1 naive broadcast", "stage", stage(ONE), 12, 8, 8),
+    Configuration("stage 2 all-gather", "stage", stage(TWO), 12, 8, 8),
+    Configuration("stage 3 grad buffer", "stage", stage(THREE), 8, 8, 8),
+    in_buckets("stage 4 overlap", functools.partial(stage_with_prefetch, FOUR), 8, 4, 12),
     in_buckets("ddp + torch ZeRO", ddp_and_zero, 12, 8, 8, kind="peer"),
     in_buckets("owner reduce", owner_reduce, 8, 4, 12, kind="peer"),
     Configuration("fsdp2", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False),
     Configuration("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), 12, 0, 16, starts_apart=False),
-    Configuration("stage 2, gloo's own", "stage", stage(STAGE_2), 12, 8, 8, inside=contextlib.nullcontext),
-    Configuration("stage 3, gloo's own", "stage", stage(STAGE_3), 8, 8, 8, inside=contextlib.nullcontext),
+    Configuration("stage 2, gloo's own", "stage", stage(TWO), 12, 8, 8, inside=contextlib.nullcontext),
+    Configuration("stage 3, gloo's own", "stage", stage(THREE), 8, 8, 8, inside=contextlib.nullcontext),
     Configuration("fsdp2, gloo's own", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False,
                   inside=contextlib.nullcontext),
     Configuration("ddp again", "noise", ddp, 8, 16),
@@ -306,12 +305,12 @@ LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 g
 APART = [
     in_buckets(f"stage 4 {which}", make, 8, 4, 12) for which, make in (
         ("neither", functools.partial(stage, __name__, "LeavesLate")),
-        ("only gradients", functools.partial(stage, STAGE_4)),
+        ("only gradients", functools.partial(stage, FOUR)),
         ("only parameters", functools.partial(stage_with_prefetch, __name__, "LeavesLate")))
 ]
 # What of stage 4 is tuning, and no idea, left out. Measured on two hosts, too.
 UNTUNED = [
-    Configuration("stage 4, whole messages", "stage", stage_with_prefetch(STAGE_4), 8, 4, 12, inside=whole_messages),
+    Configuration("stage 4, whole messages", "stage", stage_with_prefetch(FOUR), 8, 4, 12, inside=whole_messages),
 ]
 
 

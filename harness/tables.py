@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness import results
+from harness import FOUR, ONE, THREE, TWO, results
 from harness import rows as catalogue
 from harness.memory import KINDS
 from harness.results import Row, median, ratio
@@ -547,10 +547,10 @@ class Rung(NamedTuple):
 LADDER = [
     Rung("ddp", "", "DDP, replicated AdamW", "all-reduce, in buckets"),
     Rung("rung 0 replicated", "", "0 replicated", "all-reduce"),
-    Rung("stage 1 naive broadcast", catalogue.STAGE_1, "1 naive broadcast", "all-reduce, d broadcasts"),
-    Rung("stage 2 all-gather", catalogue.STAGE_2, "2 all-gather", "all-reduce, all-gather"),
-    Rung("stage 3 grad buffer", catalogue.STAGE_3, "3 grad buffer", "reduce-scatter, all-gather"),
-    Rung("stage 4 overlap", catalogue.STAGE_4, "4 overlap", "reduce-scatter, all-gather, in buckets"),
+    Rung("stage 1 naive broadcast", ONE, "1 naive broadcast", "all-reduce, d broadcasts"),
+    Rung("stage 2 all-gather", TWO, "2 all-gather", "all-reduce, all-gather"),
+    Rung("stage 3 grad buffer", THREE, "3 grad buffer", "reduce-scatter, all-gather"),
+    Rung("stage 4 overlap", FOUR, "4 overlap", "reduce-scatter, all-gather, in buckets"),
 ]
 
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from unittest import mock
 
-from harness import command_line
+from harness import FOUR, THREE, command_line
 
 if __name__ == "__main__":
     command_line.begin()
@@ -94,7 +94,7 @@ def table():
 
     def lines(name):
         idea = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
-        stage = catalogue.STAGE_3 if name == STAGE_3 else catalogue.STAGE_4
+        stage = THREE if name == STAGE_3 else FOUR
         return len(code_lines(idea)) if idea.exists() else core_lines(saved.ROOT / stage)
 
     def time(place):

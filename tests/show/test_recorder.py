@@ -7,16 +7,15 @@ import sys
 import pytest
 import torch
 
+from harness import FOUR, STAGES, THREE
 from show import __main__ as command
 from show import frames, record, replicated
 from show.frames import Memory
 from show.trace import Event, Place
 from show.wires import Operation
-from tests.common import STAGES
 from tests.ranks import ROOT, run_module
 
 RUNGS = [replicated.__name__, *STAGES]
-THREE, FOUR = STAGES[2:]
 RECORDINGS = {}  # by program: two are equal byte for byte, as a test here shows, so that each is made once
 
 

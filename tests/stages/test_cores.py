@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from harness import FOUR, ONE, THREE, TWO
 from harness.ledger import Ledger
 from harness.memory import Memory
 from stage3_gradbuffer.buffer import padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
-from tests.common import OPTIMIZERS, STAGES, Net, on_ranks, one_rank_of, optimizer_of
+from tests.common import OPTIMIZERS, Net, on_ranks, one_rank_of, optimizer_of
 from tests.pairs import UNFUSED, Pair, assert_same
 from tests.stages.test_contract import moments_are_sharded, steps_by_hand
 from tests.stages.test_contract import two_groups as by_dimension
-
-ONE, TWO, THREE, FOUR = STAGES
 
 
 def core_of(stage):

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from harness import FOUR, STAGES, THREE
 from harness.alone import STATES, record
 from harness.models import NAMED
 from stage3_gradbuffer import DistributedOptimizer
-from tests.common import STAGES, batch, error_of, on_its_device, on_ranks, optimizer_of, situation
+from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
 from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of
 from tests.stages.test_contract import SCHEDULERS, two_groups
 
-ONE, TWO, THREE, FOUR = STAGES
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = [(BF16, None), (BF16, FP32), (FP16, None), (FP16, FP32), (FP32, None)]  # dtype, grad_dtype
 UNUSED = {"find_unused_parameters": True}

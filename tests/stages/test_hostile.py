@@ -12,11 +12,11 @@ import re
 import pytest
 import torch
 
-from tests.common import STAGES, Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
+from harness import FOUR, STAGES, THREE, TWO
+from tests.common import Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import ADAMW, SGD, UNFUSED, Pair, Replicated, assert_same, backward, exact, parameter_of, sgd_of
 from tests.stages.test_contract import Lamb
 
-ONE, TWO, THREE, FOUR = STAGES
 UNUSED = {FOUR: {"find_unused_parameters": True}}
 
 

@@ -14,10 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guard.probe import PHASES, check_elementwise, check_one_by_one
 from guard.schema import schema_of
-from tests.common import STAGES, on_ranks, one_rank_of, optimizer_of, situation
+from harness import ONE, THREE, TWO
+from tests.common import on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import Pair
-
-ONE, TWO, THREE, FOUR = STAGES
 
 
 class Plain(torch.optim.Optimizer):

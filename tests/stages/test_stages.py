@@ -5,10 +5,9 @@ import warnings
 import pytest
 import torch
 
-from tests.common import STAGES, error_of, on_ranks, one_rank_of, optimizer_of, trainable
+from harness import FOUR, ONE, THREE, TWO
+from tests.common import error_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import Pair, parameter_of, sgd_of
-
-ONE, TWO, THREE, FOUR = STAGES
 
 
 @on_ranks(3)

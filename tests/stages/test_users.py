@@ -18,11 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
 from guard.scaling import ALIVE, CELLS
-from tests.common import STAGES, Net, batch, error_of, on_ranks, optimizer_of, trainable
+from harness import FOUR, ONE, THREE, TWO
+from tests.common import Net, batch, error_of, on_ranks, optimizer_of, trainable
 from tests.pairs import Pair, parameter_of, sgd_of, train
-
-ONE, TWO, THREE, FOUR = STAGES
-
 
 CLIPS = {
     "by a module": lambda params: nn.utils.clip_grad_norm_(params, 0.1),
