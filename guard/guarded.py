@@ -4,7 +4,7 @@ Situation: training, from the constructor to a save. The class in a stage's `dis
 that it defines replaces the one here, because super() is the core in both classes. It defines:
 
     _refuse(named), _probe(make_optimizer, groups)   raise an error for what the stage can't train
-    _takes_dtensors, _takes_any_layout   of parameters
+    _takes_dtensors, _takes_channels_last   of parameters
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
     _take_model_changes()       update main parameters from what others wrote into the model
@@ -35,7 +35,7 @@ from .states import ByParameter, state_for_rank, state_of_rank
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
     finish_grad_sync: Callable[[], None]
-    _takes_dtensors = _takes_any_layout = False
+    _takes_dtensors = _takes_channels_last = False
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
 

@@ -46,7 +46,7 @@ def checked_groups(optimizer, params, settings):
             device = named[0][1].device  # the GPU with the model, if there are several
         check_params(named, optimizer._takes_dtensors)
         here = optimizer._refuse(named)
-        check_memory(here, optimizer._takes_any_layout)
+        check_memory(here, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(here, named):
@@ -83,11 +83,11 @@ def check_params(named, takes_dtensors):
             raise ValueError(f"parameter {name} is a DTensor: use stage 4, which shards what each rank has of it")
 
 
-def check_memory(named, takes_any_layout):
+def check_memory(named, takes_channels_last):
     """Refuse gaps, and parameters that share memory: they would be updated as two, but written back as one."""
     for name, tensor in named:
-        has_no_gaps = takes_any_layout and tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-        if not tensor.is_contiguous() and not has_no_gaps:  # a broadcast would fill gaps
+        layout = takes_channels_last and {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+        if not (tensor.is_contiguous() or layout and tensor.is_contiguous(memory_format=layout)):  # as NCCL does
             raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
     # data_ptr() is 0 for empty tensors and on the meta device
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())

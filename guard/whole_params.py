@@ -24,7 +24,7 @@ class OfWholeParams(Guarded):
     average: Callable[..., Any]  # the core's method
     _probe = staticmethod(check_one_by_one)
     has_grads = _grads_elsewhere = False
-    _takes_any_layout = True
+    _takes_channels_last = True
     _grads_synced = False  # whether param.grad holds the average already
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,

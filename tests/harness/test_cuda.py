@@ -71,7 +71,7 @@ def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch):
     configs = ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"]
     monkeypatch.setattr(dist, "get_backend_config", lambda group: configs[len(devices)])
     monkeypatch.setattr(refuse, "agree", lambda error, lines, group, device: devices.append((error, str(device))))
-    monkeypatch.setattr(refuse, "check_memory", lambda named, takes_any_layout: None)  # fake tensors have none
+    monkeypatch.setattr(refuse, "check_memory", lambda named, takes_channels_last: None)  # fake tensors have none
     with FakeTensorMode():
         params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]
         for _ in configs:

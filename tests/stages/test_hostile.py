@@ -211,18 +211,24 @@ def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, afte
 
 @pytest.mark.parametrize("stage", STAGES[:2])
 @on_ranks(2)
-def test_transposed_parameters_and_parameters_with_gaps(rank, stage):
-    """torch's fused kernels for the CPU don't look at strides: the gradient must have those of the parameter."""
-    values = torch.arange(12.0, device=rank.device).view(3, 4)
-    weight, plain = torch.nn.Parameter(values.clone().t()), torch.nn.Parameter(values.t().contiguous())
-    optimizer, reference = optimizer_of(stage)([weight], lr=0.1), torch.optim.AdamW([plain], lr=0.1, fused=True)
+def test_channels_last_and_other_layouts(rank, stage):
+    """torch's fused kernels for the CPU don't look at strides: the gradient must have those of the parameter.
+
+    What is transposed or has gaps can't be broadcast: NCCL refuses the one, a broadcast would fill the others.
+    """
+    values = torch.arange(48.0, device=rank.device).view(2, 3, 4, 2)
+    weight = torch.nn.Parameter(values.clone(memory_format=torch.channels_last))
+    plain = torch.nn.Parameter(values.clone())
+    kwargs = {"lr": 0.1, "fused": True}
+    optimizer, reference = optimizer_of(stage)([weight], **kwargs), torch.optim.AdamW([plain], **kwargs)
     for step in range(2):
-        weight.grad, plain.grad = ((values.t() - step).contiguous() for _ in range(2))
+        weight.grad, plain.grad = (values - step for _ in range(2))
         optimizer.step()
         reference.step()
         assert torch.allclose(weight, plain, rtol=1e-6), (weight, plain)
-    gaps = [("gaps", torch.nn.Parameter(values[:, :3]))]
-    assert "parameter gaps is not contiguous" in error_of(lambda: optimizer_of(stage)(gaps), ValueError)
+    for other in (values[0, 0].t(), values[0, 0, :, :1], values.transpose(2, 3), values[..., :1, :]):
+        named = [("other", torch.nn.Parameter(other))]
+        assert "parameter other is not contiguous" in error_of(lambda: optimizer_of(stage)(named), ValueError)
 
 
 BAD_GROUPS = {

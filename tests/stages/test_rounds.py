@@ -167,7 +167,7 @@ ASKS = {getattr(torch.Tensor, name) for name in (
 
 class OnADevice(TorchFunctionMode):
     """Every tensor stands for one of a GPU, where the process group is NCCL's: an error where the host asks for its
-    values, and would wait for the GPU.
+    values, and would wait for the GPU. With --gpu torch looks itself.
 
     Not those that `torch.tensor` makes of numbers, until they travel in a message of the GPU's process group.
     `groups`: the groups of hosts that were made.
@@ -179,6 +179,9 @@ class OnADevice(TorchFunctionMode):
         for module, name, value in [(rounds, "backends_of", lambda _: {"cuda": "nccl"}),
                                     (rounds, "HOST_GROUPS", self.groups), (dist, "all_reduce", self.all_reduce)]:
             self.patches.enter_context(mock.patch.object(module, name, value))
+        if torch.cuda.is_available():
+            self.patches.callback(torch.cuda.set_sync_debug_mode, "default")
+            torch.cuda.set_sync_debug_mode("error")
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -186,7 +189,7 @@ class OnADevice(TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in ASKS and id(args[0]) not in self.of_host:
+        if function in ASKS and not torch.cuda.is_available() and id(args[0]) not in self.of_host:
             raise AssertionError(f"{function.__name__} waits for the device")
         result = function(*args, **(kwargs or {}))
         if function is torch.tensor:
@@ -219,20 +222,18 @@ def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
 @on_ranks(2, stage=STAGES[2:], kind=["plain", "16 bits", "prefetched", "unused"])
 def test_no_step_waits_for_the_device(rank, stage, kind):
     """As on a GPU, where the process group is NCCL's: the host runs ahead, and a CUDA graph can take the step."""
-    rank, _ = of_cpus(rank)
     model, is_4 = Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32), stage == STAGES[3]
     params = trainable(model)
-    optimizer = optimizer_of(stage)(params, lr=0.01, **({"find_unused_parameters": True} if is_4 else {}))
+    optimizer = optimizer_of(stage)(params, lr=0.01, fused=True, **({"find_unused_parameters": True} if is_4 else {}))
     if is_4 and kind == "prefetched":
         optimizer.prefetch_params(model)
     before = [param.detach().clone() for param in params]
+    batches = [[one.to(model.scale.dtype) for one in batch(step, rank.rank)] for step in range(5)]
     with OnADevice() as device:
-        for step in range(5):
+        for x, y in batches:
             for micro_batch in range(2):
                 with optimizer.no_sync() if kind == "plain" and not micro_batch else contextlib.nullcontext():
-                    x, y = batch(step, rank.rank)
-                    loss = loss_of(model, x.to(model.scale.dtype), y.to(model.scale.dtype))
-                    (loss if kind != "unused" or micro_batch else model.scale.square()).backward()
+                    (loss_of(model, x, y) if kind != "unused" or micro_batch else model.scale.square()).backward()
             optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             optimizer.zero_grad()
