@@ -7,6 +7,7 @@ of the optimizer, by names of parameters as in torch.distributed.checkpoint.stat
 
 import argparse
 import collections
+import errno
 import os
 import shutil
 import sys
@@ -31,7 +32,7 @@ def convert(folder, path, to="torch") -> dict:
         raise KeyError(to)
     path, found = Path(path), converted(folder)
     if os.path.lexists(path):
-        raise FileExistsError(17, "it exists already")
+        raise FileExistsError(errno.EEXIST, "it exists already")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         if to == "torch":

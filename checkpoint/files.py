@@ -207,7 +207,8 @@ def write(path, partial, owned, manifest, group):
         file = partial / f"rank-{rank:05}.safetensors"
         with errors_on_all(what, group):
             if not partial.is_dir():
-                raise FileNotFoundError(2, "the folder that rank 0 has made isn't here: all need the same folder")
+                words = "the folder that rank 0 has made isn't here: all need the same folder"
+                raise FileNotFoundError(errno.ENOENT, words)
             written = write_rank_file(file, owned)
         everyone = all_gather((file.name, written, manifest.get("extra")), group)
         with errors_on_all(what, group):

@@ -4,6 +4,7 @@ A run holds a Linux lock on a file in the folder: of the open file description, 
 copies the folder, say. It ends with the process, also on NFS. Where there are no locks, names keep two runs apart.
 """
 
+import errno
 import fcntl
 import functools
 import itertools
@@ -43,7 +44,7 @@ def claim(path, owner) -> str:
 
 def refuse_existing(path):
     if path.exists():
-        raise FileExistsError(17, "it exists already")
+        raise FileExistsError(errno.EEXIST, "it exists already")
 
 
 def series(name) -> str:
@@ -61,7 +62,7 @@ def hold(path, owner=0) -> bool:
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)  # struct flock: a byte of the file
     lock = folder / LOCK
     if lock.exists() and not lock.is_file() or lock.is_symlink():
-        raise FileExistsError(17, f"{LOCK} is no regular file: remove it")
+        raise FileExistsError(errno.EEXIST, f"{LOCK} is no regular file: remove it")
     try:
         is_still_there = folder in HELD and lock.exists() and os.path.samestat(os.fstat(HELD[folder]), lock.stat())
         if not is_still_there:

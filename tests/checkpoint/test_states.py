@@ -142,9 +142,12 @@ def test_torchs_lbfgs_goes_on(rank, tmp_path):
     checkpoint.load(tmp_path / "one", *runs[1])
     found = runs[1][1].state_dict()
     assert equal(runs[0][1].state_dict()["state"], found["state"]) and len(found["state"][0]["old_dirs"]) > 1
-    for key, wrong in (("d", found["state"][0]["d"][:-1]), ("old_dirs", [torch.ones(2)]), ("n_iter", "3")):
-        its = {**found, "state": {0: {**found["state"][0], key: wrong}}}
-        with nothing_changes(*runs[1]), pytest.raises(ValueError, match=f"{key}.* parameter 0 is of another optimizer"):
+    last = found["param_groups"][0]["params"][-1]
+    for of, key, wrong in ((0, "d", found["state"][0]["d"][:-1]), (0, "old_dirs", [torch.ones(2)]), (0, "n_iter", "3"),
+                           (last, "d", found["state"][0]["d"])):
+        its = {**found, "state": {**found["state"], of: {**found["state"].get(of, {}), key: wrong}}}
+        words = f"{key}.* parameter {of} is of another optimizer"
+        with nothing_changes(*runs[1]), pytest.raises(ValueError, match=words):
             load_full_state_dict(runs[1][1], its)
     for its in runs:
         step(*its)
