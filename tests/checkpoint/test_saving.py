@@ -18,6 +18,7 @@ import time
 import weakref
 from concurrent.futures import wait
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -267,6 +268,19 @@ def test_ranks_wait_for_each_other_at_the_end_of_their_work(rank, tmp_path):
                 pass
             (tmp_path / "file").touch()
     assert (tmp_path / "file").exists()
+
+
+@on_ranks(2)
+def test_a_rank_that_never_comes_is_named(rank):
+    """By a clock on which a minute passes whenever somebody looks."""
+    group = dist.new_group()
+    if rank.rank == 0:
+        clock = SimpleNamespace(monotonic=iter(range(0, 36_000, 60)).__next__, sleep=lambda _: None)
+        with mock.patch.object(ranks, "time", clock), pytest.raises(dist.DistError, match="^it: rank 1 is missing"):
+            with ranks.at_own_pace("it", group):
+                pass
+    dist.barrier()
+    dist.destroy_process_group(group)
 
 
 def slow(rank, folder):
