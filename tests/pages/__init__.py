@@ -13,18 +13,21 @@ PROGRAMS = "make", "torchrun", "python", "python3", ".venv/bin/python", "pip", "
 
 class Page:
     """`blocks`: (first line, language, code); `spans`: (line, `code`) in prose; `links`: (line, target); `rows`: (line,
-    cells) of tables; `anchors`: what #… may name; `n_words`: outside of code, tables, and what is generated."""
+    cells) of tables; `html`: (line, block of HTML); `anchors`: what #… may name; `n_words`: outside of code, tables,
+    and what is generated."""
 
     def __init__(self, name, text=None):
         self.name, self.path = name, ROOT / name
         self.text = self.path.read_text(encoding="utf-8") if text is None else text
-        self.blocks, self.spans, self.links, self.rows, self.anchors, self.n_words = [], [], [], [], set(), 0
+        self.blocks, self.spans, self.links, self.rows, self.html = [], [], [], [], []
+        self.anchors, self.n_words = set(), 0
         line, is_generated = 1, False
         for node in SyntaxTreeNode(MarkdownIt("commonmark").enable("table").parse(self.text)).walk(include_self=False):
             line = node.map[0] + 1 if node.map else line
             if node.type in ("fence", "code_block"):
                 self.blocks.append((line + (node.type == "fence"), node.info, node.content))
             elif node.type == "html_block":
+                self.html.append((line, node.content))
                 is_generated = "<!-- report:" in node.content or is_generated and "<!-- end" not in node.content
             elif node.type == "heading":  # its anchor as GitHub makes it
                 self.anchors.add(re.sub(r"[^\w\- ]", "", node.children[0].content.lower()).replace(" ", "-"))

@@ -19,7 +19,7 @@ from tests.ranks import ROOT
 MOST_WORDS = {"README.md": 750, "variants/README.md": 700, **dict(zip((f"{stage}/README.md" for stage in STAGES),
                                                                       (600, 520, 950, 1300))),
               **{f"docs/{name}.md": most for name, most in (
-                  ("reference", 3930), ("exercise", 1330), ("guide", 1190), ("frameworks", 1210), ("checkpoints", 670),
+                  ("reference", 3930), ("exercise", 1330), ("guide", 1450), ("frameworks", 1210), ("checkpoints", 670),
                   ("names", 390), ("plan", 410), ("muon", 380))}}
 # Options of torchrun and of pytest; those of our programs are read from their sources.
 OPTIONS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
@@ -129,9 +129,16 @@ def option_mistakes(rest):
         if not any(name in one for one in TESTS | FILES)]
 
 
+def cut_paragraphs(page):
+    """Find comments at the start of a line with text behind them: Markdown ends the paragraph there."""
+    for line, html in page.html:
+        if html.startswith("<!--") and not re.fullmatch("<!--.*?-->", html.splitlines()[0].strip()):
+            yield line, "a marker at the start of a line cuts the paragraph: move it into the line before"
+
+
 def problems(page):
     """-> lines "PAGE:LINE: what is wrong"."""
-    checks = long_pages, broken_links, unknown_names, wrong_commands
+    checks = long_pages, broken_links, unknown_names, wrong_commands, cut_paragraphs
     return [f"{page.name}:{line}: {mistake}" for check in checks for line, mistake in check(page)]
 
 
@@ -158,6 +165,7 @@ def test_a_mistake_is_named_with_its_line():
 def test_every_kind_of_mistake_is_found():
     for mistake, message in (
             ("[text](docs/guide.md#nothing)", "there is no such heading"),
+            ("- At 1 Gbit/s it takes\n  <!--rate-->0.96<!--end--> of DDP's", "a marker at the start"),
             ("[text](bench.py#L9999)", "the file has fewer lines"),
             ('`make train ARGS="--stpes 3"`', "no program has the option --stpes"),
             ('`make test ARGS="-k wrong_word"`', "no test is called wrong_word"),
