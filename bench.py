@@ -2,13 +2,17 @@
 
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
-Each row is checked against replicated training first; one that computes something else gets no time.
-Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input.
+Each row is checked against replicated training first; one that computes something else gets no time. DDP and the four
+stages come first, and their tables are printed after one round; Ctrl-C then keeps what was measured.
+Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input; 130 after Ctrl-C.
 """
 
 import functools
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import command_line
 
@@ -18,7 +22,7 @@ if __name__ == "__main__":
 import rich.console
 import rich.progress
 
-from harness import alone, corpus, every_row, examine, host_time, results, tables, timeline
+from harness import alone, corpus, every_row, examine, host_time, results, timeline
 from harness import rows as catalogue
 from harness.command_line import COUNT
 from harness.examine import Settings
@@ -27,6 +31,7 @@ from harness.rows import RowId, is_asked
 from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "bench.py")
+FIRST = {catalogue.COMPUTE_ONLY, *catalogue.LADDER, "ddp again"}  # rows of the first tables
 
 
 def parse():
@@ -55,6 +60,106 @@ def parse():
     return args, row_ids
 
 
+class Part(NamedTuple):
+    """A part of the bench. `runs`: how many runs of a row take about as long, for the minutes that are printed."""
+    title: str
+    runs: float
+    measure: Callable
+
+
+class Bench:
+    """Measures the parts of a bench in turn. `result` has all that was measured so far, and so has --json."""
+
+    def __init__(self, args, workers, settings, row_ids, bar):
+        self.args, self.workers, self.settings, self.row_ids, self.bar = args, workers, settings, row_ids, bar
+        self.result = None
+        self.parts = self.parts_to_measure()
+        self.started_at = time.monotonic()
+        self.n_runs = 0  # so far
+        self.task = bar.add_task("starting the ranks", total=sum(part.runs for part in self.parts))
+
+    def parts_to_measure(self):
+        first = [row_id for row_id in self.row_ids if row_id.name in FIRST]
+        others = [row_id for row_id in self.row_ids if row_id not in first]
+        parts = [Part("the first rows", every_row.n_runs(self.settings, first), lambda: self.measure_first(first))]
+        if others:
+            parts.append(Part(f"{len(others)} more rows", every_row.n_runs(self.settings, [None, *others]),
+                              lambda: self.measure_others(others)))
+        if not self.args.quick and on_rank_0(self.workers, examine.device_type) == "cpu":
+            parts.append(Part("exposed time of all rows", len(self.row_ids), self.record_steps))
+        if not self.args.quick and not self.args.rows and self.args.dtype == "float32":  # what doesn't depend on these
+            parts += [Part("model state at any number of ranks", 20, self.count_state),
+                      Part("the host's time", 15, self.time_host)]
+        return parts
+
+    def measure(self):
+        """Measure what is left to measure. Ctrl-C ends the program with what was measured."""
+        try:
+            while self.parts:
+                self.parts[0].measure()
+                del self.parts[0]
+                self.save()
+        except KeyboardInterrupt:
+            self.bar.stop()
+            if self.result:
+                every_row.show(self.result)
+                place = f", and in {self.args.json}" if self.args.json else ""
+                left_out = ", ".join(part.title for part in self.parts)
+                print(f"what was measured until Ctrl-C is above{place}; not all of: {left_out}", flush=True)
+            raise
+
+    def save(self):
+        if self.args.json:
+            command_line.write("--json", self.args.json, results.to_json(self.result), fail)
+
+    def progress(self, text):
+        self.n_runs += 1
+        self.bar.update(self.task, advance=1, description=text)
+
+    def measure_first(self, row_ids):
+        self.result = every_row.measure_rows(self.workers, self.settings, row_ids, self.progress, self.show_first)
+
+    def show_first(self, result):
+        """After the first round print the tables, and how many minutes the rest will take."""
+        if self.result or len(self.parts) == 1:
+            return
+        self.result = result
+        self.save()
+        self.bar.stop()
+        every_row.show(result)
+        minutes = (time.monotonic() - self.started_at) / self.n_runs / 60
+        more_rounds = self.settings.rounds - 1
+        print(f"\nThis is round 1 of {self.settings.rounds}. Still to come (Ctrl-C keeps what was measured by then):")
+        if more_rounds:
+            print(f"{minutes * more_rounds * len(result.rows):6.1f} min  the other rounds")
+        for part in self.parts[1:]:
+            print(f"{minutes * part.runs:6.1f} min  {part.title}")
+        print(flush=True)
+        self.bar.start()
+
+    def measure_others(self, row_ids):
+        every_row.measure_more_rows(self.workers, self.settings, row_ids, self.result, self.progress)
+        self.result.rows.sort(key=lambda row: self.row_ids.index(row.row_id))
+
+    def record_steps(self):
+        timeline.record_rows(self.workers, self.settings, self.result.rows, self.progress)
+        results.keep_exposed_only(self.result.rows)
+
+    def count_state(self):
+        self.progress("model state at any number of ranks")
+        self.result.sheets = {"model_state": alone.model_state(self.args.model),
+                              "gathered": alone.gathered(self.args.model), "caps": alone.caps()}
+
+    def time_host(self):
+        self.result.host = host_time.measure_ranks(self.result.conditions.device, progress=self.progress)
+
+
+def progress_bar():
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(), rich.progress.TimeElapsedColumn(),
+        console=rich.console.Console(stderr=True), transient=True)
+
+
 def main():
     args, row_ids = parse()
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
@@ -66,32 +171,16 @@ def main():
     if args.json:
         command_line.check_writable("--json", args.json, fail)
     try:
-        with Workers(args.ranks, args.timeout) as workers, rich.progress.Progress(
-                rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(),
-                rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn(),
-                console=rich.console.Console(stderr=True), transient=True) as bar:
+        with Workers(args.ranks, args.timeout) as workers, progress_bar() as bar:
             args.model = args.model or on_rank_0(workers, examine.default_model)
             command_line.check_length(args.sequence_length, args.model, MODELS, fail)
             settings = Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
-            more = 0 if args.quick else len(row_ids) + 4
-            task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, row_ids) + more)
-
-            def progress(text):
-                bar.update(task, advance=1, description=text)
-            result = every_row.measure_rows(workers, settings, row_ids, progress)
-            if not args.quick and result.conditions.device == "cpu":  # of a GPU: when kernels are launched
-                timeline.record_rows(workers, settings, result.rows, progress)
-                results.keep_exposed_only(result.rows)
-            if not args.quick and not args.rows and args.dtype == "float32":  # what doesn't depend on these
-                progress("model state at any number of ranks")
-                result.model_state = alone.model_state(args.model)
-                result.gathered = alone.gathered(args.model)
-                result.caps = alone.caps()
-                result.host = host_time.measure_ranks(result.conditions.device, progress=progress)
+            bench = Bench(args, workers, settings, row_ids, bar)
+            bench.measure()
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
-    command_line.write_and_show(args.json, results.to_json(result), fail, lambda: tables.show(result))
-    sys.exit(every_row.is_wrong(result))
+    command_line.write_and_show(args.json, results.to_json(bench.result), fail, lambda: every_row.show(bench.result))
+    sys.exit(every_row.is_wrong(bench.result))
 
 
 if __name__ == "__main__":

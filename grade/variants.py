@@ -15,7 +15,7 @@ from torch import nn
 
 from grade.grader import first_wrong
 from grade.on_ranks import OPTIMIZERS, Run, play
-from harness.tables import code_lines
+from harness.take import code_lines
 
 
 class BlockSGD(torch.optim.Optimizer):

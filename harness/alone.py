@@ -23,8 +23,9 @@ from harness import rows as catalogue
 from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory, mark_grads, mark_state
-from harness.results import CapRow, GatheredRow, StateRow
+from harness.results import Marked
 from harness.rows import RowId
+from harness.tables import TEXT, column, names, sheet_of
 from stage4_overlap.transport import Exchange
 
 
@@ -78,8 +79,12 @@ class Recorded(NamedTuple):
     peak: float
     events: list
 
+    @property
+    def bytes_per_param(self):
+        return sum(self.held.values()) / self.numel
+
     def gathered(self):
-        """-> bytes of each all-gather."""
+        """Return the bytes of each all-gather."""
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
@@ -292,46 +297,99 @@ def held_by(memory, training):
     return {kind: found.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}
 
 
-# ------------------------------------------------------------------------------ What bench.py shows of dry runs
+# ----------------------------------------------------------------------------------- Tables of dry runs, for bench.py
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-STAGE_4 = RowId("stage 4 overlap")
-STATES = [  # parameters/gradients, the row, its formula, of which b are stage 4's two bucket buffers
+
+
+class StateRow(NamedTuple):
+    """Bytes per parameter by number of ranks, counted and by the formula."""
+    name: str
+    formula: str
+    counted: dict
+    theory: dict
+
+
+STATES = [  # parameters/gradients, the row, its formula; b: stage 4's two bucket buffers
     ("stage 3 bfloat16/bfloat16", RowId("stage 3 bf16/bf16"), "4 + 16/d"),
     ("stage 3 bfloat16/float32", RowId("stage 3 bf16/fp32"), "6 + 12/d"),
-    ("stage 3 float32/float32", RowId("stage 3 grad buffer"), "8 + 8/d"),
+    ("stage 3 float32/float32", RowId(catalogue.GRAD_BUFFER), "8 + 8/d"),
     ("stage 4 bfloat16/float32", RowId("stage 4 overlap bf16"), "2 + 16/d + b"),
-    ("stage 4 float32/float32", STAGE_4, "4 + 12/d + b"),
+    ("stage 4 float32/float32", RowId(catalogue.OVERLAP), "4 + 12/d + b"),
 ]
-GATHERED = {"stage 2": RowId("stage 2 all-gather"), "stage 3": RowId("stage 3 grad buffer"), "stage 4": STAGE_4}
+GATHERED = {"stage 2": RowId(catalogue.ALL_GATHER), "stage 3": RowId(catalogue.GRAD_BUFFER),
+            "stage 4": RowId(catalogue.OVERLAP)}
 
 
 def model_state(model):
-    """-> StateRows: bytes a parameter that stages 3 and 4 hold after a step. Stage 4 exchanges parts, as on gloo."""
+    """Make the table of bytes per parameter that stages 3 and 4 hold after a step; stage 4 as on gloo, by exchange."""
     rows = []
     for name, row_id, formula in STATES:
-        found = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
-        rows.append(StateRow(name, formula, {d: sum(one.held.values()) / one.numel for d, one in found.items()},
-                             {d: one.theory / one.numel for d, one in found.items()}))
-    return rows
+        by_ranks = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
+        rows.append(StateRow(name, formula, {d: row.bytes_per_param for d, row in by_ranks.items()},
+                             {d: row.theory / row.numel for d, row in by_ranks.items()}))
+    return state_sheet(rows)
+
+
+def state_sheet(rows):
+    """Make the table of StateRows."""
+    def counted(row, d):
+        is_padded = abs(row.counted[d] - row.theory[d]) > 0.01 * row.theory[d]
+        return Marked(row.counted[d], f"\n({row.theory[d]:.2f})") if is_padded else row.counted[d]
+    return sheet_of(
+        "Model state, bytes a parameter, by number of ranks", rows, {
+            "name": names(title="parameters/gradients"), "formula": column("formula", "formula", form=TEXT),
+            **{f"{d}": column(f"d = {d}", lambda row, d=d: counted(row, d), "counted", ".2f")
+               for d in rows[0].counted}},
+        ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
 
 
 def gathered(model):
-    """-> GatheredRows: elements that a step gathers, padding included, over those that the model has."""
-    def over_numel(one):
-        return sum(one.gathered()) / 4 / one.numel
-    return [GatheredRow(name, {d: over_numel(record(row_id, models.NAMED[model], d)) for d in STATE_RANKS})
-            for name, row_id in GATHERED.items()]
+    """Make the table of elements that a step gathers, padding included, over those that the model has."""
+    def over_numel(row_id, d):
+        recorded = record(row_id, models.NAMED[model], d)
+        return sum(recorded.gathered()) / 4 / recorded.numel
+    return sheet_of(
+        "Elements gathered per step, over the model's", GATHERED, {
+            "name": names(str),
+            **{f"{d}": column(f"d = {d}", lambda name, d=d: over_numel(GATHERED[name], d), "counted", ".2f")
+               for d in STATE_RANKS}},
+        ["What is above 1.00 is padding."])
+
+
+class CapRow(NamedTuple):
+    """Stage 4's default bucket for a model: sizes in bytes, and bytes per parameter of its two bucket buffers."""
+    model: str
+    model_bytes: int
+    sizes: list  # of the buckets
+    b_native: float
+    b_exchanged: float
+
+
+def cap_rows(d):
+    """Return a CapRow for each model, nano … large."""
+    rows = []
+    for name in MODELS:
+        native, exchanged = (record(RowId(catalogue.OVERLAP), models.NAMED[name], d, transport=transport)
+                             for transport in (None, Exchange))
+        rows.append(CapRow(name, 4 * native.numel, native.gathered(), native.held["buffers"] / native.numel,
+                           exchanged.held["buffers"] / exchanged.numel))
+    return rows
 
 
 def caps(d=2):
-    """-> CapRows: stage 4's default bucket and what its two buffers hold, models nano … large."""
-    rows = []
-    for name in MODELS:
-        native, exchanged = (record(STAGE_4, models.NAMED[name], d, transport=kind) for kind in (None, Exchange))
-        b_native, b_exchanged = (one.held["buffers"] / one.numel for one in (native, exchanged))
-        sizes = native.gathered()
-        rows.append(CapRow(name, d, 4 * native.numel, len(sizes), statistics.median(sizes), max(sizes), b_native,
-                           b_exchanged, 4 + 12 / d + b_native))
-    return rows
+    """Make the table of stage 4's default bucket, and of what its two buffers hold."""
+    return sheet_of(
+        f"The default bucket of stage 4, fp32, {d} ranks", cap_rows(d), {
+            "model": names("model", "model"),
+            "model_mb": column("model\nMB", "model_bytes", "counted", ",.1f", unit=1e6),
+            "buckets": column("buckets\n", lambda row: len(row.sizes), "counted"),
+            "median_mb": column("their MB,\nmedian", lambda row: statistics.median(row.sizes), "counted", ".1f",
+                                unit=1e6),
+            "largest_mb": column("\nlargest", lambda row: max(row.sizes), "counted", ".1f", unit=1e6),
+            "native": column("b, native\n", "b_native", "counted", ".2f"),
+            "exchanged": column("b, exchanged\n", "b_exchanged", "counted", ".2f"),
+            "bytes": column("bytes a\nparameter", lambda row: 4 + 12 / d + row.b_native, "counted", ".2f")},
+        ["b: bytes a parameter of the two bucket buffers, with a native reduce-scatter (NCCL), or where parts are "
+         "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])

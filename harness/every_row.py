@@ -1,38 +1,74 @@
-"""Measures rows: each is checked and counted, then all are timed in turn. Runs where the ranks were started."""
+"""Measures rows, in the process that started the ranks: each is checked and counted, then all are timed in turn."""
 
 import dataclasses
+import itertools
 import statistics
 
 from harness import examine
 from harness import rows as catalogue
-from harness.results import Result, Row
+from harness.memory import KINDS
+from harness.results import Marked, Result, Row
+from harness.rows import RowId
+from harness.tables import (
+    METHODS,
+    TEXT,
+    column,
+    conditions_line,
+    failures,
+    label_of,
+    names,
+    print_sheets,
+    sheet_of,
+    small,
+)
 from harness.workers import WorkerError, on_rank_0
 
 
-def measure_rows(workers, settings, row_ids, progress=lambda text: None):
-    """Measures rows of the catalogue, a list of RowIds -> Result; bench.py and two_hosts add the rest. A row that
-    fails, that differs from ddp by more than the tolerance, or whose weights never moved, has an `error` that says so,
-    and no times. `progress(text)` is called before each of `n_runs(settings, row_ids)` runs."""
+def measure_rows(workers, settings, row_ids, progress=lambda text: None, after_round=lambda result: None):
+    """Measure rows of the catalogue, a list of RowIds. Returns a Result, to which programs add what else they measure.
+
+    A row that fails, that differs from ddp by more than the tolerance, or whose weights never moved, has an `error`
+    that says so, and no times. `progress(text)` is called before each of `n_runs(settings, row_ids)` runs, and
+    `after_round(result)` when all rows were timed once more.
+    """
     conditions = on_rank_0(workers, examine.describe, settings)
-    conditions.dtype = " and ".join(dict.fromkeys(catalogue.find(*row_id).dtype for row_id in row_ids))
+    conditions.dtype = dtypes_of(row_ids)
     rows = [_examine(workers, settings, row_id, progress) for row_id in row_ids]
+    result = Result(conditions, rows)
     for turn in range(settings.rounds):
-        for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # nobody always comes first
+        first = turn % len(rows)  # no row always comes first
+        for row in rows[first:] + rows[:first]:
             progress(f"round {turn + 1}: {row.name}")
             if not row.error:
                 attempt(row, lambda: row.time(*on_rank_0(workers, examine.time_steps, settings, *row.row_id)))
-    result = Result(conditions, rows)
-    reference = result.timed(catalogue.REFERENCE)
-    for row in rows:
-        if reference and row.rounds_ms:
-            row.vs_reference = row.over(reference)
-            if row.kind == "noise":
-                conditions.noise = [one / other for one, other in zip(row.rounds_ms, reference.rounds_ms)]
+        compare(result)
+        after_round(result)
     return result
 
 
+def measure_more_rows(workers, settings, row_ids, result, progress=lambda text: None):
+    """Measure further rows and add them to `result`. ddp is timed again among them: ratios are of the same minutes."""
+    _, *rows = measure_rows(workers, settings, [RowId(catalogue.REFERENCE), *row_ids], progress).rows
+    result.rows += rows
+    result.conditions.dtype = dtypes_of(row.row_id for row in result.rows)
+
+
+def compare(result):
+    """Set each row's ratio to ddp, and how far ddp was from itself in each round."""
+    reference = result.timed(catalogue.REFERENCE)
+    for row in result.rows:
+        if reference and row.rounds_ms:
+            row.vs_reference = row.over(reference)
+            if row.kind == "noise":
+                result.conditions.noise = [again / ms for again, ms in zip(row.rounds_ms, reference.rounds_ms)]
+
+
+def dtypes_of(row_ids):
+    return " and ".join(dict.fromkeys(catalogue.find(*row_id).dtype for row_id in row_ids))
+
+
 def is_wrong(result):
-    """Whether a stage has failed, or whatever row computes something else than it should: exit code 1."""
+    """Return whether a stage has failed, or any row computes something else than it should: exit code 1."""
     return any(row.error and (row.kind != "peer" or row.is_wrong) for row in result.rows)
 
 
@@ -41,29 +77,30 @@ def n_runs(settings, row_ids):
 
 
 def _examine(workers, settings, row_id, progress):
-    """Checks and counts a row -> Row, without times."""
+    """Check and count a row. Returns a Row without times."""
     configuration = catalogue.find(*row_id)
     row = Row(*row_id, configuration.kind, configuration.dtype)
     progress(f"check: {row.name}")
     try:
-        found = workers.run(examine.examine, settings, *row_id)
+        of_ranks = workers.run(examine.examine, settings, *row_id)
     except WorkerError as error:
         row.fail(str(error))
         return row
-    row, movement = over_ranks([of_rank for of_rank, _ in found]), found[0][1]
+    row = over_ranks([row_of_rank for row_of_rank, _ in of_ranks])
+    _, movement = of_ranks[0]
     allowed = examine.tolerance(workers.world_size)
-    if row.kind == "floor":  # sees its own rank's data and nothing else: nobody could agree with it
+    if row.kind == "floor":  # it sees the data of its own rank only, so no other row agrees with it
         row.max_abs_diff = None
     elif row.max_abs_diff > allowed:
-        whose = "ddp" if row.dtype == "float32" else "replicated training with fp32 copies"
-        row.fail(f"wrong: a parameter differs from {whose}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}", True)
+        expected = "ddp" if row.dtype == "float32" else "replicated training with fp32 copies"
+        row.fail(f"wrong: a parameter differs from {expected}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}", True)
     if movement == 0:
         row.fail("wrong: its weights did not move", True)
     return row
 
 
 def attempt(row, run):
-    """Calls `run()`; when a rank fails the reason is in the row."""
+    """Call `run()`; when a rank fails, write the reason into the row."""
     try:
         run()
     except WorkerError as error:
@@ -71,8 +108,11 @@ def attempt(row, run):
 
 
 def over_ranks(rows):
-    """A row as each rank sees it -> Row. Bytes in memory: of the rank that holds most, in each phase; by kind: of the
-    one that holds most after a step. Bytes on the wire and bytes a parameter: the mean. Collectives: of rank 0."""
+    """Combine a row as each rank sees it into one Row.
+
+    Bytes in memory are those of the rank that holds most, in each phase; by kind, those of the rank that holds most
+    after a step. Bytes on the wire and bytes per parameter are means. Collectives are those of rank 0.
+    """
     def most(field):
         return {phase: max(getattr(row, field)[phase] for row in rows) for phase in getattr(rows[0], field)}
 
@@ -85,3 +125,114 @@ def over_ranks(rows):
         activation_bytes=max(row.activation_bytes for row in rows),
         wire_bytes=mean("wire_bytes"), line_bytes=mean("line_bytes"),
         bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))
+
+
+# ---------------------------------------------------------------------------------------------------------- Its tables
+
+
+def beside_formula(field, footnotes, mark, reason, unit=1):
+    """Return functions of a row that read what was counted, marked where it differs from the formula, and the formula.
+
+    `footnotes`: {reason: line that begins with its mark}, to which the first function adds; `mark`: the first mark.
+    """
+    def counted(row):
+        value = getattr(row, field)
+        theory = getattr(row, f"{field}_theory")
+        if value is None:
+            return None
+        if abs(value - theory) <= 0.005 * theory:
+            return value / unit
+        why = reason(row)
+        if why not in footnotes:
+            footnotes[why] = f"{mark * (len(footnotes) + 1)} {why}"
+        return Marked(value / unit, footnotes[why].split()[0])
+
+    def formula(row):
+        return None if getattr(row, field) is None else getattr(row, f"{field}_theory") / unit
+    return counted, formula
+
+
+def time_sheet(result):
+    """Make the table of time and traffic."""
+    conditions, footnotes = result.conditions, {}
+    noise = max((abs(again - 1) for again in conditions.noise), default=0)  # how far ddp was from itself in any round
+
+    def over_ddp(row):
+        if not row.rounds_ms or row.vs_reference is None:
+            return None
+        is_within_noise = row.kind != "reference" and abs(row.vs_reference - 1) <= noise
+        return Marked(row.vs_reference, "~") if is_within_noise else row.vs_reference
+
+    def reason(row):
+        if conditions.backend == "gloo" and "reduce_scatter" in row.collectives:
+            return "gloo's reduce-scatter is an all-reduce underneath: it sends twice the bytes."
+        return "more than the formula: padding, and flags on which the ranks agree."
+
+    def collectives(row):
+        return "\n".join(f"{count} {kind.replace('_', '-')}" for kind, count in row.collectives.items()) or None
+    sent, formula = beside_formula("wire_bytes", footnotes, "*", reason, 1e6)
+    least, most = min(conditions.noise, default=1), max(conditions.noise, default=1)
+    of_noise = f"~ within the noise: ddp, timed again, took {least:.2f} to {most:.2f} times as long."
+    return sheet_of(
+        "Time and traffic of a step", result.rows, {
+            "name": names(label_of), "ms": column("ms/step\nmedian", "rounds_ms", "measured", ".0f"),
+            "range": column("min–max", "rounds_ms", "measured", ".0f", shows="range"),
+            "over_ddp": column("x ddp", over_ddp, "measured", ".2f"),
+            "exposed": column("exposed\nms", "exposed_ms", "measured", ".0f"),
+            "collectives": column("collectives", collectives, "counted", TEXT),
+            "sent": column("MB sent\na rank", sent, "counted", ".1f"),
+            "formula": column("", formula, "formula", ".1f")},
+        [f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {METHODS}",
+         *failures(result.rows)], itertools.chain([of_noise] if conditions.noise else [], footnotes.values()))
+
+
+def memory_sheets(result):
+    """Make the tables of memory and correctness, and of the kinds of memory where these were counted."""
+    conditions, footnotes = result.conditions, {}
+    rows = [row for row in result.rows if row.kind != "noise"]
+    is_16_bits = any(row.dtype != "float32" for row in rows)
+    reference = "ddp, in 16 bits from replicated training with fp32 copies" if is_16_bits else "ddp"
+    phases = {"model": "model\ninit", "optimizer": "optimizer\ninit", "backward": "forward\nbackward", "step": "step",
+              "peak": "peak"}
+    if conditions.device == "cuda":
+        phases["reserved"] = "reserved"
+    counted, formula = beside_formula(
+        "bytes_per_param", footnotes, "†",
+        lambda row: "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
+    memory = sheet_of(
+        "Memory of a rank, and the difference from ddp", rows, {
+            "name": names(label_of),
+            **{phase: column(title, lambda row, phase=phase: row.memory_bytes.get(phase), "counted", ".1f", unit=1e6)
+               for phase, title in phases.items()},
+            "bytes": column("bytes a\nparam.", counted, "counted", ".2f"),
+            "formula": column("", formula, "formula", ".2f"),
+            "difference": column("largest\n|Δ|", "max_abs_diff", "measured", "small")},
+        ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
+         "optimizer state after a step, mean over the ranks.",
+         f"Largest |Δ|: of any parameter on any rank, from {reference}, after 3 steps; "
+         f"allowed: {small(conditions.tolerance)}."], footnotes.values())
+    if not any(row.held_bytes for row in rows):
+        return [memory]
+    peaks = {"build": "peak:\nbuild", "forward": "\nforward", "backward": "\nbackward", "step": "\nstep"}
+    held = dict(zip(KINDS, ("held:\nparam.", "\ngrads", "\nstate", "\nbuffers")))
+    kinds = sheet_of(
+        "Peak within each phase, and what a rank holds after a step, counted, in MB", rows, {
+            "name": names(label_of),
+            **{phase: column(title, lambda row, phase=phase: row.peak_bytes.get(phase), "", "megabytes", unit=1e6)
+               for phase, title in peaks.items()},
+            **{kind: column(title, lambda row, kind=kind: row.held_bytes.get(kind), "", "megabytes", unit=1e6)
+               for kind, title in held.items()},
+            "activations": column("activa-\ntions", "activation_bytes", "", "megabytes", unit=1e6)},
+        ["Peaks: of the second step. Held: on the rank that holds most; buffers are what is none of the other kinds. "
+         "Activations: what the forward pass leaves for the backward pass."])
+    return [memory, kinds]
+
+
+def sheets(result):
+    """Return all tables of a bench: time and traffic, memory and correctness, model state, the host's time."""
+    return [time_sheet(result), *memory_sheets(result), *result.sheets.values(), *result.host.values()]
+
+
+def show(result):
+    """Print all tables of a bench."""
+    print_sheets(sheets(result), conditions_line(result.conditions))

@@ -88,8 +88,12 @@ def made_here():
     return Made(_cpu_name(), torch.__version__, commit(), date.today().isoformat())
 
 
+def device_type(rank):
+    return rank.device.type
+
+
 def default_model(rank):
-    """The one whose step takes long enough to show something there."""
+    """Return the name of a model whose step takes long enough to show something on this rank's device."""
     return "medium" if rank.device.type == "cuda" else "tiny"
 
 

@@ -1,4 +1,4 @@
-"""All figures of results/ anew, of one commit, on one machine, and the pages that show them.
+"""Makes all figures of results/ anew, of one commit, on one machine, and the pages that show them.
 
     python -m harness.figures        # or: make figures
 
@@ -16,25 +16,25 @@ from harness import results as saved
 from harness.examine import commit
 
 HOSTS = "-m harness.two_hosts --rounds 2 --steps 2"
-CURVE = "600mbit", "2.5gbit"  # beside those of the tables; these have steps of their own
+CURVE = "600mbit", "2.5gbit"  # in the curve alone; the rates of the tables have steps of their own
 
 
 class Step(NamedTuple):
-    """`minutes`: on two cores. `rates`: which of the links in its file are this step's."""
+    """A program to run. `minutes`: on two cores. `rates`: which of the links in its file are this step's."""
     name: str
     minutes: float
     file: str
     command: str
     rates: tuple = ()
 
-    def is_done(self, now):
-        """Whether its file holds this step's figures, of commit `now`."""
+    def is_done(self, head):
+        """Return whether its file holds this step's figures, of commit `head`."""
         try:
-            found = saved.provenance(saved.load(self.file))
-        except SystemExit:  # there is none, or one of other fields
+            parts = saved.provenance(saved.load(self.file))
+        except SystemExit:  # there is no file, or one of other fields
             return False
-        mine = [(rate, made.commit) for rate, made in found if not self.rates or rate in self.rates]
-        return set(mine) == {(rate, now) for rate in self.rates or (None,)}
+        commits = {(rate, made.commit) for rate, made in parts if not self.rates or rate in self.rates}
+        return commits == {(rate, head) for rate in self.rates or (None,)}
 
 
 STEPS = [
@@ -60,24 +60,25 @@ REPORT = ["-m harness.pages", "-m show --pages", "-m variants --page"]
 
 
 def run(command):
-    """One of our programs; its exit code ends this one where it isn't 0."""
-    code = subprocess.run([sys.executable, *command], cwd=saved.ROOT).returncode
-    if code:
-        sys.exit(code)
+    """Run a program of ours; end with its exit code where that isn't 0."""
+    exit_code = subprocess.run([sys.executable, *command], cwd=saved.ROOT).returncode
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def main():
-    parser, now = command_line.Parser("figures", __doc__), commit()
+    parser = command_line.Parser("figures", __doc__)
     parser.parse_args()
-    if now.endswith("+"):
+    head = commit()
+    if head.endswith("+"):
         parser.error("the code differs from its last commit, which figures have to name: commit first")
-    due = [step for step in STEPS if not step.is_done(now)]
+    due = [step for step in STEPS if not step.is_done(head)]
     for step in STEPS:
         print(f"{f'{step.minutes:g} min' if step in due else 'there':>8}  {step.name} -> {step.file}")
-    print(f"commit {now}: about {sum(step.minutes for step in due):g} minutes", flush=True)
+    print(f"commit {head}: about {sum(step.minutes for step in due):g} minutes", flush=True)
     for step in due:
         path = saved.ROOT / "results" / step.file
-        if not any(other.is_done(now) for other in STEPS if other.file == step.file):
+        if not any(other.is_done(head) for other in STEPS if other.file == step.file):
             path.unlink(missing_ok=True)  # or links that are not measured any more would stay in it
         print(f"\n--- {step.name}", flush=True)
         run([*shlex.split(step.command), "--faults-json" if step.file == "faults.json" else "--json", str(path)])

@@ -11,7 +11,9 @@ that is played. Without a GPU: one line.
 import importlib
 import statistics
 import time
+from dataclasses import dataclass
 from datetime import date
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -19,17 +21,18 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import FakeWork
 
-from harness import FOUR, STAGES, THREE, command_line, exchange, host_time, memory, pictures, results
+from harness import FOUR, STAGES, THREE, command_line, exchange, host_time, memory, results
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.examine import commit
 from harness.gpt import GPT, MODELS
 from harness.ledger import wire_bytes
-from harness.results import GpuConditions, GpuResult, GpuRow, GpuStep, Message, RecordedStep, length, overlap, union
-from harness.tables import gpu_sheet, host_sheet, median, ratio, sheet_of, sheet_text
+from harness.results import Made, Message, RecordedStep, Report, length, overlap, ratio, union
+from harness.tables import column, made_line, names, sheet_of, sheet_text
 from harness.training import UPDATE_BYTES
 
 ADAMW = {"lr": 1e-4, "fused": True}
+FUSED = "fused AdamW"  # torch's own, of the whole model
 WARMUP_STEPS = 2  # the first one makes the state
 
 
@@ -73,20 +76,36 @@ def time_steps(model, optimizer, device, n_steps):
     return statistics.median(times[WARMUP_STEPS:]), made
 
 
-def facts(stage, model_name, d, device, n_steps=10):
-    """-> GpuRow; `stage`: a package, or None for torch's fused AdamW of the whole model."""
-    row = GpuRow(stage or "fused AdamW", model_name, d)
+@dataclass
+class UpdateRow:
+    """What the update of one model costs. `stage`: a package, or FUSED. `allocations`, `peak_bytes`, `reserved_bytes`:
+    of torch's allocator, None on a CPU. Where memory isn't enough, `error` says so and there are no figures."""
+    stage: str
+    model: str
+    d: int
+    step_ms: float | None = None
+    bytes_per_s: float | None = None
+    allocations: int | None = None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    error: str | None = None
+
+
+def measure_update(stage, model_name, d, device, n_steps=10):
+    """Time the update of one model by `stage`, a package or FUSED, as rank 0 of d. Returns an UpdateRow."""
+    row = UpdateRow(stage, model_name, d)
     try:
         with rank_0_of(d):
             if device.type == "cuda":
-                memory.forget_peaks(device)  # those of the row before
-            with device:  # made there: a CPU takes longer to make up a billion weights than all that is measured
+                memory.forget_peaks(device)  # of the row before
+            with device:  # a CPU takes longer to make up a billion weights than all that is measured
                 model = GPT(MODELS[model_name])
             numel = sum(param.numel() for param in model.parameters())
-            optimizer_cls = importlib.import_module(stage).DistributedOptimizer if stage else torch.optim.AdamW
+            is_fused = stage == FUSED
+            optimizer_cls = torch.optim.AdamW if is_fused else importlib.import_module(stage).DistributedOptimizer
             optimizer = optimizer_cls(model.parameters(), **ADAMW)
-            seconds, made = time_steps(model, optimizer, device, n_steps)
-            row.step_ms, row.allocations = seconds * 1000, made
+            seconds, row.allocations = time_steps(model, optimizer, device, n_steps)
+            row.step_ms = seconds * 1000
             row.bytes_per_s = UPDATE_BYTES * numel / d / seconds
             if device.type == "cuda":
                 row.peak_bytes = torch.cuda.max_memory_allocated(device)
@@ -96,15 +115,30 @@ def facts(stage, model_name, d, device, n_steps=10):
     return row
 
 
-def measure_steps(device, models=("medium", "large"), ranks=(1, 8), n_steps=10, copied_bytes=2**30, host_steps=60):
-    """-> GpuResult: plain AdamW, then both stages at each d, for each model."""
-    on_gpu = device.type == "cuda"
-    conditions = GpuConditions(
-        machine=torch.cuda.get_device_name(device) if on_gpu else "CPU", torch=torch.__version__, dtype="float32",
-        steps=n_steps, copy_bytes_per_s=copy_rate(device, copied_bytes), date=date.today().isoformat(), commit=commit())
-    rows = [facts(stage, name, d, device, n_steps) for name in models
-            for stage, d in [(None, 1), *((stage, d) for stage in STAGES[2:] for d in ranks)]]
-    return GpuResult(conditions, rows, host_time.measure_ranks(device, n_steps=host_steps))
+def measure_updates(device, models=("medium", "large"), ranks=(1, 8), n_steps=10):
+    """Measure plain AdamW, then both stages at each d, for each model. Returns UpdateRows."""
+    cases = [(FUSED, 1), *((stage, d) for stage in STAGES[2:] for d in ranks)]
+    return [measure_update(stage, name, d, device, n_steps) for name in models for stage, d in cases]
+
+
+def update_sheet(rows, bytes_per_s, conditions):
+    """Make the table of UpdateRows; `bytes_per_s`: of a copy on the device; `conditions`: a line."""
+    plain_ms = {row.model: row.step_ms for row in rows if row.stage == FUSED}
+
+    def over_plain(row):
+        return row.step_ms / plain_ms[row.model] if plain_ms[row.model] and row.d == 1 and not row.error else None
+    return sheet_of(
+        "The sharded update on a GPU", rows, {
+            "name": names(lambda row: f"{row.model}: {row.stage}"), "d": column("d", "d"),
+            "ms": column("step\nms", lambda row: "out of memory" if row.error else row.step_ms, "measured", ".2f"),
+            "over_plain": column("x AdamW", over_plain, "measured", ".2f"),
+            "gb_per_s": column("GB/s", "bytes_per_s", "measured", ".0f", unit=1e9),
+            "over_copy": column("x copy", "bytes_per_s", "measured", ".2f", unit=bytes_per_s),
+            "new": column("new", "allocations", "counted", ".0f"),
+            "peak_mb": column("peak", "peak_bytes", "counted", ".0f", unit=1e6),
+            "reserved_mb": column("reserved", "reserved_bytes", "counted", ".0f", unit=1e6)},
+        [f"GB/s: {UPDATE_BYTES} bytes for each parameter that this rank owns, over the whole step; a copy on the "
+         f"device moves {bytes_per_s / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB.", conditions])
 
 
 # ---------------------------------------------------------------------------- Whole steps, beside a link that is played
@@ -259,9 +293,17 @@ def one_step(kernels, carried):
         busy=[(start, end - GAP_S) for start, end in union((start, end + GAP_S) for start, end in busy)])
 
 
+class GpuStep(NamedTuple):
+    """Recorded steps beside a link that is played. `step`: of median length. `conditions`: model and batch."""
+    name: str
+    rounds_ms: list
+    step: RecordedStep
+
+
 def measure_overlap(device, model_name="medium", n_rounds=3):
-    """-> list of GpuSteps, of all ways in turn."""
-    size, link = fitting_batch(model_name, device), Link(BYTES_PER_S, device)
+    """Record steps of all configurations in turn. Returns ([GpuStep], model and batch in words)."""
+    size = fitting_batch(model_name, device)
+    link = Link(BYTES_PER_S, device)
     batch = batch_of(size, device)
     with rank_0_of(D), link.played():
         trainings, steps = {}, {}
@@ -269,41 +311,54 @@ def measure_overlap(device, model_name="medium", n_rounds=3):
             torch.manual_seed(0)
             with device:
                 model = GPT(MODELS[model_name])
-            trainings[name], steps[name] = build(model, ADAMW), []
+            trainings[name] = build(model, ADAMW)
+            steps[name] = []
             run(trainings[name], batch)
         for _ in range(n_rounds):
             for name, training in trainings.items():
                 steps[name].append(profiled(training, link, batch))
-    return [GpuStep(name, model_name, D, BYTES_PER_S, size, SEQUENCE_LENGTH, [1000 * step.seconds for step in found],
-                    sorted(found, key=lambda step: step.seconds)[len(found) // 2]) for name, found in steps.items()]
+    rows = [GpuStep(name, [1000 * step.seconds for step in recorded],
+                    sorted(recorded, key=lambda step: step.seconds)[len(recorded) // 2])
+            for name, recorded in steps.items()]
+    return rows, f"{model_name}, float32, a batch of {size} x {SEQUENCE_LENGTH}"
 
 
-def overlap_sheet(rows):
-    ddp_rounds, first = next(row.rounds_ms for row in rows if row.name == "ddp"), rows[0]
+def overlap_sheet(rows, conditions):
+    """Make the table of GpuSteps."""
+    ddp_ms = next(row.rounds_ms for row in rows if row.name == catalogue.REFERENCE)
 
-    def phase(name):
-        return lambda row: next(1000 * (end - start) for what, start, end in row.step.phases if what == name)
+    def phase_ms(name):
+        return lambda row: next(1000 * (end - start) for phase, start, end in row.step.phases if phase == name)
 
-    def travels(row):
-        return 1000 * length(union((one.start, one.end) for one in row.step.communication))
+    def in_flight_ms(row):
+        return 1000 * length(union((message.start, message.end) for message in row.step.communication))
     return sheet_of(
-        f"Whole steps of rank 0 of {first.d} on one GPU, beside a simulated link", rows,
-        [("", "", "name"), ("ms/step", "measured", lambda row: median(row.rounds_ms), ".1f"),
-         ("x ddp", "measured", lambda row: ratio(row.rounds_ms, ddp_rounds), ".2f"),
-         *((name, "measured", phase(name), ".1f") for name in ("forward", "backward", "step")),
-         ("in flight\nms", "modelled", travels, ".1f"),
-         ("exposed\nms", "measured", lambda row: 1000 * row.step.exposed_seconds, ".1f")],
-        f"{first.model}, float32, a batch of {first.batch_size} x {first.sequence_length}. A collective moves nothing, "
-        "but occupies a stream of its own for as long as its bytes take at "
-        f"{first.link_bytes_per_s / 1e9:.0f} GB/s. Exposed: one is in flight and no kernel computes. Median of "
-        f"{len(first.rounds_ms)} step(s), recorded by torch.profiler.")
+        f"Whole steps of rank 0 of {D} on one GPU, beside a simulated link", rows, {
+            "name": names(), "ms": column("ms/step", "rounds_ms", "measured", ".1f"),
+            "over_ddp": column("x ddp", lambda row: ratio(row.rounds_ms, ddp_ms), "measured", ".2f"),
+            **{name: column(name, phase_ms(name), "measured", ".1f") for name in ("forward", "backward", "step")},
+            "in_flight": column("in flight\nms", in_flight_ms, "modelled", ".1f"),
+            "exposed": column("exposed\nms", lambda row: 1000 * row.step.exposed_seconds, "measured", ".1f")},
+        [f"{conditions}. A collective moves nothing, but occupies a stream of its own for as long as its bytes take at "
+         f"{BYTES_PER_S / 1e9:.0f} GB/s. Exposed: one is in flight and no kernel computes. Median of "
+         f"{len(rows[0].rounds_ms)} step(s), recorded by torch.profiler."])
 
 
-def overlap_picture(rows):
-    """Of some rows when what computes and what is in flight -> SVG."""
-    drawn = "ddp", "stage 3 grad buffer", "stage 4 overlap"
-    return pictures.svg([(row.name, row.step) for row in rows if row.name in drawn],
-                        f"One recorded step of rank 0 of {rows[0].d} on a GPU, beside a simulated link")
+DRAWN = catalogue.REFERENCE, catalogue.GRAD_BUFFER, catalogue.OVERLAP
+PICTURE = f"One recorded step of rank 0 of {D} on a GPU, beside a simulated link"
+
+
+def measure(device, host_steps=60):
+    """Measure all of it. Returns a Report."""
+    bytes_per_s = copy_rate(device)
+    made = Made(torch.cuda.get_device_name(device), torch.__version__, commit(), date.today().isoformat())
+    n_steps = 10
+    conditions = made_line(made, "float32", f"median of {n_steps} steps, no communication")
+    updates = update_sheet(measure_updates(device, n_steps=n_steps), bytes_per_s, conditions)
+    host = host_time.measure_ranks(device, n_steps=host_steps)
+    rows, words = measure_overlap(device)
+    return Report(made, {"updates": updates, "overlap": overlap_sheet(rows, words)}, host,
+                  steps={row.name: row.step for row in rows if row.name in DRAWN}, title=PICTURE)
 
 
 def main():
@@ -313,11 +368,9 @@ def main():
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
     command_line.check_writable("--json", args.json, parser.error)
-    device = torch.device("cuda", 0)
-    result = measure_steps(device)
-    result.steps = measure_overlap(device)
-    sheets = [gpu_sheet(result), overlap_sheet(result.steps), *map(host_sheet, result.host)]
-    command_line.write_and_show(args.json, results.to_json(result), parser.error,
+    report = measure(torch.device("cuda", 0))
+    sheets = [*report.sheets.values(), *report.host.values()]
+    command_line.write_and_show(args.json, results.to_json(report), parser.error,
                                 lambda: print("\n".join(map(sheet_text, sheets))))
 
 

@@ -1,4 +1,4 @@
-"""The host's time: what launching, hooks and wrappers cost, where there is next to nothing to compute or to send.
+"""Measures the host's time: what launches, hooks and wrappers cost where there is hardly anything to compute or send.
 
     python -m harness.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]        # or: make bench WHAT=host
 
@@ -8,38 +8,37 @@ Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take t
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
 from harness import FOUR, ONE, THREE, TWO, command_line
 from harness import rows as catalogue
 from harness.alone import rank_0_of
-from harness.results import HostRow
-from harness.tables import host_sheet, sheet_text
+from harness.tables import column, names, sheet_of, sheet_text
 
-SIDE = 16  # of each matrix; tables.host_sheet names it
+SIDE = 16  # rows and columns of each matrix
 BLOCK = 20  # matrices in a block, which is a unit of FSDP2
 WARMUP_STEPS = 5
-PHASES = ("forward", "backward", "step", "zero_grad", "whole")
 ADAMW = {"lr": 1e-3, "fused": True}
 
 
 BUILD = {
     "plain AdamW": catalogue.compute_only,
-    "ddp": catalogue.ddp_of_one(torch.optim.AdamW),
+    catalogue.REFERENCE: catalogue.ddp_of_one(torch.optim.AdamW),
     "ddp + torch ZeRO": catalogue.ddp_of_one(catalogue.zero),
-    "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
-    "stage 1 naive broadcast": catalogue.stage(ONE),
-    "stage 2 all-gather": catalogue.stage(TWO),
+    catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+    catalogue.NAIVE_BROADCAST: catalogue.stage(ONE),
+    catalogue.ALL_GATHER: catalogue.stage(TWO),
     "stage 3 core": catalogue.stage(THREE, "ShardedOptimizer"),
-    "stage 3 grad buffer": catalogue.stage(THREE),
+    catalogue.GRAD_BUFFER: catalogue.stage(THREE),
     "stage 4 core": catalogue.stage_with_prefetch(FOUR, "ShardedOptimizer", bucket_cap_mb=0.02),
-    "stage 4 overlap": catalogue.stage_with_prefetch(FOUR, bucket_cap_mb=0.02),
+    catalogue.OVERLAP: catalogue.stage_with_prefetch(FOUR, bucket_cap_mb=0.02),
 }
 
 
 class Chain(torch.nn.Module):
-    """`n_tensors` matrices in blocks; called with (x, None), like the bench's model, where x is (1, SIDE)."""
+    """A model of `n_tensors` matrices in blocks; called with (x, None), like the bench's model; x is (1, SIDE)."""
 
     def __init__(self, n_tensors):
         super().__init__()
@@ -47,26 +46,41 @@ class Chain(torch.nn.Module):
         self.blocks = torch.nn.Sequential(*(
             torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(size))) for size in sizes))
 
-    def forward(self, x, _):
+    def forward(self, x, targets):
         return self.blocks(x).sum()
 
 
+class StepTimes(NamedTuple):
+    """Seconds of the host by phase, and of the whole step."""
+    forward: float
+    backward: float
+    step: float
+    zero_grad: float
+    whole: float
+
+
 def timed_step(training, x):
-    """-> seconds of each of PHASES, and of the whole step."""
-    loss, marks = [], [time.perf_counter()]
-    for phase in (lambda: loss.append(training.forward(x, None)), lambda: loss.pop().backward(), training.update,
-                  training.zero_grad):
-        phase()
-        marks.append(time.perf_counter())
-    return [*(end - start for start, end in zip(marks, marks[1:])), marks[-1] - marks[0]]
+    """Run a step. Returns StepTimes."""
+    marks = [time.perf_counter()]
+    loss = training.forward(x, None)
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    del loss
+    training.update()
+    marks.append(time.perf_counter())
+    training.zero_grad()
+    marks.append(time.perf_counter())
+    return StepTimes(*(end - start for start, end in zip(marks, marks[1:])), whole=marks[-1] - marks[0])
 
 
 def measure_host(n_tensors, d, n_steps=60, device="cpu"):
-    """-> list of HostRows."""
+    """Time all rows in turn, as rank 0 of d. Returns a Sheet."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     with rank_0_of(d):
         trainings = {name: build(Chain(n_tensors).to(device), ADAMW) for name, build in BUILD.items()}
-        x, times = torch.ones(1, SIDE, device=device), {name: [] for name in trainings}
+        x = torch.ones(1, SIDE, device=device)
+        times = {name: [] for name in trainings}
         for _ in range(WARMUP_STEPS + n_steps):
             for name, training in trainings.items():
                 times[name].append(timed_step(training, x))
@@ -74,23 +88,42 @@ def measure_host(n_tensors, d, n_steps=60, device="cpu"):
         for training in trainings.values():
             training.finish()
         trainings.clear()
+    return host_sheet({name: steps[WARMUP_STEPS:] for name, steps in times.items()}, n_tensors, d)
 
-    def of_phases(found, figure):
-        return {phase: 1e3 * figure(column) for phase, column in zip(PHASES, zip(*found[WARMUP_STEPS:]))}
-    return [HostRow(name, n_tensors, d, n_steps, of_phases(found, min), of_phases(found, statistics.median))
-            for name, found in times.items()]
+
+def host_sheet(times, n_tensors, d):
+    """Make the table of `times`, {name: list of StepTimes}."""
+    best = {name: StepTimes(*map(min, zip(*steps))) for name, steps in times.items()}
+    median_whole = {name: statistics.median(step.whole for step in steps) for name, steps in times.items()}
+    n_steps = len(times["plain AdamW"])
+
+    def phase(field):
+        return lambda name: 1e3 * getattr(best[name], field)
+    return sheet_of(
+        f"Best host time of a step, ms, measured: {n_tensors} tensors of {SIDE} x {SIDE}, rank 0 of {d}", times, {
+            "name": names(str), "forward": column("forw.", phase("forward"), form=".2f"),
+            "backward": column("backw.", phase("backward"), form=".2f"),
+            "step": column("step", phase("step"), form=".2f"),
+            "zero_grad": column("zero", phase("zero_grad"), form=".2f"),
+            "whole": column("whole", phase("whole"), form=".2f"),
+            "over_plain": column("x plain", lambda name: best[name].whole / best["plain AdamW"].whole, form=".2f"),
+            "median": column("median", lambda name: 1e3 * median_whole[name], form=".2f"),
+            "per_tensor": column("µs/tensor", lambda name: 1e6 * best[name].whole / n_tensors, form=".0f")},
+        [f"Best of {n_steps} steps, all rows in turn; median and µs a tensor: of the whole step. "
+         "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MB."])
 
 
 def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, progress=lambda text: None):
-    """-> list of what `measure_host` returns, for each of `ranks`."""
-    found = []
+    """Return {d: Sheet} for each d of `ranks`."""
+    by_ranks = {}
     for d in ranks:
         progress(f"host time as rank 0 of {d}")
-        found.append(measure_host(n_tensors, d, n_steps, device))
-    return found
+        by_ranks[d] = measure_host(n_tensors, d, n_steps, device)
+    return by_ranks
 
 
 def numbers(text):
+    """Parse "340,4000"."""
     return list(map(command_line.COUNT, text.split(",")))
 
 
@@ -102,8 +135,8 @@ def main():
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for n_tensors in args.tensors:
-        for rows in measure_ranks(device, n_tensors, args.ranks, args.steps):
-            print(sheet_text(host_sheet(rows)))
+        for sheet in measure_ranks(device, n_tensors, args.ranks, args.steps).values():
+            print(sheet_text(sheet))
 
 
 if __name__ == "__main__":

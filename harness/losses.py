@@ -1,27 +1,27 @@
-"""Losses of the variants that keep or send fewer bits, beside stage 4's: the same text, the same steps, several seeds.
+"""Compares the losses of variants that store or send fewer bits with stage 4's: same text and steps, several seeds.
 
     python -m harness.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
 
-A small GPT on the source of Python's standard library; after the last step the loss on the part that is kept for that.
+It trains a small GPT on the source of Python's standard library. The loss is that after the last step, on text that no
+step has seen.
 `--json results/losses.json` puts the result there, and `make report` its table into variants/README.md.
 """
 
-import dataclasses
 import statistics
 
 import torch
 
 from harness import FOUR, command_line, corpus, results
-from harness.examine import Settings, describe, make_batches, make_model
-from harness.results import LossConditions, LossResult, LossRow
+from harness.examine import Settings, made_here, make_batches, make_model
+from harness.results import Report
 from harness.rows import ddp, ddp_summed_in_bf16, stage
-from harness.tables import loss_sheet, sheet_text
+from harness.tables import column, made_line, names, sheet_of, sheet_text
 from harness.workers import Workers, on_rank_0
 
 SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
 BETAS = 0.95, 0.999
 FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
-CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared with, whose name says the dtype
+CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared with: FP32 or BF16, which is its dtype
     FP32: (stage(FOUR), FP32),
     "DDP": (ddp, FP32),
     "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
@@ -33,7 +33,7 @@ CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared w
 
 
 def loss_of(rank, name, seed, n_steps, beta2):
-    """-> the loss on the validation text, of this rank's part of it."""
+    """Train once. Returns the loss on this rank's part of the validation text."""
     build, base = CONFIGURATIONS[name]
     settings = SETTINGS._replace(seed=seed, steps=n_steps)
     model = make_model(settings, rank, "bfloat16" if base == BF16 else "float32")
@@ -48,14 +48,35 @@ def loss_of(rank, name, seed, n_steps, beta2):
 
 
 def measure(workers, n_steps, n_seeds):
-    """-> LossResult."""
-    found = on_rank_0(workers, describe, SETTINGS._replace(steps=n_steps))
-    conditions = LossConditions(**{field.name: getattr(found, field.name) for field in
-                                   dataclasses.fields(LossConditions)})
-    return LossResult(conditions, [
-        LossRow(name, base, beta2, [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
-                                        for seed in range(n_seeds)])
-        for beta2 in BETAS for name, (_, base) in CONFIGURATIONS.items()])
+    """Train all configurations. Returns {(name, beta2): loss by seed}."""
+    def by_seed(name, beta2):
+        return [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2)) for seed in range(n_seeds)]
+    return {(name, beta2): by_seed(name, beta2) for beta2 in BETAS for name in CONFIGURATIONS}
+
+
+def loss_sheet(losses, bases, n_steps, conditions):
+    """Make the table of losses, {(name, beta2): loss by seed}; `bases`: name -> the name that it is compared with."""
+    def difference(name, beta2):
+        pairs = zip(losses[name, beta2], losses[bases[name], beta2])
+        return " ".join(f"{loss - base_loss:+.4f}" for loss, base_loss in pairs)
+    columns = {"name": names(str)}
+    for beta2 in dict.fromkeys(beta2 for _, beta2 in losses):
+        columns[f"loss, beta2 {beta2}"] = column(
+            f"beta2 {beta2}\nloss", lambda name, beta2=beta2: losses[name, beta2], "measured", ".4f")
+        columns[f"difference, beta2 {beta2}"] = column(
+            "more, by seed", lambda name, beta2=beta2: difference(name, beta2), "measured")
+    return sheet_of(f"Losses after {n_steps} steps", dict.fromkeys(name for name, _ in losses), columns, [
+        "Loss: nats a byte of text that no step has seen, the median over the seeds. More: than stage 4 of the same "
+        "dtype, same seed.", conditions])
+
+
+def describe(rank):
+    """Say in a line under which conditions the losses hold."""
+    numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
+    return made_line(
+        made_here(), f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",
+        f"a rank's batch: {SETTINGS.batch_size} x {SETTINGS.sequence_length} bytes of the source of Python's standard "
+        "library")
 
 
 def main():
@@ -67,9 +88,11 @@ def main():
     args = parser.parse_args()
     command_line.check_writable("--json", args.json, parser.error)
     with Workers(args.ranks, timeout_s=600) as workers:
-        result = measure(workers, args.steps, args.seeds)
-    command_line.write_and_show(args.json, results.to_json(result), parser.error,
-                                lambda: print(sheet_text(loss_sheet(result))))
+        losses = measure(workers, args.steps, args.seeds)
+        conditions = on_rank_0(workers, describe)
+    sheet = loss_sheet(losses, {name: base for name, (_, base) in CONFIGURATIONS.items()}, args.steps, conditions)
+    report = Report(made_here(), {"losses": sheet})
+    command_line.write_and_show(args.json, results.to_json(report), parser.error, lambda: print(sheet_text(sheet)))
 
 
 if __name__ == "__main__":

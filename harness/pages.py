@@ -1,42 +1,46 @@
-"""Tables, pictures and figures of the pages, anew from results/*.json; what you have measured beside what is there."""
+"""Writes the tables, pictures and figures of the pages anew from results/*.json, and prints yours beside them."""
 
 import dataclasses
 import functools
 import math
 import re
 import textwrap
+from typing import NamedTuple
 
-from harness import command_line, gpu_step, pictures, tables
+from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
-from harness.results import FaultResult, GpuResult, LossResult, MutationResult, PlanResult, Result, SavingResult
-from harness.tables import Sheet
+from harness.results import Report, Row, Sheet
+from harness.tables import TEXT, column, names, rate_words
+from harness.take import core_lines
 
 GPUS = ("cuda.json",)
 
 
-def made(names):
-    """Machine, torch, commit and date of these files: each once."""
-    names = [name for name in names if (saved.ROOT / "results" / name).exists()]
-    found = [c for name in names for _, c in saved.provenance(saved.load(name))]
-    machine, torch, commit, day = (" and ".join(dict.fromkeys(getattr(c, field) for c in found))
+def made(files):
+    """Return a block with machine, torch, commit and date of these files, each once."""
+    files = [name for name in files if (saved.ROOT / "results" / name).exists()]
+    parts = [part for name in files for _, part in saved.provenance(saved.load(name))]
+    machine, torch, commit, day = (" and ".join(dict.fromkeys(getattr(part, field) for part in parts))
                                    for field in ("machine", "torch", "commit", "date"))
     return code(f"{machine} · torch {torch} · commit {commit} · {day}")
 
 
 def code(*texts):
-    """-> a block of code for each text."""
+    """Return a block of code, with an empty line between the texts."""
     return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ", lambda line: line.strip())
 
 
-def pick(sheet, *columns, timed=None):
-    """A sheet with these columns, by number, or all; of its notes those that explain a mark: the page says the rest.
-    `timed`: conditions that say how often."""
-    columns = columns or range(len(sheet.columns))
-    often = [f"{timed.rounds} round(s) of {timed.steps} steps."] if timed else []
-    return sheet._replace(columns=[sheet.columns[at] for at in columns],
-                          rows=[[cells[at] for at in columns] for cells in sheet.rows],
-                          notes=[note for note in sheet.notes if note[0] in "*~"] + often)
+def pick(sheet, *keys, timed=None):
+    """Return a sheet with these columns, or all, and with its footnotes alone: the page says the rest.
+
+    `timed`: Conditions that say how often; they become a note.
+    """
+    keys = keys or [column.key for column in sheet.columns]
+    places = [[column.key for column in sheet.columns].index(key) for key in keys]
+    footnotes = sheet.footnotes + ([f"{timed.rounds} round(s) of {timed.steps} steps."] if timed else [])
+    return dataclasses.replace(sheet, columns=[sheet.columns[place] for place in places], notes=[],
+                               rows=[[cells[place] for place in places] for cells in sheet.rows], footnotes=footnotes)
 
 
 def shown(*sheets):
@@ -44,159 +48,254 @@ def shown(*sheets):
 
 
 def bench(result):
-    """Time, traffic and memory of each row, in one table."""
-    time, memory = tables.time_sheet(result), tables.memory_sheets(result)[0]
-    time, memory = pick(time, 0, 1, 2, 3, 6, 7), pick(memory, 0, 5, len(memory.columns) - 3, len(memory.columns) - 1)
-    held = {name: [cell.replace("*", "†") for cell in cells] for name, *cells in memory.rows}  # time has stars too
-    rows = [[*cells, *held.get(cells[0], [tables.NONE] * 3)] for cells in time.rows]
-    notes = time.notes + [note.replace("*", "†") for note in memory.notes]
-    both = Sheet("A step: time, traffic, memory in MB", time.columns + memory.columns[1:], rows, notes)
+    """Return time, traffic and memory of each row, in one table."""
+    time = pick(every_row.time_sheet(result), "name", "ms", "range", "over_ddp", "sent", "formula")
+    memory = pick(every_row.memory_sheets(result)[0], "name", "peak", "bytes", "difference")
+    held = {name: cells for name, *cells in memory.rows}
+    rows = [[*cells, *held.get(cells[0], [None] * 3)] for cells in time.rows]
+    both = Sheet("A step: time, traffic, memory in MB", time.columns + memory.columns[1:], time.row_keys, rows,
+                 footnotes=time.footnotes + memory.footnotes)
     return shown(pick(both, timed=result.conditions))
 
 
 def at_a_rate(sheet, result, timed=None):
-    return pick(sheet._replace(title=f"{sheet.title}, {tables.rate_words(result.conditions.rate)}"), timed=timed)
+    return pick(dataclasses.replace(sheet, title=f"{sheet.title}, {rate_words(result.conditions.rate)}"), timed=timed)
 
 
-def hosts(found):
-    """As rank 0 of 8."""
-    return [pick(tables.host_sheet(rows), 0, 1, 2, 3, 5, 6, 8) for rows in found if rows[0].d == 8]
+def host(result):
+    """Return the host's time as rank 0 of 8."""
+    return pick(result.host[8], "name", "forward", "backward", "step", "whole", "over_plain", "per_tensor")
 
 
 def cuda():
-    result = saved.load("cuda.json")
-    return shown(gpu_step.overlap_sheet(result.steps), pick(tables.gpu_sheet(result)), *hosts(result.host))
+    report = saved.load("cuda.json")
+    return shown(report.sheets["overlap"], pick(report.sheets["updates"]), host(report))
 
 
 def plans():
-    """Of 7b what a rank holds, a step, and the sizes of buckets; of 70b a step."""
-    (memory, _, step, _, sizes), (*_, larger, _, _) = (
-        tables.plan_sheets(dataclasses.replace(saved.load(name), check=None))
-        for name in ("plan.json", "plan_70b.json"))
-    return shown(pick(memory, 0, 1, 2, 3, 4, 5, 8, 9), *(pick(one, 0, 1, 2, 4, 5, 6) for one in (step, larger)),
-                 pick(sizes))
+    """Return of 7b what a rank holds, a step, and the sizes of buckets; of 70b a step."""
+    plan, larger = saved.load("plan.json").sheets, saved.load("plan_70b.json").sheets
+    memory = pick(plan["memory"], "name", "parameters", "gradients", "main parameters", "state", "buffers", "peak",
+                  "fits_from")
+    times = [pick(sheets["time"], "name", "ms", "exposed", "once", "each", "peak") for sheets in (plan, larger)]
+    return shown(memory, *times, pick(plan["sizes"]))
 
 
 def mutations():
-    sheet = pick(tables.mutation_sheet(saved.load("faults_mutations.json")))
-    return shown(sheet._replace(rows=sheet.rows[-1:]))  # of all kinds together
+    """Return the last row of the table: all kinds of changes together."""
+    sheet = pick(saved.load("faults_mutations.json").sheets["mutations"])
+    return shown(dataclasses.replace(sheet, rows=sheet.rows[-1:]))
+
+
+def sheets_of(name, *keys):
+    """Return tables of a Report as they are."""
+    sheets = saved.load(name).sheets
+    return shown(*(pick(sheets[key]) for key in keys))
+
+
+def of_bench(key):
+    return shown(pick(saved.load_bench().sheets[key]))
+
+
+# ---------------------------------------------------------------------------------------------------- README's ladder
+
+
+class Rung(NamedTuple):
+    """A row of README's ladder: the bench's row of that name, and its stage's folder. `state`: its row of bytes."""
+    row: str
+    folder: str
+    title: str
+    collectives: str
+    state: str = ""
+
+
+LADDER = [
+    Rung(catalogue.REFERENCE, "", "DDP, replicated AdamW", "all-reduce, in buckets"),
+    Rung(catalogue.REPLICATED, "", "replicated", "all-reduce"),
+    Rung(catalogue.NAIVE_BROADCAST, ONE, "1 naive broadcast", "all-reduce, d broadcasts"),
+    Rung(catalogue.ALL_GATHER, TWO, "2 all-gather", "all-reduce, all-gather"),
+    Rung(catalogue.GRAD_BUFFER, THREE, "3 grad buffer", "reduce-scatter, all-gather", "stage 3 float32/float32"),
+    Rung(catalogue.OVERLAP, FOUR, "4 overlap", "reduce-scatter, all-gather, in buckets", "stage 4 float32/float32"),
+]
+
+
+def ladder():
+    """Return as markdown what can be counted, and one column of time, measured on two hosts with the slowest link."""
+    result = saved.by_rate()[0]
+    conditions = result.conditions
+    tuned = catalogue.tuned(result, catalogue.REFERENCE)
+    ddp = tuned or result.find(catalogue.REFERENCE)
+    state = saved.load_bench().sheets["model_state"]
+
+    def of_row(get):
+        return lambda rung: get(ddp if rung.row == catalogue.REFERENCE else result.find(rung.row) or Row(rung.row))
+
+    def held(rung):
+        """Write bytes per parameter after a step: of stages 3 and 4 as counted, padding and buffers included."""
+        formula = {d: 8 + 8 / d if rung.folder else 16 for d in (2, 8, 64)}
+        counted = {d: state.numbers(f"{d}")[rung.state] for d in formula} if rung.state else formula
+        return " · ".join(f"{n_bytes:.1f}" for n_bytes in counted.values())
+
+    def peak_mb(row):
+        return max(row.peak_bytes.values()) / 1e6 if row.peak_bytes else None
+    sheet = tables.sheet_of("", LADDER, {
+        "stage": names("title", "stage"), "collectives": column("collectives", "collectives", form=TEXT),
+        "held": column("bytes per parameter on 2 · 8 · 64 ranks", held),
+        "peak": column("peak memory, MB", of_row(peak_mb), form=".0f"),
+        "sends": column("values sent per parameter", lambda rung: catalogue.find(rung.row).sends / 4, form="g"),
+        "lines": column("code lines of the core",
+                        lambda rung: core_lines(saved.ROOT / rung.folder) if rung.folder else None),
+        "time": column("time ÷ DDP's", of_row(lambda row: row.over(ddp)), form=".2f")})
+    words = "DDP's with its default buckets" if tuned is None else (
+        f"tuned DDP's ({'default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried)")
+    sheet.notes = [
+        f"The model has {conditions.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with "
+        "AdamW (stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). The peak includes "
+        "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
+        f"`DistributedOptimizer`, divided by {words}. Two emulated hosts, a link of {rate_words(conditions.rate)}, "
+        f"median of {conditions.rounds} rounds ({conditions.machine}, {conditions.date})."]
+    return tables.markdown(sheet)
 
 
 BLOCKS = {
-    "ladder": tables.ladder_block,
+    "ladder": ladder,
     "made": lambda: made([name for name in saved.FILES if name not in GPUS]),
     "made_gpu": lambda: made(GPUS),
     "settings": lambda: code(*(textwrap.fill(tables.settings_line(result.conditions), 100)
                                for result in (saved.load_bench(), saved.by_rate()[0]))),
-    "curve": lambda: shown(pick(tables.curve_sheet(saved.at_all_rates()))),
-    "two_hosts": lambda: shown(*(pick(tables.line_sheet(result), 0, 1, 3, 5, 6, timed=result.conditions)
-                                 for result in saved.by_rate())),
+    "curve": lambda: shown(pick(links.curve_sheet(saved.at_all_rates()))),
+    "two_hosts": lambda: shown(*(pick(links.link_sheet(result), "name", "ms", "exposed", "over_floor", "stage4_over",
+                                      timed=result.conditions) for result in saved.by_rate())),
     "accumulation": lambda: shown(*(at_a_rate(sheet, result) for result in saved.by_rate() if result.accumulation
-                                    for sheet in tables.accumulation_sheets(result.accumulation))),
-    "buckets": lambda: shown(*(at_a_rate(tables.buckets_sheet(result.sweep), result, result.sweep.conditions)
+                                    for sheet in links.accumulation_sheets(result.accumulation))),
+    "buckets": lambda: shown(*(at_a_rate(links.buckets_sheet(result.sweep), result, result.sweep.conditions)
                                for result in saved.by_rate() if catalogue.is_whole(result.sweep))),
-    "state": lambda: shown(pick(tables.state_sheet(saved.load_bench().model_state))),
-    "gathered": lambda: shown(pick(tables.gathered_sheet(saved.load_bench().gathered))),
+    "state": lambda: of_bench("model_state"),
+    "gathered": lambda: of_bench("gathered"),
     "bench": lambda: bench(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
-    "host": lambda: shown(*hosts(saved.load_bench().host)),
-    "saving": lambda: shown(pick(tables.saving_sheet(saved.load("saving.json")))),
-    "faults": lambda: shown(*map(pick, tables.fault_sheets(saved.load("faults.json")))),
+    "host": lambda: shown(host(saved.load_bench())),
+    "saving": lambda: sheets_of("saving.json", "saving"),
+    "faults": lambda: sheets_of("faults.json", "faults", "journey"),
     "mutations": mutations,
     "cuda": cuda,
     "plan": plans,
-    "plan_check": lambda: shown(*map(pick, tables.plan_check_sheets(saved.load("plan.json").check))),
+    "plan_check": lambda: sheets_of("plan.json", "two hosts", "published"),
 }
 # By the name of a file in results/. "" where no sweep was made.
-PICTURES = {"network.svg": lambda: pictures.two_hosts_picture(saved.load("network.json").at_all_rates()),
-            "curve.svg": lambda: pictures.curve_picture(saved.at_all_rates()),
-            "buckets.svg": lambda: pictures.sweep_picture(saved.at_all_rates()),
-            "gpu_overlap.svg": lambda: gpu_step.overlap_picture(saved.load("cuda.json").steps),
-            "plan.svg": lambda: pictures.svg(*pictures.planned_steps(saved.load("plan.json")))}
+PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json").at_all_rates()),
+            "curve.svg": lambda: links.curve_picture(saved.at_all_rates()),
+            "buckets.svg": lambda: links.sweep_picture(saved.at_all_rates()),
+            "gpu_overlap.svg": lambda: drawn_steps("cuda.json"),
+            "plan.svg": lambda: drawn_steps("plan.json")}
+
+
+def drawn_steps(name):
+    report = saved.load(name)
+    return pictures.svg(list(report.steps.items()), report.title)
 
 
 def figures():
-    """Figures inside a sentence of a page, between <!--name--> and <!--end--> -> name -> text."""
-    plan, larger = ({row.base: row for row in saved.load(name).rows} for name in ("plan.json", "plan_70b.json"))
-    check, stage4, network = saved.load("plan.json").check, plan["stage 4 bf16"], saved.at_all_rates()
+    """Return {name: text} of figures inside sentences, which stand between <!--name--> and <!--end-->."""
+    plan, larger, network = saved.load("plan.json"), saved.load("plan_70b.json"), saved.at_all_rates()
+    memory, ms_70b, check = plan.sheets["memory"], larger.sheets["ranks"].numbers("1024"), plan.figures
+    held = sum(memory.numbers(kind)[catalogue.STAGE_4_BF16] for kind in (
+        "parameters", "gradients", "main parameters", "state", "buffers"))
+    rows = [dict(zip((column.key for column in plan.sheets["published"].columns), row))
+            for row in plan.sheets["published"].rows]
 
-    def errors(what, is_users, *optimizers):
-        """Of these published runs, in percent."""
-        return [100 * abs(run.error) for run in check.published
-                if run.what == what and run.optimizer in optimizers and (run.gpus == 128) == is_users]
+    def percents(calibration, is_users, *optimizers):
+        """Return the errors of these published runs."""
+        return [100 * abs(row["error"]) for row in rows if row["calibration"] == calibration
+                and row["optimizer"] in optimizers and (row["gpus"] == 128) == is_users]
     numbers = {
-        "ddp_7b": plan["ddp bf16"].peak / 1e9, "held_7b": sum(stage4.held.values()) / 1e9,
-        "peak_7b": stage4.peak / 1e9, "ddp_70b": larger["ddp bf16"].ms[1024],
-        "stage3_70b": larger["stage 3 bf16/bf16"].ms[1024], "stage4_70b": larger["stage 4 bf16"].ms[1024],
-        "fitting": sum(row.fits_from > 0 for row in plan.values()), "runs": len(check.two_hosts),
-        "near": sum(abs(run.error) <= 0.1 for run in check.two_hosts),
-        "off_theirs": math.ceil(max(errors("predicted", False, "overlapped", "distributed"))),
-        "off_users": math.floor(min(errors("predicted", True, "overlapped"))),
-        "off_users_own": math.floor(min(errors("predicted, user's", True, "overlapped"))),
-        "off_none_hidden": math.ceil(max(errors("none hidden", True, "overlapped"))),
-        "flops_theirs": check.hardware[0][0], "flops_users": check.hardware[1][0],
-        "between_users": check.hardware[1][1]}
-    over_tuned = {f"over_tuned_{result.conditions.rate}".replace(".", "_"):
-                  f"{result.find(catalogue.OVERLAP).over(catalogue.tuned(result, 'ddp')):.2f}" for result in network}
-    return {"buckets_7b": stage4.size, **over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
+        "ddp_7b": memory.numbers("peak")["ddp bf16"], "held_7b": held,
+        "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16], "ddp_70b": ms_70b["ddp bf16"],
+        "stage3_70b": ms_70b["stage 3 bf16/bf16"], "stage4_70b": ms_70b[catalogue.STAGE_4_BF16],
+        "fitting": sum(d is not None for d in memory.numbers("fits_from").values()), "runs": check["runs"],
+        "near": check["runs within 10 %"],
+        "off_theirs": math.ceil(max(percents("predicted", False, "overlapped", "distributed"))),
+        "off_users": math.floor(min(percents("predicted", True, "overlapped"))),
+        "off_users_own": math.floor(min(percents("predicted, user's", True, "overlapped"))),
+        "off_none_hidden": math.ceil(max(percents("none hidden", True, "overlapped"))),
+        "flops_theirs": check["publisher's TFLOP/s"], "flops_users": check["user's TFLOP/s"],
+        "between_users": check["user's GB/s of a node"]}
+    over_tuned = {}
+    for result in network:
+        ddp = catalogue.tuned(result, catalogue.REFERENCE)
+        over_tuned[f"over_tuned_{result.conditions.rate}".replace(".", "_")] = (
+            f"{result.find(catalogue.OVERLAP).over(ddp):.2f}")
+    return {"buckets_7b": check["buckets of stage 4"], **over_tuned,
+            **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
-SHEETS = {FaultResult: tables.fault_sheets, PlanResult: tables.plan_sheets, GpuResult: tables.gpu_sheet,
-          SavingResult: tables.saving_sheet, MutationResult: tables.mutation_sheet, LossResult: tables.loss_sheet}
+# --------------------------------------------------------------------------------------- What you measured, beside ours
 
 
-def sheets():
-    """Of each of your files: a Result beside the published one, and else its own tables."""
-    found = []
+def measured_sheets():
+    """Return tables of each of your files: a Result beside the published one, the tables of a Report as they are."""
+    sheets = []
     for name in saved.FILES:
-        mine = saved.load(name, "measured") if (saved.ROOT / "measured" / name).exists() else None
-        if isinstance(mine, Result):
-            target = target_of(name, mine)
-            theirs = saved.load(target).at_all_rates() if (saved.ROOT / "results" / target).exists() else []
-            found += [beside_sheet(name, one, theirs) for one in mine.at_all_rates()]
-        elif mine:
-            own = SHEETS[type(mine)](mine)
-            found += [one._replace(title=f"Yours: {one.title}") for one in ([own] if isinstance(own, Sheet) else own)]
-    return found
+        if not (saved.ROOT / "measured" / name).exists():
+            continue
+        measured = saved.load(name, "measured")
+        if isinstance(measured, Report):
+            sheets += [dataclasses.replace(sheet, title=f"Yours: {sheet.title}") for sheet in measured.sheets.values()]
+            continue
+        target = published_file(name, measured)
+        published = saved.load(target).at_all_rates() if (saved.ROOT / "results" / target).exists() else []
+        sheets += [compared_sheet(name, of_rate, published) for of_rate in measured.at_all_rates()]
+    return sheets
 
 
-def target_of(name, result):
-    """The published file that it belongs to: the bench has one for each kind of device, and for 16-bit rows."""
-    kinds = [kind for kind in ("bfloat16", "float16") if kind in result.conditions.dtype.split()]
-    kinds = ["cuda"] if result.conditions.device == "cuda" else kinds
-    return f"bench_{kinds[0]}.json" if kinds and name == "bench.json" else name
+def published_file(name, result):
+    """Return the published file that a Result belongs to: the bench has one for each device, and for 16-bit rows."""
+    if name == "bench.json" and result.conditions.device == "cuda":
+        return "bench_cuda.json"
+    for dtype in ("bfloat16", "float16"):
+        if name == "bench.json" and dtype in result.conditions.dtype.split():
+            return f"bench_{dtype}.json"
+    return name
 
 
-def beside_sheet(name, mine, theirs):
-    """`theirs`: published Results, of which one may be of the same rate."""
-    same = next((one for one in theirs if one.conditions.rate == mine.conditions.rate), None)
-    rate = f", {mine.conditions.rate}" if mine.conditions.rate else ""
+def compared_sheet(name, result, published):
+    """Make the table of a Result beside that of the same rate among the `published` Results."""
+    rate = result.conditions.rate
+    same = next((other for other in published if other.conditions.rate == rate), None)
 
-    def published(get):
-        return lambda row: same and (found := same.find(*row.row_id)) and tables.figure(found, get)
-    figures = [("ms/step", "measured", "rounds_ms", ".0f"), ("x ddp", "measured", "vs_reference", ".2f"),
-               ("MB sent", "counted", "wire_bytes/1e6", ".1f"),
-               ("bytes a\nparam.", "counted", "bytes_per_param", ".2f")]
+    def of_published(field):
+        def read(row):
+            published_row = same.find(*row.row_id) if same else None
+            return getattr(published_row, field) if published_row else None
+        return read
+    columns = {"name": names(tables.label_of)}
+    for title, field, form in (("ms/step", "rounds_ms", ".0f"), ("x ddp", "vs_reference", ".2f"),
+                               ("MB sent", "wire_bytes", ".1f"), ("bytes a\nparam.", "bytes_per_param", ".2f")):
+        unit = 1e6 if field == "wire_bytes" else 1
+        source = "measured" if field in ("rounds_ms", "vs_reference") else "counted"
+        columns[f"published {field}"] = column(f"{title}\npubl.", of_published(field), source, form, unit=unit)
+        columns[f"your {field}"] = column(f"{title}\nyours", field, source, form, unit=unit)
     return tables.sheet_of(
-        f"Yours beside the published ones: {name}{rate}", mine.rows,
-        [("", "", tables.label_of), *((f"{title}\n{whose}", source, one, form) for title, source, get, form in figures
-                                      for whose, one in (("publ.", published(get)), ("yours", get)))],
-        f"Yours: {tables.conditions_line(mine.conditions)}.",
-        f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
-        tables.failures(mine.rows))
+        f"Yours beside the published ones: {name}{f', {rate}' if rate else ''}", result.rows, columns,
+        [f"Yours: {tables.conditions_line(result.conditions)}.",
+         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
+         *tables.failures(result.rows)])
+
+
+# ------------------------------------------------------------------------------------------------------------ The pages
 
 
 def rewritten(text, blocks=BLOCKS):
-    """`text` of a markdown file, with all its blocks and figures made anew. An unknown name raises KeyError."""
+    """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
     text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)",
                   lambda block: f"{block[1]}\n{blocks[block[2]]()}\n\n{block[3]}", text, flags=re.DOTALL)
     in_prose = r"<!--(\w+)-->.*?<!--end-->"
-    found = figures() if re.search(in_prose, text) else {}
-    return re.sub(in_prose, lambda mark: f"<!--{mark[1]}-->{found[mark[1]]}<!--end-->", text)
+    texts = figures() if re.search(in_prose, text) else {}
+    return re.sub(in_prose, lambda mark: f"<!--{mark[1]}-->{texts[mark[1]]}<!--end-->", text)
 
 
 def files():
-    """Pages that have blocks."""
+    """Return the pages that have blocks."""
     return [saved.ROOT / "README.md", saved.ROOT / "docs" / "plan.md", *sorted((saved.ROOT / "results").glob("*.md"))]
 
 
@@ -205,20 +304,21 @@ def main():
     if not pictures.can_draw():
         raise SystemExit("report: pictures need matplotlib: pip install matplotlib")
     rewrite()
-    for sheet in sheets():
+    for sheet in measured_sheets():
         print("", tables.sheet_text(sheet, tables.WIDTH), sep="\n")
 
 
 def rewrite():
-    """Pages and pictures, and says of each whether it has changed."""
-    texts = []  # nothing is written before all of it is there
+    """Write pages and pictures, and say of each whether it has changed. Nothing is written before all of it is made."""
+    texts = []
     for path in [*files(), *(saved.ROOT / "results" / name for name in PICTURES)]:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         try:
-            texts.append((path, before, PICTURES[path.name]() if path.name in PICTURES else rewritten(before)))
+            after = PICTURES[path.name]() if path.name in PICTURES else rewritten(before)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = f"there is no such block, or results/ holds something else than results: {error!r}"
             raise SystemExit(f"report: {path.name}: {reason}") from None
+        texts.append((path, before, after))
     for path, before, after in texts:
         if after != before:
             command_line.write("page", path, after, functools.partial(command_line.fail, "report"))

@@ -1,172 +1,227 @@
-"""Plan before you rent: what a rank of 1024 holds, how long a step takes, and how far that model is from runs."""
+"""Plans before you rent: what a rank of 1024 holds, how long a step takes, and how far that model is from runs."""
 
 import functools
 import gc
-import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-from harness import alone, command_line, models, pictures
+from harness import alone, command_line, models, pictures, plan_check
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import COUNT, number
 from harness.examine import made_here
-from harness.replay import Hardware, calibrated, replay
-from harness.results import Check, ModelledRun, PlanResult, PlanRow, PlanSize, PublishedRun
-from harness.rows import RowId
-from harness.tables import plan_sheets, sheet_text
-from stage4_overlap.transport import GlooTransport
+from harness.replay import DEVICES, replay
+from harness.results import RecordedStep, Report
+from harness.rows import HasRowId, RowId
+from harness.tables import column, label_of, names, sheet_of, sheet_text
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
-STAGE_4 = {"stage 4 overlap", "stage 4 bf16", catalogue.PLANNED[-1].name}  # whose buckets' sizes have a table
-BUCKETED = STAGE_4 | {"ddp", "ddp bf16"}
+ROWS = {"fp32": plan_check.ROWS, "bf16": [row.name for row in catalogue.PLANNED]}
+STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.PLANNED[-1].name}  # whose buckets' sizes have a table
+BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}
 RANKS = (1, 8, 64, 1024)  # that all rows are counted at
 CAPS_MB = (None, 100, 400, 1600, 6400)  # buckets that are tried, the default first
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
 MICRO_BATCHES = 8  # of the step that accumulates
 EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
-# As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
-DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312e12, 2.0e12, 300e9, 100e9)}
+
+
+@dataclass
+class PlanRow(HasRowId):
+    """Bytes on rank 0, after a step by kind, and at the peak; bytes per parameter, and ms per micro-batch, by number of
+    ranks. `once_ms`, `each_ms`: of one of MICRO_BATCHES, with one exchange per step, or one for each. `step`: modelled.
+    """
+    base: str
+    bucket_mb: float | None
+    formula: str
+    held: dict
+    padding: float
+    peak: float
+    fits_from: int  # number of ranks from which on it fits; 0: with none
+    counted: dict
+    theory: dict
+    ms: dict
+    once_ms: float
+    each_ms: float
+    step: RecordedStep
+
+
+@dataclass
+class SizeRow(HasRowId):
+    """A size of bucket that was tried. `is_bucket`: two of them take at most half of what whole gradients would."""
+    base: str
+    bucket_mb: float | None
+    ms: float
+    peak: float
+    is_bucket: bool
 
 
 class Planner:
-    """`recorded`: (RowId, d) -> alone.Recorded, of all rows that were run dry."""
+    """Chooses sizes of buckets, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of all that was run dry."""
 
     def __init__(self, args, recorded=()):
-        self.args, self.recorded, self.device_bytes = args, dict(recorded), args.device_memory * 1e9
-        flops = DEVICES[args.device].flops * EFFICIENCY / (2 if args.dtype == "fp32" else 1)  # TF32: half of 16 bits
+        self.args = args
+        self.recorded = dict(recorded)
+        self.device_bytes = args.device_memory * 1e9
+        flops = DEVICES[args.device].flops * EFFICIENCY
+        if args.dtype == "fp32":  # TF32 has half the rate of 16 bits
+            flops /= 2
         self.hardware = DEVICES[args.device]._replace(flops=flops, sharing=args.tensor_parallel)
 
     def ms(self, row_id, d, micro_batches=None, exchange_each=False):
-        """Of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
-        k = micro_batches or self.args.accumulate
-        return 1e3 * replay(self.recorded[row_id, d].events, self.hardware, d, k, exchange_each).seconds / k
+        """Model the ms of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
+        n = micro_batches or self.args.accumulate
+        return 1e3 * replay(self.recorded[row_id, d].events, self.hardware, d, n, exchange_each).seconds / n
 
     def sizes(self, base):
-        """-> RowIds of a size of bucket; few rows have buckets."""
+        """Return RowIds of the sizes of bucket that are tried; a row without buckets has one."""
+        if base not in BUCKETED:
+            return [RowId(base)]
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
-        return [RowId(base, cap_mb) for cap_mb in (caps_mb if base in BUCKETED else [None])]
+        return [RowId(base, cap_mb) for cap_mb in caps_mb]
 
     def is_bucket(self, row_id):
-        """Two buffers take at most half of what whole gradients would: stage 3 keeps those, and has no buckets."""
+        """Return whether two buffers take at most half of what whole gradients would, as stage 3 holds them."""
         held = self.recorded[row_id, self.args.world].held
         return held["buffers"] <= held["parameters"] / 2
 
     def tuned(self, base):
-        """-> the smallest size with which it is as fast as with any, of those that are buckets and fit."""
+        """Return the smallest size with which it is as fast as with any, of those that are buckets and fit."""
         sizes = [row_id for row_id in self.sizes(base) if self.is_bucket(row_id)] or self.sizes(base)
-        fitting = [one for one in sizes if self.recorded[one, self.args.world].peak <= self.device_bytes] or sizes
-        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting}
-        return next(row_id for row_id in fitting if ms[row_id] <= AS_FAST * min(ms.values()))
+        fitting = [row_id for row_id in sizes if self.recorded[row_id, self.args.world].peak <= self.device_bytes]
+        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}
+        return next(row_id for row_id in ms if ms[row_id] <= AS_FAST * min(ms.values()))
 
     def row(self, row_id, ranks):
-        counted, configuration = {d: self.recorded[row_id, d] for d in ranks}, catalogue.find(*row_id)
         world = self.args.world
-        last, shared = counted[world], f" + {configuration.shared:g}/d" if configuration.shared else ""
-        too_few = [d for d in ranks if counted[d].peak > self.device_bytes]
+        recorded = {d: self.recorded[row_id, d] for d in ranks}
+        last = recorded[world]
+        too_few = [d for d in ranks if recorded[d].peak > self.device_bytes]
         return PlanRow(
-            *row_id, formula=f"{configuration.whole:g}{shared}{' + b' * (row_id.base in STAGE_4)}", held=last.held,
-            padding=sum(last.held.values()) - last.theory, peak=last.peak,
-            fits_from=next((d for d in ranks if d > max(too_few, default=0)), 0),
-            bytes_per_param={d: sum(one.held.values()) / one.numel for d, one in counted.items()},
-            bytes_per_param_theory={d: one.theory / one.numel for d, one in counted.items()},
+            *row_id, formula=formula_of(row_id), held=last.held, padding=sum(last.held.values()) - last.theory,
+            peak=last.peak, fits_from=next((d for d in ranks if d > max(too_few, default=0)), 0),
+            counted={d: part.bytes_per_param for d, part in recorded.items()},
+            theory={d: part.theory / part.numel for d, part in recorded.items()},
             ms={d: self.ms(row_id, d) for d in ranks}, once_ms=self.ms(row_id, world, MICRO_BATCHES),
             each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
             step=replay(last.events, self.hardware, world, self.args.accumulate))
 
+    def size_row(self, row_id):
+        return SizeRow(*row_id, self.ms(row_id, self.args.world), self.recorded[row_id, self.args.world].peak,
+                       self.is_bucket(row_id))
+
+
+def formula_of(row_id):
+    """Write bytes per parameter, such as "4 + 12/d + b"; b: stage 4's two bucket buffers."""
+    configuration = catalogue.find(*row_id)
+    terms = [f"{configuration.whole:g}"]
+    if configuration.shared:
+        terms.append(f"{configuration.shared:g}/d")
+    if row_id.base in STAGE_4:
+        terms.append("b")
+    return " + ".join(terms)
+
 
 def plan(args, workers):
-    """-> PlanResult: counts and times at several d, and the step at --world. Rows are run dry by `workers`."""
-    planner, bases, spec = Planner(args), ROWS[args.dtype], args.spec
+    """Count and time all rows at several d, and the step at --world. Returns a Report. `workers` run the rows dry."""
+    planner, bases = Planner(args), ROWS[args.dtype]
     ranks = [*(d for d in RANKS if d < args.world), args.world]
-    cost = workers.submit(alone.cost_of, spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
+    cost = workers.submit(alone.cost_of, args.spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
 
-    def run(tasks):
-        found = {(row_id, d): workers.submit(alone.record, row_id, spec, d, cost) for row_id, d in tasks}
-        planner.recorded.update((task, one.result()) for task, one in found.items())
-    run((row_id, args.world) for base in bases for row_id in planner.sizes(base))
+    def run_dry(tasks):
+        futures = {(row_id, d): workers.submit(alone.record, row_id, args.spec, d, cost) for row_id, d in tasks}
+        planner.recorded.update((task, future.result()) for task, future in futures.items())
+    run_dry((row_id, args.world) for base in bases for row_id in planner.sizes(base))
     row_ids = [planner.tuned(base) for base in bases]
-    run((row_id, d) for row_id in row_ids for d in ranks[:-1])
-    asked = {key: value for key, value in vars(args).items() if key not in ("json", "check", "spec")}
-    conditions = {**asked, "parameters": planner.recorded[row_ids[-1], args.world].numel,
-                  "activations": cost.activations, "efficiency": EFFICIENCY, **planner.hardware._asdict(),
-                  "made": made_here()}
-    return PlanResult(conditions, [planner.row(row_id, ranks) for row_id in row_ids], [
-        PlanSize(*row_id, planner.ms(row_id, args.world), planner.recorded[row_id, args.world].peak,
-                 planner.is_bucket(row_id)) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)])
+    run_dry((row_id, d) for row_id in row_ids for d in ranks[:-1])
+    rows = [planner.row(row_id, ranks) for row_id in row_ids]
+    sizes = [planner.size_row(row_id) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)]
+    numel = planner.recorded[row_ids[-1], args.world].numel
+    assumed = SimpleNamespace(**vars(args), **planner.hardware._asdict(), parameters=numel,
+                              activations=cost.activations, efficiency=EFFICIENCY)
+    return report_of(made_here(), assumed, rows, sizes)
 
 
-# The check, modelled time beside runs. Of two hosts on one machine: bytes of memory a second for one core, seconds a
-# message, TCP's payload in a full packet.
-HOST_MEMORY_RATE, HOST_LATENCY, PAYLOAD = 5e9, 2e-4, 1448 / 1514
-cost_of, record = map(functools.lru_cache, (alone.cost_of, alone.record))
+# ---------------------------------------------------------------------------------------------- Its tables and pictures
 
 
-def two_hosts():
-    """This project's own runs, at each rate, and of sweeps of bucket size -> list of ModelledRuns."""
-    found = []
-    for result, table in ((one, table) for one in saved.at_all_rates() for table in (one, one.sweep) if table):
-        line, c, alone_ms = result.conditions, table.conditions, result.timed("compute only").median_ms
-        spec = models.NAMED[c.model]
-        cost = cost_of(spec, "float32", c.batch_size, c.sequence_length)
-        computing = record(RowId("compute only"), spec, 1, cost).events
-        hosts = calibrated("flops", lambda one: replay(computing, one, 1).seconds, Hardware(
-            1.0, HOST_MEMORY_RATE, math.inf, PAYLOAD * line.bits_per_second / 8, per_node=1,
-            latency_between=HOST_LATENCY, backend="exchange"), alone_ms / 1e3)
-        for row in sorted(table.rows, key=lambda row: row.name):
-            if row.rounds_ms and row.base in ROWS["fp32"]:
-                events = record(row.row_id, spec, c.ranks, cost, GlooTransport).events
-                found.append(ModelledRun(line.rate, *row.row_id, row.median_ms,
-                                         1e3 * replay(events, hosts, c.ranks).seconds))
-    return found
+def report_of(made, assumed, rows, sizes):
+    """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
+    steps, title = slow_ones_left_out(assumed, rows)
+    stage4 = next(row for row in rows if row.base in STAGE_4)
+    return Report(made, {
+        "memory": memory_sheet(assumed, rows), "state": alone.state_sheet(rows), "time": time_sheet(assumed, rows),
+        "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)},
+        figures={"buckets of stage 4": stage4.size}, steps=steps, title=title)
 
 
-# LLaMA-13B, sequences of 2048 on 8 x A100-80GB a node, tokens/s a GPU: (optimizer, GPUs, sequences a step, sequences a
-# micro-batch, tokens/s). Megatron-LLaMA's README; neither it nor the user's issue 22 there says how many GPUs share
-# layers, and the README not how large a step is: both are assumed, as in LLaMA's paper and in issue 27 there.
-PUBLISHED = [("overlapped", 256, 2048, 4, 1890), ("distributed", 256, 2048, 4, 1630),
-             ("overlapped", 512, 2048, 4, 1845), ("distributed", 512, 2048, 4, 1430)]
-A_USERS = [("distributed", 128, 1024, 2, 1885.8), ("distributed", 128, 2048, 2, 2045.4),
-           ("overlapped", 128, 1024, 2, 1126.3), ("overlapped", 128, 2048, 2, 1142.1)]
-SHARING, LENGTH = 2, 2048
+def memory_sheet(c, rows):
+    """Make the table of what a rank holds."""
+    held = dict(zip(rows[0].held, ("params", "grads", "main", "moments", "buffers")))
+    return sheet_of(
+        f"GB on a rank of {c.world}: {c.model}, {c.parameters:,} parameters a rank", rows, {
+            "name": names(lambda row: label_of(row).replace("\n  ", "\n")),
+            **{kind: column(title, lambda row, kind=kind: row.held[kind], "counted", ".2f", unit=1e9)
+               for kind, title in held.items()},
+            "padding": column("padding", "padding", "counted", ".2f", unit=1e9),
+            "activations": column("activ.", lambda row: c.activations, "counted", ".2f", unit=1e9),
+            "peak": column("peak", "peak", "counted", ".2f", unit=1e9),
+            "fits_from": column("fits\nfrom d", lambda row: row.fits_from or None, "counted")},
+        ["After a step, on rank 0. main: fp32 copies of 16-bit parameters. padding: what is more than the formula. "
+         f"activ.: of a micro-batch of {c.batch_size} x {c.sequence_length}. peak: the most at one moment of a step. "
+         f"fits from d: from this number of ranks on the peak is at most {c.device_memory:g} GB; torch's allocator "
+         "takes more, and stage 4 that accumulates in no_sync() whole gradients."], row_key=lambda row: row.base)
 
 
-def step_of(run, hardware, is_hidden=True):
-    """-> modelled seconds. Our stage 4 stands for the overlapped optimizer, which sends fp32 gradients after each
-    micro-batch; stage 3 for the distributed one. Not `is_hidden`: each message is waited for at once."""
-    kind, gpus, sequences, batch, _ = run
-    d, spec, events = gpus // SHARING, models.NAMED["13b"]._replace(tensor_parallel=SHARING), []
-    row_id = {"overlapped": RowId("stage 4 bf16", 400), "distributed": RowId("stage 3 bf16/fp32")}[kind]
-    for event in record(row_id, spec, d, cost_of(spec, "bfloat16", batch, LENGTH)).events:
-        is_fp32 = kind == "overlapped" and event.kind == "reduce_scatter"
-        events.append(event._replace(n_bytes=2 * event.n_bytes) if is_fp32 else event)
-        events += [event._replace(what="wait")] if event.what == "launch" and not is_hidden else []
-    return replay(events, hardware, d, sequences // d // batch, kind == "overlapped").seconds
+def time_sheet(c, rows):
+    """Make the table of a step at --world."""
+    tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
+    return sheet_of(
+        f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows, {
+            "name": names(), "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
+            "exposed": column("exposed\nms", lambda row: 1e3 * row.step.exposed_seconds, "modelled", ",.0f"),
+            "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
+            "once": column(f"1 of {MICRO_BATCHES}:\nonce", "once_ms", "modelled", ",.0f"),
+            "each": column("\neach", "each_ms", "modelled", ",.0f"),
+            "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
+        [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
+         f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
+         f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
+         f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
+         f"nothing. {c.accumulate} micro-batch(es) a step. 1 of 8: ms of one of eight micro-batches, with one exchange "
+         "a step, as in no_sync(), or with one each."], row_key=lambda row: row.base)
 
 
-def published():
-    """-> hardware and published runs of results.Check."""
-    def tokens(run):  # in a step, for each GPU
-        return run[2] * LENGTH / run[1]
+def ranks_sheet(c, rows):
+    """Make the table of time by number of ranks."""
+    return sheet_of(
+        "ms a micro-batch, by number of ranks", rows, {
+            "name": names(), **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f")
+                                for d in rows[0].ms if d > 1}},
+        [f"Buckets are those that are best on {c.world}."], row_key=lambda row: row.base)
 
-    def seconds(run):
-        return tokens(run) / run[-1]
 
-    def rows(what, runs, hardware, is_hidden=True):
-        return [PublishedRun(what, *run, tokens(run) / step_of(run, hardware, is_hidden)) for run in runs]
-    less, more = A_USERS[:2]  # these differ in micro-batches alone, which send nothing: computing and the line apart
-    a100 = DEVICES["a100"]._replace(sharing=SHARING)
-    theirs = calibrated("flops", lambda one: step_of(PUBLISHED[0], one), a100, seconds(PUBLISHED[0]))
-    users = calibrated("flops", lambda one: step_of(more, one) - step_of(less, one), a100,
-                       seconds(more) - seconds(less))
-    users = calibrated("between", lambda one: step_of(less, one), users, seconds(less))
-    return ([(one.flops / 1e12, one.between / 1e9) for one in (theirs, users)],
-            [*rows("calibrated", PUBLISHED[:1], theirs), *rows("predicted", [*PUBLISHED[1:], *A_USERS], theirs),
-             *rows("calibrated, user's", A_USERS[:2], users), *rows("predicted, user's", A_USERS[2:], users),
-             *rows("none hidden", A_USERS[2:], users, False)])
+def sizes_sheet(c, sizes):
+    """Make the table of the sizes of bucket that were tried."""
+    return sheet_of(
+        f"Sizes of buckets: {c.model} on {c.world} ranks", sizes, {
+            "name": names("base"),
+            "size": column("bucket", lambda size: size.size if size.is_bucket else f"{size.size} *"),
+            "ms": column("ms\n", "ms", "modelled", ",.0f"),
+            "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
+        ["Taken: the smallest that is at most 2 % slower than the fastest."],
+        ["* not taken: two such buffers exceed half of all gradients."])
+
+
+def slow_ones_left_out(c, rows):
+    """Return ({name: step}, title) for pictures: of the rows that take at most four times as long as the fastest."""
+    longest = 4 * min(row.step.seconds for row in rows)
+    steps = {row.name: row.step for row in rows if row.step.seconds <= longest}
+    return steps, f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}"
 
 
 fail = functools.partial(command_line.fail, "plan")
@@ -174,6 +229,7 @@ SIZE = number(float, 0.001, 10**6)
 
 
 def gigabytes(text):
+    """Parse "80g"."""
     return SIZE(text.removesuffix("g"))
 
 
@@ -212,13 +268,12 @@ def parse():
 def main():
     args = parse()
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
-        result = plan(args, workers)
+        report = plan(args, workers)
         if args.check:
-            here, elsewhere = workers.submit(two_hosts), workers.submit(published)
-            result.check = Check(here.result(), *elsewhere.result())
-    texts = [*(f"{sheet_text(sheet)}\n" for sheet in plan_sheets(result)),
-             pictures.text(pictures.planned_steps(result)[0])]
-    command_line.write_and_show(args.json, saved.to_json(result), fail, lambda: print("\n".join(texts)))
+            own_runs, published_runs = workers.submit(plan_check.two_hosts), workers.submit(plan_check.published)
+            plan_check.add_to(report, own_runs.result(), published_runs.result())
+    texts = [*(f"{sheet_text(sheet)}\n" for sheet in report.sheets.values()), pictures.text(list(report.steps.items()))]
+    command_line.write_and_show(args.json, saved.to_json(report), fail, lambda: print("\n".join(texts)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The time model: how long a recorded step takes on machines that aren't there, one event after the other."""
+"""Models time: how long a recorded step takes on machines that aren't there, one event after the other."""
 
 import math
 from typing import NamedTuple
@@ -10,9 +10,11 @@ REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is lik
 
 
 class Hardware(NamedTuple):
-    """What a step is replayed on. Rates in FLOPs and bytes a second, latencies in seconds a hop.
+    """A machine that a step is replayed on. Rates in FLOPs and bytes per second, latencies in seconds per hop.
+
     `flops`: what a device reaches in matrix products, not what it is sold with. `in_node`: a rank's ring inside a node.
-    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism)."""
+    `between`: all links of a node to others; `sharing` groups use them at once (tensor parallelism).
+    """
     flops: float
     memory_rate: float
     in_node: float
@@ -24,10 +26,17 @@ class Hardware(NamedTuple):
     backend: str = "nccl"
 
 
+# As makers state them: 16-bit FLOPs, bytes of memory, bytes to a neighbour in the node, bytes of a node to others.
+DEVICES = {"h100": Hardware(989e12, 3.35e12, 450e9, 400e9), "a100": Hardware(312e12, 2.0e12, 300e9, 100e9)}
+
+
 def message_seconds(kind, n_bytes, d, hardware, stride=1):
-    """Of one collective of `n_bytes` (the full tensor) among one rank of every `stride`, d in all, while the others do
-    the same. In a ring it passes each of them once, and every node once. NCCL's all-reduce goes through trees over the
-    nodes: as many bytes, fewer hops. `send`, `recv`: to a neighbour."""
+    """Model the seconds of a collective of `n_bytes` (the full tensor) among d ranks, one of every `stride`, while the
+    other ranks do the same.
+
+    In a ring it passes each of them once, and every node once. NCCL's all-reduce goes through trees over the nodes: as
+    many bytes, fewer hops. `send` and `recv` go to a neighbour.
+    """
     if d == 1:
         return 0.0
     sharing = hardware.sharing * stride
@@ -47,14 +56,21 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
 
 
 def replay(events, hardware, d, micro_batches=1, exchange_each=False):
-    """Events of a step of one micro-batch -> the last of a few steps of several, a RecordedStep. `exchange_each`: every
-    backward pass exchanges its gradients, or else the last one does. Exposed: the device waits for messages."""
+    """Replay events of a step of one micro-batch. Returns the last of a few steps of several, a RecordedStep.
+
+    `exchange_each`: every backward pass exchanges its gradients, or else the last one does. Exposed: the device waits
+    for messages.
+    """
     passes = [event for event in events if event.phase != "step"  # who has waited for parameters once waits no more
               and (exchange_each or event.what == "compute" or event.lag)]
-    clock, arrived, messages = 0.0, {}, []
+    clock = 0.0
+    arrived = {}  # (step, index of the launch) -> when the message has arrived
+    messages = []
     free_at = {"out": 0.0, "in": 0.0}  # when the line has carried what is queued, in each direction
     for step in range(REPLAYED_STEPS):
-        began, busy, phases, live = clock, [], {}, []
+        began = clock
+        busy, live = [], []
+        phases = {}
         for event in passes * (micro_batches - 1) + events:
             start = clock
             live.append((start, event.live))
@@ -81,18 +97,21 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
         seconds=clock - began, exposed_seconds=clock - began - length(busy),
         phases=[(name, a - began, b - began) for name, spans in phases.items() for a, b in union(spans)],
         busy=[(a - began, b - began) for a, b in busy],
-        communication=[Message(one.kind, one.bytes, max(one.start, began) - began, one.end - began)
-                       for one in messages if one.end > began],
-        memory=most_alive([one for one in live if one[1]], began, clock))
+        communication=[Message(message.kind, message.bytes, max(message.start, began) - began, message.end - began)
+                       for message in messages if message.end > began],
+        memory=most_alive([(time, n_bytes) for time, n_bytes in live if n_bytes], began, clock))
 
 
 def calibrated(rate, modelled, hardware, measured):
-    """`hardware` with that `rate` ("flops", "between") at which modelled(hardware) takes `measured` seconds."""
+    """Return `hardware` with that `rate` ("flops", "between") at which modelled(hardware) takes `measured` seconds."""
     low, high = 1e6, 1e16
     for _ in range(50):
         middle = math.sqrt(low * high)
-        found = hardware._replace(**{rate: middle})
-        low, high = (middle, high) if modelled(found) > measured else (low, middle)
-    if abs(modelled(found) / measured - 1) > 1e-3:
-        raise ValueError(f"no {rate} gives {measured:.3g} s: the model takes {modelled(found):.3g} s")
-    return found
+        tried = hardware._replace(**{rate: middle})
+        if modelled(tried) > measured:
+            low = middle
+        else:
+            high = middle
+    if abs(modelled(tried) / measured - 1) > 1e-3:
+        raise ValueError(f"no {rate} gives {measured:.3g} s: the model takes {modelled(tried):.3g} s")
+    return tried

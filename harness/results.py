@@ -1,4 +1,4 @@
-"""What is kept of a measurement: measuring fills it, json keeps it, tables, pictures and pages read it."""
+"""Saves measurements as json, and reads them for pages: rows, recorded steps and finished tables."""
 
 import dataclasses
 import json
@@ -11,19 +11,22 @@ from harness import rows as catalogue
 from harness.rows import HasRowId
 
 
-class Kept:
-    """A dataclass that json keeps: reading one with a field that it doesn't have is an error."""
+class Record:
+    """A dataclass that is saved as json. Reading a field that it doesn't have is an error."""
     __pydantic_config__ = {"extra": "forbid"}
 
     def __init_subclass__(cls):
         dataclass(cls)
 
 
-MEMORY_PARTS = 200  # of a step; of each the most that is alive: a picture has no more room, and a peak is never lost
+# ----------------------------------------------------------------------------------------------------- Spans of time
+
+
+MEMORY_PARTS = 200  # equal parts of a step; each keeps its largest value, so a picture never loses a peak
 
 
 def most_alive(live, start, end):
-    """`live`: [(time, bytes), …] -> the most bytes that were alive in each of MEMORY_PARTS equal parts of a step."""
+    """Return the most bytes alive in each of MEMORY_PARTS equal parts of a step; `live`: [(time, bytes), …]."""
     parts = [0] * MEMORY_PARTS
     for (since, n_bytes), (until, _) in zip(live, [*live[1:], (end, 0)]):
         if since < end and until > start:
@@ -34,7 +37,7 @@ def most_alive(live, start, end):
 
 
 def union(spans):
-    """Spans, (start, end) each, that may overlap -> the same time, in spans that don't, in order."""
+    """Merge spans, (start, end) each, that overlap; return disjoint ones in order."""
     merged = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -44,25 +47,30 @@ def union(spans):
     return merged
 
 
-def overlap(ones, others):
-    """The time that lies in both; each a list of disjoint spans."""
-    return [(max(a, c), min(b, d)) for a, b in ones for c, d in others if max(a, c) < min(b, d)]
+def overlap(spans, other_spans):
+    """Return the spans that lie in both lists of disjoint spans."""
+    return [(max(a, c), min(b, d)) for a, b in spans for c, d in other_spans if max(a, c) < min(b, d)]
 
 
 def length(spans):
+    """Add up the lengths of disjoint spans."""
     return sum(end - start for start, end in spans)
 
 
 def median(values):
+    """Return the median, or None of an empty list."""
     return statistics.median(values) if values else None
 
 
-def ratio(ones, others):
-    """-> the median of the ratios, round by round: both ran within seconds of each other."""
-    return median([one / other for one, other in zip(ones, others)])
+def ratio(values, other_values):
+    """Return the median of the ratios, round by round: both ran within seconds of each other."""
+    return median([value / other for value, other in zip(values, other_values)])
 
 
-class Made(Kept):
+# ------------------------------------------------------------------------------------------ Conditions, and the tables
+
+
+class Made(Record):
     """On which machine, by which code, and when."""
     machine: str
     torch: str
@@ -70,23 +78,20 @@ class Made(Kept):
     date: str
 
 
-class LossConditions(Made):
+class Conditions(Made):
+    """How a bench was run. The fields from `rate` on are those of two hosts."""
+    python: str
     backend: str
+    device: str
+    gpus: int
     ranks: int
+    threads_per_rank: int
     model: str
     parameters: int
     batch_size: int
     sequence_length: int
-    steps: int
-
-
-class Conditions(LossConditions):
-    """Of a bench. From `rate` on: of two hosts."""
-    python: str
-    device: str
-    gpus: int
-    threads_per_rank: int
     rounds: int
+    steps: int
     data: str | None
     seed: int
     warmup_steps: int
@@ -100,21 +105,45 @@ class Conditions(LossConditions):
     cores_per_host: int | None = None
 
 
-class GpuConditions(Made):
-    dtype: str
-    steps: int
-    copy_bytes_per_s: float
+class Marked(Record):
+    """A number and what stands behind it in a cell: ~ for noise, a footnote's mark, or a formula in brackets."""
+    value: float
+    mark: str
 
 
-class SavingConditions(Made):
-    """`bytes`: that all ranks together write. `step_ms`: a step without a save, the median of the rounds."""
-    ranks: int
-    bytes: int
-    rounds: int
-    step_ms: float
+class Column(Record):
+    """A column of a Sheet. `source` says where its numbers come from: measured, counted, formula, modelled, published.
+
+    `form` is how a number is written: a format, or a name in tables.FORMS; tables.TEXT is for words. `shows`: of the
+    numbers of several rounds "median", "range", or "both".
+    """
+    key: str
+    title: str
+    source: str = ""
+    form: str = ""
+    shows: str = "median"
 
 
-class Message(Kept):
+class Sheet(Record):
+    """One table: a list of cells for each row, and a key. `footnotes` explain marks in cells, `notes` the rest."""
+    title: str
+    columns: list[Column]
+    row_keys: list[str]
+    rows: list[list[str | int | float | Marked | list[float] | None]]
+    notes: list[str] = field(default_factory=list)
+    footnotes: list[str] = field(default_factory=list)
+
+    def numbers(self, key):
+        """Return {key of the row: number} of a column; None where there is none."""
+        place = [column.key for column in self.columns].index(key)
+        cells = dict(zip(self.row_keys, (row[place] for row in self.rows)))
+        return {row_key: cell.value if isinstance(cell, Marked) else cell for row_key, cell in cells.items()}
+
+
+# ------------------------------------------------------------------------------------------- Steps, and rows of a bench
+
+
+class Message(Record):
     """`bytes` of the full tensor; times in seconds from the start of the step."""
     kind: str
     bytes: int
@@ -122,9 +151,9 @@ class Message(Kept):
     end: float
 
 
-class RecordedStep(Kept):
-    """One step on one rank, (start, end) in seconds from its start. Without `seconds` only its exposed time was kept.
-    `memory`: the most bytes that were alive in each of MEMORY_PARTS equal parts."""
+class RecordedStep(Record):
+    """One step on one rank; spans are (start, end) in seconds from its start. Without `seconds` only its exposed time
+    was saved. `memory`: the most bytes that were alive in each of MEMORY_PARTS equal parts."""
     exposed_seconds: float
     seconds: float | None = None
     phases: list[tuple[str, float, float]] = field(default_factory=list)
@@ -133,11 +162,14 @@ class RecordedStep(Kept):
     memory: list[float] = field(default_factory=list)
 
 
-class Row(HasRowId, Kept):
-    """`kind`, `dtype`: see rows.Configuration. A row with an `error` has no times; `is_wrong`: it computes something
-    else than it should. Bytes in memory: of the rank that holds most, after each phase ("model", "optimizer",
-    "backward", "step", "peak", on CUDA "reserved"), at the peak within each, and by kind (memory.KINDS). Bytes on the
-    wire and a parameter: means over the ranks, the formula's beside them. `timeline`: by rank."""
+class Row(HasRowId, Record):
+    """What was measured of one configuration. `kind`, `dtype`: see rows.Configuration.
+
+    A row with an `error` has no times; `is_wrong`: it computes something else than it should. Bytes in memory are those
+    of the rank that holds most: after each phase ("model", "optimizer", "backward", "step", "peak", on CUDA
+    "reserved"), at the peak within each, and by kind (memory.KINDS). Bytes on the wire and bytes per parameter are
+    means over the ranks, with the formula's beside them. `timeline` has a recorded step for each rank.
+    """
     base: str
     bucket_mb: float | None = None
     kind: str = ""
@@ -145,7 +177,7 @@ class Row(HasRowId, Kept):
     error: str | None = None
     is_wrong: bool = False
     rounds_ms: list[float] = field(default_factory=list)  # a steady step, by round
-    drain_ms: list[float] = field(default_factory=list)  # after the last
+    drain_ms: list[float] = field(default_factory=list)  # after the last step of a round
     vs_reference: float | None = None  # median of the ratios, round by round
     max_abs_diff: float | None = None  # of any parameter on any rank, from the reference's
     collectives: dict[str, int] = field(default_factory=dict)
@@ -167,316 +199,130 @@ class Row(HasRowId, Kept):
     exposed_ms = property(lambda self: max((1000 * step.exposed_seconds for step in self.timeline), default=None))
 
     def time(self, step_ms, drain_ms):
-        """Of one round."""
+        """Add the times of one round."""
         self.rounds_ms.append(step_ms)
         self.drain_ms.append(drain_ms)
 
     def over(self, other):
+        """Return how many times the other row's time this one takes: the median of the ratios, round by round."""
         return ratio(self.rounds_ms, other.rounds_ms)
 
     def fail(self, reason, is_wrong=False):
-        self.error, self.is_wrong, self.rounds_ms, self.drain_ms = reason, is_wrong, [], []
+        self.error = reason
+        self.is_wrong = is_wrong
+        self.rounds_ms = []
+        self.drain_ms = []
 
 
-class AccumulatedRow(Kept):
-    """Milliseconds a micro-batch, by round, of steps of so many. The last three lack where only stage 4 was timed."""
+class AccumulatedRow(Record):
+    """Milliseconds per micro-batch, by round, of steps of `micro_batches`."""
     micro_batches: int
-    no_sync_ms: list[float] = field(default_factory=list)  # stage 4, one exchange a step
-    each_ms: list[float] = field(default_factory=list)  # stage 4, one for each micro-batch
+    no_sync_ms: list[float] = field(default_factory=list)  # stage 4, one exchange per step
+    each_ms: list[float] = field(default_factory=list)  # stage 4, one exchange per micro-batch
     compute_ms: list[float] = field(default_factory=list)
     ddp_ms: list[float] = field(default_factory=list)
     stage3_ms: list[float] = field(default_factory=list)
 
 
-class Accumulation(Kept):
+class Accumulation(Record):
     """`ddp_mb`: the bucket size of the row that stands for DDP; None: its default."""
     conditions: Conditions
     rows: list[AccumulatedRow]
     ddp_mb: float | None = None
 
 
-class Sweep(Kept):
+class Sweep(Record):
     conditions: Conditions
     rows: list[Row]
 
 
-class StateRow(Kept):
-    """Bytes a parameter by number of ranks."""
-    name: str
-    formula: str
-    bytes_per_param: dict[int, float]
-    bytes_per_param_theory: dict[int, float]
-
-
-class GatheredRow(Kept):
-    """Elements that a step gathers over those of the model, by number of ranks."""
-    name: str
-    over_numel: dict[int, float]
-
-
-class CapRow(Kept):
-    """Stage 4's default bucket: sizes in bytes; what its two buffers hold, in bytes a parameter."""
-    model: str
-    ranks: int
-    model_bytes: int
-    buckets: int
-    median_bytes: float
-    largest_bytes: int
-    b_native: float
-    b_exchanged: float
-    bytes_per_param: float
-
-
-class HostRow(Kept):
-    """Milliseconds of the host by phase, and of the "whole" step."""
-    name: str
-    tensors: int
-    d: int
-    steps: int
-    best_ms: dict[str, float]
-    median_ms: dict[str, float]
-
-
 class Result(Sweep):
-    """Of bench.py or make bench WHAT=network. `other_rates`: of the same rows on other lines, in the file of one."""
-    model_state: list[StateRow] = field(default_factory=list)
-    gathered: list[GatheredRow] = field(default_factory=list)
-    caps: list[CapRow] = field(default_factory=list)
-    host: list[list[HostRow]] = field(default_factory=list)
+    """What bench.py or make bench WHAT=network measured. `sheets`: tables that don't depend on the rows' times; `host`:
+    host time by number of ranks. `other_rates`: results of the same rows on other links, in the file of this one."""
+    sheets: dict[str, Sheet] = field(default_factory=dict)
+    host: dict[int, Sheet] = field(default_factory=dict)
     sweep: Sweep | None = None
     accumulation: Accumulation | None = None
     other_rates: list["Result"] = field(default_factory=list)
 
     def at_all_rates(self):
-        """-> list of Results, each of one rate."""
+        """Return a list of Results, each of one rate."""
         return [replace(self, other_rates=[]), *self.other_rates]
 
     def find(self, base, bucket_mb=None):
-        """-> the Row, or None."""
+        """Return the Row, or None."""
         return next((row for row in self.rows if row.row_id == (base, bucket_mb)), None)
 
     def timed(self, base, bucket_mb=None):
-        """-> the Row if it has times, or None."""
+        """Return the Row if it has times, or None."""
         row = self.find(base, bucket_mb)
         return row if row and row.rounds_ms else None
 
 
-class FaultRow(Kept):
-    """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
-    fault: str
-    times: int
-    seen: str
-    end: str
-
-
-class Stop(Kept):
-    """Of a run that moves on: after which step, where it was trained until there, its loss, and DDP's."""
-    step: int
-    where: str
-    loss: float
-    undisturbed: float
-
-
-class FaultResult(Kept):
+class Report(Record):
+    """What any other program measured: its tables, and beside them what pages say in a sentence or draw."""
     conditions: Made
-    stage: int
-    rows: list[FaultRow]
-    journey: list[Stop]
+    sheets: dict[str, Sheet]
+    host: dict[int, Sheet] = field(default_factory=dict)
+    figures: dict[str, float | str] = field(default_factory=dict)
+    steps: dict[str, RecordedStep] = field(default_factory=dict)
+    title: str = ""  # of the picture of `steps`
 
 
-class MutationRow(Kept):
-    """Checkpoints changed in one way: how many were refused, were loaded and then stepped and saved, or went wrong."""
-    kind: str
-    refused: int
-    loaded: int
-    wrong: int
+# ----------------------------------------------------------------------------- json, of records, with a schema number
 
 
-class MutationResult(Kept):
-    conditions: Made
-    number: int
-    seed: int
-    rows: list[MutationRow]
-
-
-class GpuRow(Kept):
-    """`stage`: a package, or "fused AdamW". What torch's allocator handed out, and took for that: None on a CPU. An
-    out-of-memory is a result as well: `error`, and no figures."""
-    stage: str
-    model: str
-    d: int
-    step_ms: float | None = None
-    bytes_per_s: float | None = None
-    allocations: int | None = None
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    error: str | None = None
-
-
-class GpuStep(Kept):
-    """Recorded steps of rank 0 of `d`, beside a link that is played: see gpu_step.py. `step`: of median length."""
-    name: str
-    model: str
-    d: int
-    link_bytes_per_s: float
-    batch_size: int
-    sequence_length: int
-    rounds_ms: list[float] = field(default_factory=list)
-    step: RecordedStep | None = None
-
-
-class GpuResult(Kept):
-    conditions: GpuConditions
-    rows: list[GpuRow]
-    host: list[list[HostRow]] = field(default_factory=list)
-    steps: list[GpuStep] = field(default_factory=list)
-
-
-class LossRow(Kept):
-    """`losses`: nats a byte of text that was kept for that, after the last step, by seed. `base`: the name of the row
-    of the same beta2 that it is compared with."""
-    name: str
-    base: str
-    beta2: float
-    losses: list[float]
-
-
-class LossResult(Kept):
-    conditions: LossConditions
-    rows: list[LossRow]
-
-
-class PlanRow(HasRowId, Kept):
-    """Bytes on rank 0, after a step by kind, and at the peak; bytes a parameter, and ms of a micro-batch, by number of
-    ranks. `once_ms`, `each_ms`: of one of eight, with one exchange a step, or with one each. `step`: modelled."""
-    base: str
-    bucket_mb: float | None
-    formula: str
-    held: dict[str, float]
-    padding: float
-    peak: float
-    fits_from: int  # number of ranks from which on it fits; 0: with none
-    bytes_per_param: dict[int, float]
-    bytes_per_param_theory: dict[int, float]
-    ms: dict[int, float]
-    once_ms: float
-    each_ms: float
-    step: RecordedStep
-
-
-class PlanSize(HasRowId, Kept):
-    """A size of bucket that was tried: as in PlanRow. `is_bucket`: two of them take at most half of the gradients."""
-    base: str
-    bucket_mb: float | None
-    ms: float
-    peak: float
-    is_bucket: bool
-
-
-class ModelledRun(HasRowId, Kept):
-    """Of a step. `where`: the rate of the line between the two hosts."""
-    where: str
-    base: str
-    bucket_mb: float | None
-    measured_ms: float
-    modelled_ms: float
-    error = property(lambda self: self.modelled_ms / self.measured_ms - 1)
-
-
-class PublishedRun(Kept):
-    """Tokens a second and GPU. `what`: how its hardware was calibrated; `optimizer`: overlapped or distributed."""
-    what: str
-    optimizer: str
-    gpus: int
-    sequences: int  # a step
-    batch: int  # sequences of a micro-batch
-    published: float
-    modelled: float
-    error = property(lambda self: self.modelled / self.published - 1)
-
-
-class Check(Kept):
-    """`hardware`: (TFLOP/s, GB/s of a node) as calibrated, of the publisher's runs and of the user's."""
-    two_hosts: list[ModelledRun]
-    hardware: list[tuple[float, float]]
-    published: list[PublishedRun]
-
-
-class PlanResult(Kept):
-    """`conditions`: what was asked of make plan, the hardware that was assumed (FLOPs and bytes a second, seconds),
-    `device_memory` in GB, `activations` in bytes of a micro-batch, and in `made` when and where."""
-    conditions: dict
-    rows: list[PlanRow]
-    sizes: list[PlanSize]
-    check: Check | None = None
-
-
-class SavingRow(Kept):
-    """`beside`: the row whose rate is the disk's for this one; "": it is the disk. Seconds of the slowest rank."""
-    name: str
-    beside: str
-    rounds_s: list[float]
-    median_s = property(lambda self: statistics.median(self.rounds_s))
-
-
-class SavingResult(Kept):
-    """Of an asynchronous save, by round. `held_up_ms`: how long it holds up the step that calls it. `n_behind`: steps
-    that ran while it was written; `behind_ms`: what these took more than as many without."""
-    conditions: SavingConditions
-    rows: list[SavingRow]
-    held_up_ms: list[float]
-    behind_ms: list[float]
-    n_behind: list[int]
-
-
-# ----------------------------------------------- What is measured is kept as json, of dataclasses, with a schema number
-
-
-SCHEMA = 1  # of all files of results: raise it when a field changes its name or its meaning
+SCHEMA = 2  # of all files of results/: raise it when a field changes its name or its meaning
 
 
 def to_json(result):
-    """A dataclass -> text: the schema first, a line for each row, nine digits of a figure."""
+    """Write a Record as json: the schema first, a line for each row, nine digits of each number."""
     text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)})
     return _lines(json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))) + "\n"
 
 
 def _lines(value):
-    if isinstance(value, dict) and value.keys() & {"schema", "rows"}:
-        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(one)}" for key, one in value.items()) + "\n}"
+    has_dicts = isinstance(value, dict) and value and all(isinstance(part, dict) for part in value.values())
+    if has_dicts or isinstance(value, dict) and value.keys() & {"schema", "rows"}:
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(part)}" for key, part in value.items()) + "\n}"
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
         return "[\n" + ",\n".join(map(_lines, value)) + "\n]"
     return json.dumps(value)
 
 
 def from_json(kind, text):
-    """-> an object of dataclass `kind`. Raises ValueError, of one line: no json, another schema, other fields."""
+    """Read a Record of class `kind`. Raises ValueError, in one line: no json, another schema, other fields."""
     try:
-        from pydantic import TypeAdapter, ValidationError  # here: who only measures doesn't need it
+        from pydantic import TypeAdapter, ValidationError  # a program that only measures doesn't need it
     except ImportError:
         raise SystemExit("reading results needs pydantic: pip install pydantic") from None
     try:
-        found = json.loads(text)
-        schema = found.pop("schema", None) if isinstance(found, dict) else None
+        fields = json.loads(text)
+        schema = fields.pop("schema", None) if isinstance(fields, dict) else None
         if schema == SCHEMA:
-            return TypeAdapter(kind).validate_python(found)
+            return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, (kind.__name__, *first["loc"])))
-        raise ValueError(f"{where}: {first['msg']}") from None
+        place = ".".join(map(str, (kind.__name__, *first["loc"])))
+        raise ValueError(f"{place}: {first['msg']}") from None
     except ValueError as error:
         raise ValueError(f"it is no json ({error})") from None
-    raise ValueError("it has no schema: it is no result, or an older one" if schema is None else
-                     f"its schema is {schema}, this program's is {SCHEMA}")
+    if schema is None:
+        raise ValueError("it has no schema: it is no result, or an older one")
+    raise ValueError(f"its schema is {schema}, this program's is {SCHEMA}")
 
 
-def merged(result, before, kept=("accumulation", "sweep")):
-    """-> `result` with the results of other rates in `before` behind it, each of one rate. Of the one at the same rate
-    the parts called `kept` are taken over where `result` has none. Recorded steps are kept where they are drawn."""
-    for other in before:
-        for name in kept if other.conditions.rate == result.conditions.rate else ():
-            setattr(result, name, getattr(result, name) or getattr(other, name))
-    result.other_rates = [other for other in before if other.conditions.rate != result.conditions.rate]
+def merged(result, earlier, reused=("accumulation", "sweep")):
+    """Return `result` with the `earlier` results of other rates behind it, each of one rate.
+
+    Fields named in `reused` that `result` lacks are taken from the earlier result of its rate. Recorded steps are saved
+    whole for the rate that is drawn, and as their exposed time for the others.
+    """
+    for other in earlier:
+        if other.conditions.rate == result.conditions.rate:
+            for name in reused:
+                setattr(result, name, getattr(result, name) or getattr(other, name))
+    result.other_rates = [other for other in earlier if other.conditions.rate != result.conditions.rate]
     results = [result, *result.other_rates]
     for other in results:
         if other is not to_draw(results):
@@ -485,13 +331,13 @@ def merged(result, before, kept=("accumulation", "sweep")):
 
 
 def to_draw(results):
-    """Of results at several rates, the one to be drawn: at the lowest there is most to see. None: no step was kept."""
+    """Return the result of the lowest rate with recorded steps, where there is most to see; None: no step was saved."""
     drawable = [result for result in results if any(step.seconds for row in result.rows for step in row.timeline)]
     return min(drawable, key=lambda result: result.conditions.bits_per_second, default=None)
 
 
 def keep_exposed_only(rows):
-    """Of the recorded steps, what the tables show."""
+    """Drop from the recorded steps what no table shows."""
     for row in rows:
         row.timeline = [RecordedStep(step.exposed_seconds) for step in row.timeline]
 
@@ -500,17 +346,16 @@ def keep_exposed_only(rows):
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of results/ and of measured/: what a file holds.
+# The class of each file of results/ and of measured/.
 FILES = {
     **dict.fromkeys(("bench.json", "bench_bfloat16.json", "bench_cuda.json", "bench_variants.json", "network.json",
                      "network_variants.json", "network_hybrid.json", "network_muon.json"), Result),
-    "cuda.json": GpuResult, "saving.json": SavingResult, "faults.json": FaultResult,
-    "faults_mutations.json": MutationResult, "losses.json": LossResult, "plan.json": PlanResult,
-    "plan_70b.json": PlanResult}
+    **dict.fromkeys(("cuda.json", "saving.json", "faults.json", "faults_mutations.json", "losses.json", "plan.json",
+                     "plan_70b.json"), Report)}
 
 
 def load(name, folder="results"):
-    """-> what a file of results/ or measured/ holds, of its dataclass."""
+    """Read a file of results/ or measured/. Ends the program, in one line, if it can't be read."""
     path = ROOT / folder / name
     try:
         return from_json(FILES[name], path.read_text(encoding="utf-8"))
@@ -520,30 +365,30 @@ def load(name, folder="results"):
 
 
 def at_all_rates():
-    """The results of make bench WHAT=network at all rates, the slowest line first."""
+    """Return the results of make bench WHAT=network, the slowest link first."""
     return sorted(load("network.json").at_all_rates(), key=lambda result: result.conditions.bits_per_second)
 
 
 def by_rate():
-    """Those with all rows; others have those of the curve."""
+    """Return those of them that have all rows of the ladder; the others have the rows of the curve."""
     return [result for result in at_all_rates() if all(map(result.find, catalogue.LADDER))]
 
 
 def provenance(result):
-    """-> [(rate of the link or None, Made)] of each part of a file's figures."""
-    if isinstance(result, Result):
-        return [(one.conditions.rate, part.conditions) for one in result.at_all_rates()
-                for part in (one, one.sweep, one.accumulation) if part]
-    return [(None, Made(**result.conditions["made"]) if isinstance(result, PlanResult) else result.conditions)]
+    """Return [(rate of the link or None, Made)] of each part of a file's figures."""
+    if not isinstance(result, Result):
+        return [(None, result.conditions)]
+    return [(of_rate.conditions.rate, part.conditions) for of_rate in result.at_all_rates()
+            for part in (of_rate, of_rate.sweep, of_rate.accumulation) if part]
 
 
 def load_bench():
-    """That of a CPU, and whole: pages speak of gloo, and of all rows."""
+    """Read results/bench.json, which must be of a CPU, and whole: pages speak of gloo, and of all rows."""
     result = load("bench.json")
     if result.conditions.device != "cpu":
         raise SystemExit("report: results/bench.json must be measured with device cpu, and is of "
                          f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
     right = {row.name for row in result.rows if not row.error}
-    if not (result.model_state and result.gathered and result.host) or set(catalogue.LADDER) - right:
+    if not (result.host and {"model_state", "gathered"} <= result.sheets.keys()) or set(catalogue.LADDER) - right:
         raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
     return result

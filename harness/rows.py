@@ -1,4 +1,4 @@
-"""The rows: each configuration to train by its name, with what it must agree with, send and hold."""
+"""Lists the rows: each configuration to train by its name, with what it must agree with, send and hold."""
 
 import collections
 import contextlib
@@ -15,23 +15,36 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import stage4_overlap
-from harness import FOUR, ONE, THREE, TWO, muon
+from harness import FOUR, ONE, THREE, TWO
 from harness.exchange import in_place_of_gloos, start
 from harness.reference import bf16_sum, ddp_16bit, in_16_bits, in_ddp, rounded
 from harness.training import Training
 
+# Names of rows that several files read. They are short, because the table has to fit a terminal.
+COMPUTE_ONLY = "compute only"
+REFERENCE = "ddp"
+REPLICATED = "replicated"
+NAIVE_BROADCAST = "stage 1 naive broadcast"
+ALL_GATHER = "stage 2 all-gather"
+GRAD_BUFFER = "stage 3 grad buffer"
+OVERLAP = "stage 4 overlap"
+OVERLAP_BF16 = "stage 4 overlap bf16"
+FSDP2 = "fsdp2"
+ZERO = "ddp + torch ZeRO"
+# The reference and the four stages: what one picture shows.
+LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
 # What the variants are compared with: --rows variants measures these, too.
-BESIDE_VARIANTS = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16", "ddp summed in bf16"
+BASES_OF_VARIANTS = GRAD_BUFFER, OVERLAP, OVERLAP_BF16, "ddp summed in bf16"
 ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
 
 
 def is_asked(text, name):
-    """Whether --rows `text`, one or several parts of names with commas between them, means the row of that name."""
-    return any(one in name for one in text.split(",")) or text == "variants" and name in BESIDE_VARIANTS
+    """Return whether --rows `text`, parts of names with commas between them, asks for the row of that name."""
+    return any(part in name for part in text.split(",")) or text == "variants" and name in BASES_OF_VARIANTS
 
 
 class HasRowId:
-    """For what has the two fields of a RowId: its names, to be shown, and never read, such as "ddp, 2 MB buckets"."""
+    """Gives what has the fields `base` and `bucket_mb` a name to be shown, such as "ddp, 2 MB buckets"."""
 
     row_id = property(lambda self: RowId(self.base, self.bucket_mb))
 
@@ -47,7 +60,7 @@ class HasRowId:
 
 
 class RowId(HasRowId, collections.namedtuple("RowId", "base bucket_mb", defaults=[None])):
-    """A row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
+    """Names a row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
 
 
 # ------------------------ Ways to train the same model on the same data: each a small function that sets one of them up
@@ -58,12 +71,14 @@ def compute_only(model, adamw):
 
 
 class ComputeAndBytes(Training):
-    """Sends as many bytes as stage 4 while it computes, to the next rank; nothing waits for them before the step ends.
-    They come out of one piece of memory and go into another: what a machine takes for moving bytes, and no more."""
+    """Sends as many bytes as stage 4 to the next rank while it computes, and waits for them when the step ends. They
+    are read from one piece of memory and written to another: what a machine takes for moving bytes, and no more."""
 
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
-        numel, rank, d = sum(param.numel() for param in model.parameters()), dist.get_rank(), dist.get_world_size()
+        numel = sum(param.numel() for param in model.parameters())
+        rank = dist.get_rank()
+        d = dist.get_world_size()
         n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
         sent, received = torch.zeros(2, 2**18, device=next(model.parameters()).device)  # 1 MiB, a message of stage 4
         self.messages = [(sent[:n - start], (rank + 1) % d, received[:n - start], (rank - 1) % d)
@@ -81,9 +96,9 @@ class ComputeAndBytes(Training):
 
 
 def with_ddp(make, bucket_cap_mb=None, hook=None, is_alone=False):
-    """DDP averages the gradients while backward runs, in buckets; `make(params, **adamw)` makes what steps.
+    """Let DDP average the gradients while backward runs, in buckets; `make(params, **adamw)` makes what steps.
 
-    `is_alone`: in a group of one on gloo, beside ranks whose messages go nowhere, which it can't work with.
+    `is_alone`: in a group of one on gloo, because DDP can't work with ranks whose messages go nowhere.
     """
     def build(model, adamw):
         group = {"process_group": dist.new_group([0], backend="gloo")} if is_alone else {}
@@ -95,7 +110,7 @@ ddp_of_one = functools.partial(with_ddp, is_alone=True)
 
 
 def beneath_ddp(package, bucket_cap_mb=None):
-    """Stage 1 or 2 steps what it steps."""
+    """Let DDP average the gradients, and stage 1 or 2 step."""
     return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw),
                     bucket_cap_mb)
 
@@ -106,15 +121,15 @@ zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Ad
 
 
 def ddp_and_zero(bucket_cap_mb=None):
-    """As in its documentation: DDP averages the gradients, then each rank broadcasts the parameters that it stepped.
+    """Set up ZeroRedundancyOptimizer as its documentation says: each rank broadcasts the parameters that it stepped.
 
-    With a bucket size it is tuned: parameters are views of one tensor for each rank, too, and travel together.
+    With a bucket size it is tuned: the parameters of a rank are views of one tensor, too, and travel together.
     """
     return with_ddp(functools.partial(zero, parameters_as_bucket_view=bucket_cap_mb is not None), bucket_cap_mb)
 
 
 def fsdp2(reshard_after_forward):
-    """As in its documentation: each block is a unit, and the rest of the model is the last one."""
+    """Set up FSDP2 as its documentation says: each block is a unit, and the rest of the model is the last one."""
     def build(model, adamw):
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for module in [*model.blocks, model]:
@@ -124,7 +139,7 @@ def fsdp2(reshard_after_forward):
 
 
 def stage(package, name="DistributedOptimizer", prefetch=False, **settings):
-    """`name`: of the class; "ShardedOptimizer" is a stage without its guard."""
+    """Set up a stage by its class's `name`; "ShardedOptimizer" is a stage without its guard."""
     def build(model, adamw):
         optimizer = optimizer_class(package, name)(model.parameters(), torch.optim.AdamW, **settings, **adamw)
         if prefetch:
@@ -141,7 +156,7 @@ RANKS = 64  # of a group of make plan: eight nodes of eight hold 1/64 of the sta
 
 
 def in_pairs(d):
-    """-> ranks of a group of the row `variants hybrid`: 2, where that leaves several groups."""
+    """Return the ranks of a group of the row `variants hybrid`: 2, where that leaves several groups."""
     return 2 if d > 2 and d % 2 == 0 else 1
 
 
@@ -149,7 +164,7 @@ in_groups = functools.partial(math.gcd, RANKS)
 
 
 def hybrid(ranks_of_group, bucket_cap_mb=None):
-    """Stage 4 in groups of neighbours, replicated across them. `ranks_of_group(d)`: how many share the state."""
+    """Set up stage 4 in groups of neighbours, replicated across them. `ranks_of_group(d)`: how many share the state."""
     def build(model, adamw):
         d = dist.get_world_size()
         shape = d // ranks_of_group(d), ranks_of_group(d)
@@ -162,42 +177,54 @@ def optimizer_class(package, name="DistributedOptimizer"):
     return getattr(importlib.import_module(package), name)
 
 
+def by_muon_rows(name):
+    """Build by a function of variants/muon_rows.py, imported when it is called, because variants/ imports harness/."""
+    return lambda model, adamw: getattr(importlib.import_module("variants.muon_rows"), name)(model, adamw)
+
+
+ddp_and_muon = by_muon_rows("ddp_and_muon")
 
 
 class Configuration(NamedTuple):
-    """A row. Of a parameter, in bytes, with AdamW: `sends` times (d-1)/d is what a rank should send in a step, `whole`
-    + `shared` / d what it should hold after one, its gradient included, beside the buffers of buckets."""
+    """A row. `sends` and the four costs below it are bytes per parameter, with AdamW.
+
+    A rank should send `sends` times (d-1)/d in a step. After a step it should hold `whole` + `shared` / d, gradients
+    included, besides the buffers of buckets. Of two optimizers the first one's parameters cost `rest_whole` and
+    `rest_shared`.
+    """
     name: str
     kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
     build: Callable  # (model, AdamW's settings) -> Training
     sends: float
     whole: float
     shared: float = 0
+    rest_whole: float | None = None
+    rest_shared: float = 0
     sharing: Callable = lambda d: d  # how many of d ranks share
-    starts_apart: bool = True  # the constructor broadcasts rank 0's weights: tried by starting with others elsewhere
+    starts_apart: bool = True  # other ranks start with other weights: the constructor broadcasts those of rank 0
     dtype: str = "float32"  # of the parameters
     reference: Callable = ddp  # builds what it must agree with
     sized: Callable | None = None  # sized(bucket_cap_mb) -> build, where it has buckets
     inside: Callable = in_place_of_gloos  # the context in which it is measured: see exchange.py
-    of_rest: tuple = ()  # `whole` and `shared` of what the second of two optimizers steps
 
     def wire_bytes(self, numel, d):
         return self.sends * numel * (d - 1) / d
 
     def bytes_per_param(self, numel, d, optimizer):
-        held, both = self.whole + self.shared / self.sharing(d), getattr(optimizer, "optimizers", [optimizer])
-        if self.of_rest:
-            whole, shared = self.of_rest
-            n_rest = sum(param.numel() for group in both[0].param_groups for param in group["params"])
-            held += (whole + shared / d - held) * n_rest / numel
-        return held + sum(getattr(one, "bucket_buffer_bytes", 0) for one in both) / numel
+        optimizers = getattr(optimizer, "optimizers", [optimizer])
+        held = self.whole + self.shared / self.sharing(d)
+        if self.rest_whole is not None:
+            rest = self.rest_whole + self.rest_shared / d
+            n_rest = sum(param.numel() for group in optimizers[0].param_groups for param in group["params"])
+            held += (rest - held) * n_rest / numel
+        return held + sum(getattr(part, "bucket_buffer_bytes", 0) for part in optimizers) / numel
 
 
 # --------------------------------------- Stage 4 without a part of it: one half of its overlap, or what of it is tuning
 
 
 class LeavesLate(stage4_overlap.DistributedOptimizer):
-    """Stage 4 whose buckets leave when the backward pass has ended, and none earlier."""
+    """Is stage 4, except that buckets leave when the backward pass has ended, and none earlier."""
 
     pass_has_ended = False
 
@@ -219,112 +246,122 @@ whole_messages = functools.partial(mock.patch.object, stage4_overlap.transport, 
 
 
 def rows_of_16_bits(dtype, short):
-    """Parameters in 16 bits, AdamW on fp32 copies. Each row divides and sums as its reference does."""
-    of_dtype = functools.partial(Configuration, dtype=dtype)
+    """List rows with parameters in 16 bits, and AdamW on fp32 copies. Each divides and sums as its reference does."""
+    in_dtype = functools.partial(Configuration, dtype=dtype)
     stage_4 = stage_with_prefetch(FOUR, reduce_dtype=torch.float32)  # NCCL alone would sum in 16 bits
     return [
-        of_dtype(f"compute only {short}", "floor", in_16_bits(alone=True), 0, 20, starts_apart=False,
+        in_dtype(f"{COMPUTE_ONLY} {short}", kind="floor", build=in_16_bits(alone=True), sends=0, whole=20,
+                 starts_apart=False, reference=in_16_bits()),
+        in_dtype(f"stage 3 {short}/fp32", kind="stage", build=stage(THREE, grad_dtype=torch.float32), sends=6, whole=6,
+                 shared=12, reference=in_16_bits(divided_in=torch.float32)),
+        in_dtype(f"stage 3 {short}/{short}", kind="stage", build=stage(THREE), sends=4, whole=4, shared=16,
+                 reference=in_16_bits(summed_in=None)),
+        in_dtype(f"{OVERLAP} {short}", kind="stage", build=stage_4, sends=4, whole=2, shared=16,
                  reference=in_16_bits()),
-        of_dtype(f"stage 3 {short}/fp32", "stage", stage(THREE, grad_dtype=torch.float32), 6, 6, 12,
-                 reference=in_16_bits(divided_in=torch.float32)),
-        of_dtype(f"stage 3 {short}/{short}", "stage", stage(THREE), 4, 4, 16, reference=in_16_bits(summed_in=None)),
-        of_dtype(f"stage 4 overlap {short}", "stage", stage_4, 4, 2, 16, reference=in_16_bits()),
     ]
 
 
-def variant(name, sends=8, whole=4, shared=12, build=None, **more):
-    """A row of a file of variants/."""
-    return Configuration(f"variants {name}", "stage", build or stage_with_prefetch(f"variants.{name}"), sends, whole,
-                         shared, **more)
+def variant(name, build=None, sends=8, whole=4, shared=12, **more):
+    """Make the row of a file of variants/; by default it sends and holds what stage 4 does."""
+    return Configuration(f"variants {name}", kind="stage", build=build or stage_with_prefetch(f"variants.{name}"),
+                         sends=sends, whole=whole, shared=shared, **more)
 
+
+with_muon = functools.partial(Configuration, sends=8, reference=ddp_and_muon)
 
 # Shown where --rows asks for them.
 VARIANTS = [
-    variant("per_parameter", 8, 8, 8, stage("variants.per_parameter")),
-    *(Configuration(name, "stage" if name == "variants muon" else "peer", build, 8, *of_matrices, of_rest=of_rest,
-                    starts_apart="ddp" not in name, reference=muon.ddp_and_muon)
-      for name, (build, of_matrices, of_rest) in muon.ROWS.items()),
-    variant("hybrid", build=hybrid(in_pairs), sharing=in_pairs),
-    variant("wire16", 6, reference=rounded(divided_in=torch.bfloat16)),
+    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
+    with_muon("ddp + muon", kind="peer", build=ddp_and_muon, whole=12, rest_whole=16, starts_apart=False),
+    with_muon("stage 2 muon", kind="peer", build=by_muon_rows("in_stage_2"), whole=8, shared=4, rest_whole=8,
+              rest_shared=8),
+    with_muon("muon stacked by shape", kind="peer", build=by_muon_rows("stacked"), whole=8, shared=12, rest_whole=8,
+              rest_shared=8),
+    with_muon("variants muon", kind="stage", build=by_muon_rows("whole_matrices"), whole=4, shared=8, rest_whole=4,
+              rest_shared=12),
+    variant("hybrid", hybrid(in_pairs), sharing=in_pairs),
+    variant("wire16", sends=6, reference=rounded(divided_in=torch.bfloat16)),
     variant("moments16", shared=8, reference=rounded(moments_in=torch.bfloat16)),
     variant("finite"),
     variant("blocks"),
     variant("offload", shared=16),
-    variant("remainder16", 4, 2, 14, reference=in_16_bits(ties_away=True), dtype="bfloat16"),
-    Configuration("ddp summed in bf16", "peer", ddp_summed_in_bf16, 4, 16,
+    variant("remainder16", sends=4, whole=2, shared=14, reference=in_16_bits(ties_away=True), dtype="bfloat16"),
+    Configuration("ddp summed in bf16", kind="peer", build=ddp_summed_in_bf16, sends=4, whole=16,
                   reference=rounded(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]
 
 
-def in_buckets(name, make, *costs, kind="stage", **more):
-    """A row of which --sweep and make plan try several sizes of bucket: `make(bucket_cap_mb=…)` -> build."""
-    return Configuration(name, kind, make(), *costs, sized=lambda mb: make(bucket_cap_mb=mb), **more)
+def in_buckets(name, make, **fields):
+    """Make a row of which --sweep and make plan try several sizes of bucket; `make(bucket_cap_mb=…)` makes `build`."""
+    return Configuration(name, build=make(), sized=lambda mb: make(bucket_cap_mb=mb), **fields)
 
 
-planned = functools.partial(in_buckets, dtype="bfloat16")
+planned = functools.partial(in_buckets, kind="stage", dtype="bfloat16")
+STAGE_4_BF16 = "stage 4 bf16"
 # Rows of make plan: with 16-bit parameters, for GPUs.
 PLANNED = [
-    planned("ddp bf16", ddp_16bit, 4, 20),
-    planned("owner reduce bf16", owner_reduce, 4, 2, 6),
-    planned("stage 1 bf16", functools.partial(stage, ONE), 4, 4, 4),
-    planned("stage 2 bf16", functools.partial(stage, TWO), 4, 4, 4),
+    planned("ddp bf16", ddp_16bit, sends=4, whole=20),
+    planned("owner reduce bf16", owner_reduce, sends=4, whole=2, shared=6),
+    planned("stage 1 bf16", functools.partial(stage, ONE), sends=4, whole=4, shared=4),
+    planned("stage 2 bf16", functools.partial(stage, TWO), sends=4, whole=4, shared=4),
     *rows_of_16_bits("bfloat16", "bf16")[1:3],
-    planned("stage 4 bf16", functools.partial(stage_with_prefetch, FOUR), 4, 2, 16),
-    planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), 4, 2, 16, in_groups),
+    planned(STAGE_4_BF16, functools.partial(stage_with_prefetch, FOUR), sends=4, whole=2, shared=16),
+    planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), sends=4, whole=2, shared=16,
+            sharing=in_groups),
 ]
 
 
-# The shortest names that say what a row is: the table has to fit a terminal.
 ROWS = [
-    Configuration("compute only", "floor", compute_only, 0, 16, starts_apart=False),
-    Configuration("compute + bytes", "floor", ComputeAndBytes, 8, 16, starts_apart=False),
-    in_buckets("ddp", functools.partial(with_ddp, torch.optim.AdamW), 8, 16, kind="reference"),
-    in_buckets("ddp + stage 1", functools.partial(beneath_ddp, ONE), 12, 8, 8),
-    in_buckets("ddp + stage 2", functools.partial(beneath_ddp, TWO), 12, 8, 8),
-    Configuration("rung 0 replicated", "stage", stage("harness.reference"), 8, 16),
-    Configuration("stage 1 naive broadcast", "stage", stage(ONE), 12, 8, 8),
-    Configuration("stage 2 all-gather", "stage", stage(TWO), 12, 8, 8),
-    Configuration("stage 3 grad buffer", "stage", stage(THREE), 8, 8, 8),
-    in_buckets("stage 4 overlap", functools.partial(stage_with_prefetch, FOUR), 8, 4, 12),
-    in_buckets("ddp + torch ZeRO", ddp_and_zero, 12, 8, 8, kind="peer"),
-    in_buckets("owner reduce", owner_reduce, 8, 4, 12, kind="peer"),
-    Configuration("fsdp2", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False),
-    Configuration("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), 12, 0, 16, starts_apart=False),
-    Configuration("stage 2, gloo's own", "stage", stage(TWO), 12, 8, 8, inside=contextlib.nullcontext),
-    Configuration("stage 3, gloo's own", "stage", stage(THREE), 8, 8, 8, inside=contextlib.nullcontext),
-    Configuration("fsdp2, gloo's own", "peer", fsdp2(reshard_after_forward=False), 8, 0, 16, starts_apart=False,
+    Configuration(COMPUTE_ONLY, kind="floor", build=compute_only, sends=0, whole=16, starts_apart=False),
+    Configuration("compute + bytes", kind="floor", build=ComputeAndBytes, sends=8, whole=16, starts_apart=False),
+    in_buckets(REFERENCE, functools.partial(with_ddp, torch.optim.AdamW), kind="reference", sends=8, whole=16),
+    in_buckets("ddp + stage 1", functools.partial(beneath_ddp, ONE), kind="stage", sends=12, whole=8, shared=8),
+    in_buckets("ddp + stage 2", functools.partial(beneath_ddp, TWO), kind="stage", sends=12, whole=8, shared=8),
+    Configuration(REPLICATED, kind="stage", build=stage("harness.reference"), sends=8, whole=16),
+    Configuration(NAIVE_BROADCAST, kind="stage", build=stage(ONE), sends=12, whole=8, shared=8),
+    Configuration(ALL_GATHER, kind="stage", build=stage(TWO), sends=12, whole=8, shared=8),
+    Configuration(GRAD_BUFFER, kind="stage", build=stage(THREE), sends=8, whole=8, shared=8),
+    in_buckets(OVERLAP, functools.partial(stage_with_prefetch, FOUR), kind="stage", sends=8, whole=4, shared=12),
+    in_buckets(ZERO, ddp_and_zero, kind="peer", sends=12, whole=8, shared=8),
+    in_buckets("owner reduce", owner_reduce, kind="peer", sends=8, whole=4, shared=12),
+    Configuration(FSDP2, kind="peer", build=fsdp2(reshard_after_forward=False), sends=8, whole=0, shared=16,
+                  starts_apart=False),
+    Configuration("fsdp2 reshard", kind="peer", build=fsdp2(reshard_after_forward=True), sends=12, whole=0, shared=16,
+                  starts_apart=False),
+    Configuration("stage 2, gloo's own", kind="stage", build=stage(TWO), sends=12, whole=8, shared=8,
                   inside=contextlib.nullcontext),
-    Configuration("ddp again", "noise", ddp, 8, 16),
+    Configuration("stage 3, gloo's own", kind="stage", build=stage(THREE), sends=8, whole=8, shared=8,
+                  inside=contextlib.nullcontext),
+    Configuration("fsdp2, gloo's own", kind="peer", build=fsdp2(reshard_after_forward=False), sends=8, whole=0,
+                  shared=16, starts_apart=False, inside=contextlib.nullcontext),
+    Configuration("ddp again", kind="noise", build=ddp, sends=8, whole=16),
     *rows_of_16_bits("bfloat16", "bf16"),
     *rows_of_16_bits("float16", "fp16"),
 ]
-REFERENCE = next(row.name for row in ROWS if row.kind == "reference")
-# The reference and the four stages by themselves: what one picture shows.
-LADDER = [REFERENCE, "stage 1 naive broadcast", "stage 2 all-gather", "stage 3 grad buffer", "stage 4 overlap"]
 # What each half of stage 4's overlap buys: measured on two hosts.
-APART = [
-    in_buckets(f"stage 4 {which}", make, 8, 4, 12) for which, make in (
-        ("neither", functools.partial(stage, __name__, "LeavesLate")),
-        ("only gradients", functools.partial(stage, FOUR)),
-        ("only parameters", functools.partial(stage_with_prefetch, __name__, "LeavesLate")))
-]
-# What of stage 4 is tuning, and no idea, left out. Measured on two hosts, too.
+HALVES = {"neither": functools.partial(stage, __name__, "LeavesLate"), "only gradients": functools.partial(stage, FOUR),
+          "only parameters": functools.partial(stage_with_prefetch, __name__, "LeavesLate")}
+APART = [in_buckets(f"stage 4 {half}", make, kind="stage", sends=8, whole=4, shared=12)
+         for half, make in HALVES.items()]
+# Stage 4 without what is tuning, and no idea. Measured on two hosts, too.
 UNTUNED = [
-    Configuration("stage 4, whole messages", "stage", stage_with_prefetch(FOUR), 8, 4, 12, inside=whole_messages),
+    Configuration("stage 4, whole messages", kind="stage", build=stage_with_prefetch(FOUR), sends=8, whole=4, shared=12,
+                  inside=whole_messages),
 ]
 
 
 def find(base, bucket_mb=None):
-    """The row of that name -> Configuration, with buckets of `bucket_mb` MiB; None: of its default size."""
-    found = next((row for row in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
-    if found is None or bucket_mb is not None and found.sized is None:
+    """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: of its default size."""
+    row = next((row for row in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
+    if row is None or bucket_mb is not None and row.sized is None:
         raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
-    kind = "peer" if found.kind == "reference" else found.kind
-    return found if bucket_mb is None else found._replace(kind=kind, build=found.sized(bucket_mb))
+    if bucket_mb is None:
+        return row
+    return row._replace(kind="peer" if row.kind == "reference" else row.kind, build=row.sized(bucket_mb))
 
 
 def in_its_context(measure):
-    """For a function (rank, settings, base, bucket_mb) that measures a row: it runs inside of its context."""
+    """Decorate a function (rank, settings, base, bucket_mb) that measures a row, to run inside of the row's context."""
     @functools.wraps(measure)
     def measured(rank, settings, *row_id):
         with find(*row_id).inside():
@@ -335,22 +372,21 @@ def in_its_context(measure):
 # -------------------------------------------------- Bucket sizes: which are tried of which rows, and which was the best
 
 
-TUNED = [REFERENCE, "ddp + torch ZeRO"]  # each is also measured with the size of buckets that is DDP's best
+TUNED = [REFERENCE, ZERO]  # each is also measured with the size of buckets that is DDP's best
 DEFAULT_MB = 25  # of DDP
-OVERLAP = "stage 4 overlap"
 SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
-# The rows of a sweep, and of the one at each rate of the curve: DDP alone, in fewer sizes.
+# The rows of a sweep, and of the sweep at each rate of the curve: DDP alone, in fewer sizes.
 SWEPT = [*(RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(RowId(OVERLAP, size) for size in SIZES)]
 SWEPT_FOR_CURVE = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 
 
 def is_whole(sweep):
-    """Whether there is one, of more than DDP: to be shown."""
+    """Return whether there is a sweep, of more than DDP: to be shown."""
     return sweep is not None and any(row.base == OVERLAP for row in sweep.rows)
 
 
 def best(rows):
-    """Of a sweep: each of TUNED with the size with which DDP is fastest; none where that is its default -> RowIds.
+    """Return RowIds of TUNED with the size with which DDP was fastest in a sweep; none where that is its default.
 
     Stage 4 keeps its default.
     """
@@ -360,20 +396,22 @@ def best(rows):
     return [RowId(base, fastest.bucket_mb) for base in TUNED]
 
 
-def beside(row_ids, tuned):
-    """`row_ids`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
-    listed = [one for row_id in row_ids for one in (
-        row_id, *(one for one in tuned if one.base == row_id.base and row_id.bucket_mb is None))]
-    return listed + [one for one in tuned if one not in listed]
+def with_tuned(row_ids, tuned):
+    """List `row_ids`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
+    listed = []
+    for row_id in row_ids:
+        sized = [tuned_id for tuned_id in tuned if tuned_id.base == row_id.base and row_id.bucket_mb is None]
+        listed += [row_id, *sized]
+    return listed + [tuned_id for tuned_id in tuned if tuned_id not in listed]
 
 
 def tuned(result, base):
-    """A result of two hosts -> the row `base` with the buckets that the sweep found best; None: not measured.
+    """Return the row `base` of two hosts with the buckets that the sweep found best; None: not measured.
 
-    Where the default was the best of those tried, the row itself.
+    Where the default was the best of those tried, that is the row itself.
     """
     sized = [row for row in result.rows if row.base == base and row.bucket_mb is not None and row.rounds_ms]
     if sized:
         return min(sized, key=lambda row: row.median_ms)
-    is_default_best = result.sweep is not None and all(one.base != base for one in best(result.sweep.rows))
+    is_default_best = result.sweep is not None and all(row_id.base != base for row_id in best(result.sweep.rows))
     return result.timed(base) if is_default_best else None

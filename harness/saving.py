@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,17 @@ import checkpoint
 import stage4_overlap
 from harness import command_line, results
 from harness.examine import made_here
-from harness.results import SavingConditions, SavingResult, SavingRow
-from harness.tables import saving_sheet, sheet_text
+from harness.results import Report
+from harness.tables import METHODS, column, made_line, names, sheet_of, sheet_text
 from harness.workers import Workers
 
 RANKS, WIDTH, N_STEPS = 2, 1024, 5
 CHUNK = 2**20  # bytes that the rows of the disk alone write or read at once
 BYTES_A_PARAMETER = 12  # of a checkpoint: fp32 parameters and two moments
-BESIDE = {"disk, write": "", "torch.save": "disk, write", "checkpoint.save": "disk, write",
-          "checkpoint.save, asynchronous": "disk, write", "disk, read": "", "torch.load": "disk, read",
-          "checkpoint.load": "disk, read"}
+# Row -> the row whose rate is the disk's for it; "": it is the disk.
+DISK_OF = {"disk, write": "", "torch.save": "disk, write", "checkpoint.save": "disk, write",
+           "checkpoint.save, asynchronous": "disk, write", "disk, read": "", "torch.load": "disk, read",
+           "checkpoint.load": "disk, read"}
 
 
 def seconds_of(function):
@@ -140,6 +142,36 @@ def measure(rank, n_bytes, folder, rounds):
     return one.n_bytes, found
 
 
+class StepCosts(NamedTuple):
+    """What an asynchronous save costs steps, in one round."""
+    held_up_ms: float  # how long it holds up the step that calls it
+    step_ms: float  # a step without a save, the median
+    behind_ms: float  # what the steps while it was written took more than as many without
+    n_behind: int  # those steps
+
+
+def saving_sheet(seconds, costs, n_bytes, made):
+    """Make the table. `seconds`: {row: by round, of the slowest rank}; `costs`: by round; `n_bytes`: of all ranks."""
+    medians = {name: statistics.median(rounds) for name, rounds in seconds.items()}
+
+    def gb_per_s(name):
+        return [n_bytes / 1e9 / round_s for round_s in seconds[name]]
+
+    def over_disk(name):
+        return medians[DISK_OF[name]] / medians[name] if DISK_OF[name] else None
+    held_up_ms, step_ms, behind_ms, n_behind = map(statistics.median, zip(*costs))
+    return sheet_of(
+        f"Saving and loading {n_bytes / 1e9:.1f} GB on {RANKS} ranks", DISK_OF, {
+            "name": names(str), "seconds": column("seconds", seconds.get, "measured", ".2f"),
+            "rate": column("GB/s", gb_per_s, "measured", ".2f"),
+            "range": column("from–to", gb_per_s, "measured", ".2f", shows="range"),
+            "over_disk": column("of the\ndisk's rate", over_disk, "measured", ".2f")},
+        [f"An asynchronous save holds up the step that calls it for {held_up_ms:,.0f} ms, in which it copies; a step "
+         f"without one takes {step_ms:,.0f} ms. Steps that ran while it was written, {n_behind:.0f} a round, took "
+         f"{behind_ms:,.0f} ms more than as many without. {METHODS}",
+         made_line(made, "stage 4, AdamW, fp32", f"{len(costs)} rounds, all rows in turn, medians")])
+
+
 def main():
     parser = command_line.Parser("saving", __doc__)
     size = command_line.number(float, 0.01, 100)
@@ -151,14 +183,14 @@ def main():
     command_line.check_writable("--json", args.json, parser.error)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, Workers(RANKS, timeout_s=3600) as workers:
         answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)
-    rounds, steps = zip(*answers[0][1])
-    held_up, alone, behind, n_behind = map(list, zip(*steps))
-    conditions = SavingConditions(**vars(made_here()), ranks=RANKS, bytes=sum(n_bytes for n_bytes, _ in answers),
-                                  rounds=args.rounds, step_ms=statistics.median(alone))
-    rows = [SavingRow(name, beside, [one[name] for one in rounds]) for name, beside in BESIDE.items()]
-    result = SavingResult(conditions, rows, held_up, behind, n_behind)
-    command_line.write_and_show(args.json, results.to_json(result), parser.error,
-                                lambda: print(sheet_text(saving_sheet(result)), end="\n\n"))
+    _, rounds_of_rank_0 = answers[0]
+    seconds_by_round, steps = zip(*rounds_of_rank_0)
+    costs = list(map(StepCosts._make, steps))
+    seconds = {name: [by_name[name] for by_name in seconds_by_round] for name in DISK_OF}
+    sheet = saving_sheet(seconds, costs, sum(n_bytes for n_bytes, _ in answers), made_here())
+    report = Report(made_here(), {"saving": sheet})
+    command_line.write_and_show(args.json, results.to_json(report), parser.error,
+                                lambda: print(sheet_text(sheet), end="\n\n"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ train.py stays here, imports become relative, and the package says which version
 """
 
 import argparse
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 from harness import STAGES
@@ -21,6 +24,26 @@ from .optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__ = "{version}"
 '''
+
+CORE = ("optimizer.py", "buffer.py", "transport.py")
+
+
+def code_lines(path):
+    """Return {line number: text} of the lines of a Python file that are code: no blanks, comments or docstrings."""
+    source = path.read_text(encoding="utf-8")
+    numbers = {number for token in tokenize.generate_tokens(io.StringIO(source).readline)
+               if token.string.strip() and token.type != tokenize.COMMENT
+               for number in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            numbers -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = source.splitlines()
+    return {number: lines[number - 1].split("  #")[0] for number in sorted(numbers)}
+
+
+def core_lines(folder):
+    """Count the code lines of the core in the folder of a stage."""
+    return sum(len(code_lines(folder / name)) for name in CORE if (folder / name).exists())
 
 
 def files_of(stage, with_checkpoint):

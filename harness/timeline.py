@@ -157,8 +157,11 @@ def main():
             write("--out", args.out, svg(rows, title), fail)
     finally:  # the disk may be full
         print(text(rows))
-    print(f"written to {args.out} and " * can_draw() + f"{args.out.with_suffix('.json')}"
-          + "; for the picture: pip install matplotlib" * (not can_draw()))
+    trace_path = args.out.with_suffix(".json")
+    if can_draw():
+        print(f"written to {args.out} and {trace_path}")
+    else:
+        print(f"{trace_path}; for the picture: pip install matplotlib")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two hosts on one machine, joined by a link of limited rate: the rows of the bench, with something to hide.
+"""Measures rows of the bench on two hosts, made on one machine and joined by a link of limited rate.
 
 --curve measures the rows of the curve at one rate after the other, DDP's buckets tuned first by a short sweep. A rate
 whose rows are in the file already is left out: what was interrupted goes on. `make report` draws the picture when the
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import command_line, every_row, examine, pictures, tables, timeline
+from harness import command_line, every_row, examine, links, pictures, tables, timeline
 from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
@@ -32,17 +32,19 @@ from harness.workers import WorkerError, Workers, on_rank_0
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = [*map(RowId, ("compute only", "compute + bytes", "ddp", "ddp + stage 2", "ddp + torch ZeRO", "fsdp2",
-                     "rung 0 replicated", *catalogue.LADDER[1:4], "owner reduce")), RowId("owner reduce", 2),
-        *map(RowId, ("stage 4 neither", "stage 4 only gradients", "stage 4 only parameters", "stage 4 overlap",
-                     "compute only bf16", "stage 4 overlap bf16", "stage 4, whole messages"))]
+ROWS = [*map(RowId, (
+    catalogue.COMPUTE_ONLY, "compute + bytes", catalogue.REFERENCE, "ddp + stage 2", catalogue.ZERO, catalogue.FSDP2,
+    catalogue.REPLICATED, catalogue.NAIVE_BROADCAST, catalogue.ALL_GATHER, catalogue.GRAD_BUFFER, "owner reduce")),
+    RowId("owner reduce", 2), *(RowId(row.name) for row in catalogue.APART),
+    *map(RowId, (catalogue.OVERLAP, "compute only bf16", catalogue.OVERLAP_BF16, "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
-CURVE = [RowId(name) for name in ("compute only", "ddp", "rung 0 replicated", *catalogue.LADDER[2:], "fsdp2")]
+CURVE = [*map(RowId, (catalogue.COMPUTE_ONLY, catalogue.REFERENCE, catalogue.REPLICATED, catalogue.ALL_GATHER,
+                      catalogue.GRAD_BUFFER, catalogue.OVERLAP, catalogue.FSDP2))]
 # Steps of a round: on a slow line each is long, and the line alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
-# Of these one step is recorded too: which part of its communication is exposed.
-RECORDED = {"compute + bytes", "fsdp2", *catalogue.LADDER, *(row.name for row in catalogue.APART)}
-UNDRAWN = "variants", "muon", "hybrid"  # of these a time is shown, and no picture
+# Rows of which a step is recorded too: which part of its communication is exposed.
+RECORDED = {"compute + bytes", catalogue.FSDP2, *catalogue.LADDER, *(row.name for row in catalogue.APART)}
+UNDRAWN = "variants", "muon", "hybrid"  # have a time and no picture
 VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
 
@@ -68,14 +70,14 @@ def parse(description):
     args = parser.parse_args()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
-    names = [one.name for one in [*ROWS, *VARIANTS]]
-    if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
-        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
+    every = [row_id.name for row_id in [*ROWS, *VARIANTS]]
+    if args.rows != "curve" and not any(is_asked(args.rows, name) for name in every):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     return args
 
 
 def bits_per_second(rate):
-    """"300mbit" -> 3e8."""
+    """Parse "300mbit" as 3e8."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     if not match or not 1e3 <= float(match[1]) * UNITS[match[2]] <= 1e12:
         fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
@@ -91,14 +93,14 @@ CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 def left_behind():
-    """-> namespaces of ours whose process has ended without removing them, by SIGKILL."""
-    there = Path("/run/netns").iterdir() if Path("/run/netns").exists() else ()
-    return [path.name for path in there if (ours := re.fullmatch(r"dopt-(\d+)-[ab]", path.name))
-            and not Path("/proc", ours[1]).exists()]
+    """Return our namespaces whose process has ended without removing them, by SIGKILL."""
+    namespaces = Path("/run/netns").iterdir() if Path("/run/netns").exists() else ()
+    matches = [re.fullmatch(r"dopt-(\d+)-[ab]", path.name) for path in namespaces]
+    return [match[0] for match in matches if match and not Path("/proc", match[1]).exists()]
 
 
 class Hosts:
-    """Two network namespaces and the line between them, while it is entered. `names`: as `ip netns` knows them."""
+    """Makes two network namespaces and the link between them while it is entered. `names`: as `ip netns` knows them."""
 
     def __init__(self, rate, ranks_per_host=1):
         self.rate, self.ranks_per_host = rate, ranks_per_host
@@ -127,7 +129,7 @@ class Hosts:
         return self
 
     def __exit__(self, *exception):
-        """Removes the namespaces, and the line with them. A second Ctrl-C doesn't interrupt that."""
+        """Remove the namespaces, and the link with them. A second Ctrl-C doesn't interrupt that."""
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
         try:
@@ -139,10 +141,7 @@ class Hosts:
                 signal.signal(number, handler)
 
     def enter(self, rank):
-        """Puts the process of this rank, which has no tensors yet, on its host.
-
-        Hosts have processors of their own: each gets every second core, where there are two.
-        """
+        """Put the process of this rank, which has no tensors yet, on its host, with every second core for each host."""
         host = rank // self.ranks_per_host
         with open(Path("/run/netns", self.names[host])) as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
@@ -153,7 +152,7 @@ class Hosts:
 
 
 def run(*command):
-    """Run one command of iproute2 -> what it prints. Its error is ours, in one line."""
+    """Run one command of iproute2 and return what it prints. Raises OSError, in one line."""
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)  # Ctrl-C is not for it
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -161,7 +160,7 @@ def run(*command):
 
 
 def missing():
-    """What this machine lacks -> a line, or None."""
+    """Say in a line what this machine lacks, or return None."""
     if tools := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
@@ -177,67 +176,81 @@ LIMIT_S = 3600  # of one row: on a slow line a step takes a minute
 
 
 def measure_on_two_hosts(args):
-    """-> the result of ranks on two hosts, which are here meanwhile. Raises WorkerError, OSError."""
+    """Make two hosts, start ranks on them, and measure. Returns a Result. Raises WorkerError, OSError."""
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, args.timeout, LIMIT_S, hosts.enter) as workers:
-        return measure_here(args, workers)
+        return measure(args, workers)
 
 
-def measure_here(args, workers):
-    """-> the result: the rows, interleaved."""
+def measure(args, workers):
+    """Measure what `args` ask for, all rows in turn. Returns a Result."""
     settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
-    always = ("ddp", "compute only") + ("stage 3 grad buffer", "stage 4 overlap") * args.accumulation
 
     def progress(text):
         print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
-    sweep, tuned, is_curve = None, args.tuned, args.rows == "curve"
+    is_curve = args.rows == "curve"
+    sweep, tuned = None, args.tuned
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
         sizes = catalogue.SWEPT_FOR_CURVE if is_curve else catalogue.SWEPT
-        found = every_row.measure_rows(workers, short, sizes, progress)
-        sweep, tuned = Sweep(found.conditions, found.rows), catalogue.best(found.rows)
-    named = CURVE if is_curve else [*ROWS, *VARIANTS] if args.rows else ROWS
-    chosen = [row_id for row_id in named if is_curve or is_asked(args.rows, row_id.name) or row_id.name in always]
-    sized = [row_id for row_id in tuned if not is_curve and is_asked(args.rows, row_id.name) or row_id.base == "ddp"]
-    result = every_row.measure_rows(workers, settings, catalogue.beside(chosen, sized), progress)
+        swept = every_row.measure_rows(workers, short, sizes, progress)
+        sweep = Sweep(swept.conditions, swept.rows)
+        tuned = catalogue.best(swept.rows)
+    result = every_row.measure_rows(workers, settings, rows_to_measure(args, tuned), progress)
     result.sweep = sweep
     if not is_curve and not any(word in args.rows for word in UNDRAWN):
         timeline.record_rows(workers, settings, [row for row in result.rows if row.base in RECORDED], progress)
     if args.accumulation:
-        time_accumulation(workers, settings, result, always, tuned, progress)
+        time_accumulation(workers, settings, result, tuned, progress)
     progress("")
     print(end="\r", file=sys.stderr)
     result.conditions = dataclasses.replace(
         result.conditions, rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
-        cores_per_host=on_rank_0(workers, cores_of))
+        cores_per_host=on_rank_0(workers, count_cores))
     return result
 
 
-def cores_of(rank):
+ALWAYS = catalogue.REFERENCE, catalogue.COMPUTE_ONLY
+ACCUMULATED = *ALWAYS, catalogue.GRAD_BUFFER, catalogue.OVERLAP
+
+
+def rows_to_measure(args, tuned):
+    """Return the RowIds that --rows asks for, with those of `tuned` sizes behind their default."""
+    if args.rows == "curve":
+        return catalogue.with_tuned(CURVE, [row_id for row_id in tuned if row_id.base == catalogue.REFERENCE])
+    always = ACCUMULATED if args.accumulation else ALWAYS
+    named = [*ROWS, *VARIANTS] if args.rows else ROWS
+    chosen = [row_id for row_id in named if is_asked(args.rows, row_id.name) or row_id.name in always]
+    sized = [row_id for row_id in tuned
+             if is_asked(args.rows, row_id.name) or row_id.base == catalogue.REFERENCE]
+    return catalogue.with_tuned(chosen, sized)
+
+
+def count_cores(rank):
     return len(os.sched_getaffinity(0))
 
 
-def time_accumulation(workers, settings, result, bases, tuned, progress):
-    """The result's `accumulation`, if all the rows of `bases` are right: what is wrong gets no time."""
-    rows = [row for row in result.rows if row.name in bases]
+def time_accumulation(workers, settings, result, tuned, progress):
+    """Set the result's `accumulation`, if all rows in it are right: a wrong row gets no time."""
+    rows = [row for row in result.rows if row.name in ACCUMULATED]
     if any(row.error for row in rows):
         return
-    ddp_mb = next((row_id.bucket_mb for row_id in tuned if row_id.base == "ddp"), None)
+    ddp_mb = next((row_id.bucket_mb for row_id in tuned if row_id.base == catalogue.REFERENCE), None)
     short = settings._replace(rounds=min(settings.rounds, 2))
 
     def time_rows():
-        found = examine.time_rows(workers, short, ddp_mb, progress)
+        accumulated = examine.time_rows(workers, short, ddp_mb, progress)
         conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
-        result.accumulation = Accumulation(conditions, found, ddp_mb)
+        result.accumulation = Accumulation(conditions, accumulated, ddp_mb)
     every_row.attempt(rows[-1], time_rows)
 
 
 def earlier(args):
-    """What the file holds -> list of Results, each of one rate. Fails where it holds something else."""
+    """Read what the file holds: a list of Results, each of one rate. Fails where it holds something else."""
     if args.json is None or not args.json.exists():
         return []
     if not args.json.is_file():
-        fail(f"--json {args.json}: it is no file: results of other rates are kept in it")
+        fail(f"--json {args.json}: it is no file: results of other rates are saved in it")
     other = f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file"
     try:
         results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
@@ -247,30 +260,31 @@ def earlier(args):
 
 
 def add_to_file(args, result):
-    """Puts the result first in the file, before those of other rates, and draws the picture beside it.
+    """Put the result first in the file, before those of other rates, and draw the picture beside it.
 
     What was asked for and has failed isn't taken over from the run before.
     """
-    kept = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
-    result = saved.merged(result, earlier(args), kept)
+    reused = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
+    result = saved.merged(result, earlier(args), reused)
     write("--json", args.json, saved.to_json(result), fail)
-    if pictures.can_draw() and (picture := pictures.two_hosts_picture(result.at_all_rates())):
+    if pictures.can_draw() and (picture := links.steps_picture(result.at_all_rates())):
         write("--json", args.json.with_suffix(".svg"), picture, fail)
 
 
 def measure_curve(args):
-    """Each rate in turn; then the table of all of them."""
+    """Measure each rate in turn; then print the table of all of them."""
     def measured():
         return {result.conditions.rate: result for result in earlier(args)
                 if all(result.timed(*row_id) for row_id in CURVE)}
     for rate in args.curve.split(","):
         if rate in measured():
-            c = measured()[rate].conditions
-            print(f"{rate}: in {args.json} already, of {c.machine}, commit {c.commit}")
-        elif measure(argparse.Namespace(**{**vars(args), "rate": rate, "rows": "curve", "sweep": True,
-                                           "steps": CURVE_STEPS.get(rate, 4)})):
+            conditions = measured()[rate].conditions
+            print(f"{rate}: in {args.json} already, of {conditions.machine}, commit {conditions.commit}")
+            continue
+        of_rate = {"rate": rate, "rows": "curve", "sweep": True, "steps": CURVE_STEPS.get(rate, 4)}
+        if measure_rate(argparse.Namespace(**{**vars(args), **of_rate})):
             sys.exit(1)
-    print(tables.sheet_text(tables.curve_sheet(list(measured().values())), tables.WIDTH))
+    print(tables.sheet_text(links.curve_sheet(list(measured().values())), tables.WIDTH))
 
 
 def main():
@@ -281,12 +295,12 @@ def main():
         fail(f"--json {args.json}: the picture of that name is written beside it: choose another ending")
     for path in [args.json, args.json.with_suffix(".svg")] if args.json else []:
         command_line.check_writable("--json", path, fail)
-    sys.exit(measure_curve(args) if args.curve else measure(args))
+    sys.exit(measure_curve(args) if args.curve else measure_rate(args))
 
 
-def measure(args):
-    """-> whether a row is wrong. Ends this program where a host fails."""
-    before = earlier(args)  # fails now if the file holds something else
+def measure_rate(args):
+    """Measure at one rate, print and save the result. Returns whether a row is wrong. Exits where a host fails."""
+    before = earlier(args)  # fails before the measurement if the file holds something else
     sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
     args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
     if reason := missing():
@@ -296,17 +310,23 @@ def measure(args):
         result = measure_on_two_hosts(args)
     except (OSError, WorkerError) as error:
         sys.exit(f"network: {error}")
-    shown, title = pictures.on_two_hosts(result)
-    steps = f"{title}\n{pictures.text(shown)}\n" if shown else ""  # now: of most results they aren't kept
+    recorded, title = links.recorded_steps(result)
+    steps = f"{title}\n{pictures.text(recorded)}\n" if recorded else ""  # before add_to_file: it drops most of them
     try:
         if args.json:
             add_to_file(args, result)
     finally:  # the disk may be full
-        tables.show(result)
+        show(result)
     if args.json:
         picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
         print(f"{steps}written to {args.json}{picture}")
     return every_row.is_wrong(result)
+
+
+def show(result):
+    """Print all tables of two hosts."""
+    time, *memory = every_row.sheets(result)
+    tables.print_sheets([time, *links.sheets(result), *memory], tables.conditions_line(result.conditions))
 
 
 if __name__ == "__main__":

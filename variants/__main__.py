@@ -25,12 +25,13 @@ from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
 from harness.pages import rewritten
-from harness.tables import code_lines, core_lines, loss_sheet, markdown, rate_words, sheet_of
+from harness.tables import column, markdown, names, rate_words, sheet_of
+from harness.take import code_lines, core_lines
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 
 PAGE = Path(__file__).with_name("README.md")
-STAGE_3, STAGE_4, BF16 = "stage 3 grad buffer", "stage 4 overlap", "stage 4 overlap bf16"
+STAGE_3, STAGE_4, BF16 = catalogue.GRAD_BUFFER, catalogue.OVERLAP, catalogue.OVERLAP_BF16
 ROWS = {  # a row of the bench -> the row that it is compared with, what it is called elsewhere, when to take it
     STAGE_3: (None, "", "the base of the next row"),
     "variants per_parameter": (STAGE_3, "modded-nanogpt, nanochat", "few, large parameters"),
@@ -99,13 +100,14 @@ def table():
 
     def time(place):
         return lambda name: time_cell(name, ROWS[name][0], of_own.get(name, places).get(place))
-    return sheet_of("", ROWS, [
-        ("idea", "", lambda name: name.removeprefix("variants ")), ("lines", "counted", lines),
-        ("called elsewhere", "", lambda name: ROWS[name][1]),
-        *((title, "counted", lambda name, at=at: counted(name)[at], form)
-          for at, (title, form) in enumerate((("sent", ".2f"), ("messages", ""), ("held", ".2f")))),
-        *((f"time, {place}", "measured", time(place)) for place in places),
-        ("take it when", "", lambda name: ROWS[name][2])])
+    return sheet_of("", ROWS, {
+        "idea": names(lambda name: name.removeprefix("variants "), "idea"), "lines": column("lines", lines, "counted"),
+        "elsewhere": names(lambda name: ROWS[name][1], "called elsewhere"),
+        "sent": column("sent", lambda name: counted(name)[0], "counted", ".2f"),
+        "messages": column("messages", lambda name: counted(name)[1], "counted"),
+        "held": column("held", lambda name: counted(name)[2], "counted", ".2f"),
+        **{f"time, {place}": column(f"time, {place}", time(place), "measured") for place in places},
+        "when": names(lambda name: ROWS[name][2], "take it when")})
 
 
 def balance(layers, width, d):
@@ -121,9 +123,10 @@ def balance(layers, width, d):
 
 def balance_table():
     rows = [(name, d, *balance(*of, d)) for name, of in GPTS.items() for d in (2, 8, 64)]
-    works = [(name, "counted", itemgetter(at), ".2f")
-             for at, name in enumerate(("muon", "at least", "a stack a shape"), start=2)]
-    return sheet_of("", rows, [("model", "", itemgetter(0)), ("d", "counted", itemgetter(1)), *works])
+    works = {name: column(name, itemgetter(at), "counted", ".2f")
+             for at, name in enumerate(("muon", "at least", "a stack a shape"), start=2)}
+    return sheet_of("", rows, {
+        "model": names(itemgetter(0), "model"), "d": column("d", itemgetter(1), "counted"), **works})
 
 
 def muon_table():
@@ -131,17 +134,18 @@ def muon_table():
     def of(at, d):
         replicated = 8 * (d - 1) / d, None, None
         return lambda name: (replicated if name == "ddp + muon" else counted(name, d))[at]
-    return sheet_of("", MUONS, [
-        ("matrices by Muon", "", MUONS.get), ("sent, d = 8", "counted", of(0, 8), ".2f"),
-        ("64", "counted", of(0, 64), ".2f"), ("held, d = 8", "counted", of(2, 8), ".2f"),
-        ("64", "counted", of(2, 64), ".2f"),
-        *((f"time, d = 2, {place}", "measured", lambda name, result=result: time_cell(name, None, result))
-          for place, result in measured("muon").items())])
+    return sheet_of("", MUONS, {
+        "name": names(MUONS.get, "matrices by Muon"), "sent 8": column("sent, d = 8", of(0, 8), "counted", ".2f"),
+        "sent 64": column("64", of(0, 64), "counted", ".2f"),
+        "held 8": column("held, d = 8", of(2, 8), "counted", ".2f"),
+        "held 64": column("64", of(2, 64), "counted", ".2f"),
+        **{place: column(f"time, d = 2, {place}", lambda name, result=result: time_cell(name, None, result), "measured")
+           for place, result in measured("muon").items()}})
 
 
 BLOCKS = {"table": lambda: markdown(table()), "balance": lambda: markdown(balance_table()),
           "muon": lambda: markdown(muon_table()),
-          "losses": lambda: "\n".join(markdown(loss_sheet(measured)) for measured in saved_in("losses.json"))}
+          "losses": lambda: "\n".join(markdown(report.sheets["losses"]) for report in saved_in("losses.json"))}
 
 
 def main():

@@ -32,7 +32,8 @@ from checkpoint.json_values import DTYPE_OF_CODE
 from checkpoint.manifest import MANIFEST
 from harness import results
 from harness.examine import made_here
-from harness.results import MutationResult, MutationRow
+from harness.results import Report
+from harness.tables import column, made_line, names, sheet_of
 from tests.checkpoint import ONE, small, step
 from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES
@@ -290,6 +291,19 @@ def run(number, seed, folder):
     return table
 
 
+def mutation_sheet(table, seed, made):
+    """Make the table of how many changed checkpoints were refused, were loaded and then trained, or went wrong."""
+    together = sum(table.values(), collections.Counter())
+    rows = {**dict(sorted(table.items())), "together": together}
+    titles = {"refused": "refused", "loaded": "loaded,\nstepped, saved", "wrong": "wrong"}
+    return sheet_of(
+        "Checkpoints that somebody has changed", rows, {
+            "name": names(str), "tried": column("tried", lambda kind: rows[kind].total(), "counted"),
+            **{outcome: column(title, lambda kind, outcome=outcome: rows[kind][outcome], "counted", ".0f")
+               for outcome, title in titles.items()}},
+        [made_line(made, f"seed {seed}")])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=2000)
@@ -298,14 +312,14 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         table = run(args.number, args.seed, Path(folder).resolve())
-    rows = [MutationRow(name, *(table[name][key] for key in ("refused", "loaded", "wrong"))) for name in sorted(table)]
-    for row in rows:
-        print(f"{row.kind:32} {row.refused:5} refused {row.loaded:5} loaded, stepped and saved {row.wrong:5} wrong")
+    for name, counts in sorted(table.items()):
+        print(f"{name:32} {counts['refused']:5} refused {counts['loaded']:5} loaded, stepped and saved "
+              f"{counts['wrong']:5} wrong")
     if args.json:
-        result = MutationResult(made_here(), args.number, args.seed, rows)
+        report = Report(made_here(), {"mutations": mutation_sheet(table, args.seed, made_here())})
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(results.to_json(result))
-    sys.exit(any(row.wrong for row in rows))
+        args.json.write_text(results.to_json(report))
+    sys.exit(any(counts["wrong"] for counts in table.values()))
 
 
 if __name__ == "__main__":

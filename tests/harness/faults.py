@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,8 @@ from checkpoint import latest
 from checkpoint.convert import convert
 from harness import processes, results
 from harness.examine import made_here
-from harness.results import FaultResult, FaultRow
+from harness.results import Report
+from harness.tables import TEXT, column, made_line, names, sheet_of
 from tests.checkpoint.compare import equal
 from tests.ranks import ROOT
 
@@ -35,11 +37,46 @@ def pytest_sessionfinish(session, exitstatus):
     path = session.config.getoption("--faults-json")
     if path and exitstatus == 0 and ROWS:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(results.to_json(FaultResult(made_here(), 4, ROWS, STOPS)), encoding="utf-8")
+        sheets = {"faults": fault_sheet(ROWS, made_here()), "journey": journey_sheet(STOPS)}
+        path.write_text(results.to_json(Report(made_here(), sheets)), encoding="utf-8")
+
+
+class FaultRow(NamedTuple):
+    """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
+    fault: str
+    times: int
+    seen: str
+    end: str
+
+
+class Stop(NamedTuple):
+    """Where a run that moves on was trained until this step, its loss, and DDP's."""
+    step: int
+    place: str
+    loss: float
+    undisturbed: float
 
 
 def seen(fault, times, what, end="equal"):
     ROWS.append(FaultRow(fault, times, what, end))
+
+
+def fault_sheet(rows, made):
+    return sheet_of(
+        "Faults", rows, {"fault": names("fault"), "times": column("times", "times", "counted", ".0f"),
+                         "seen": column("went on from", "seen", form=TEXT),
+                         "end": column("at the\nend", "end", "compared")},
+        [made_line(made, "stage 4 on two ranks or three")])
+
+
+def journey_sheet(stops):
+    return sheet_of(
+        "A run that changes stages, beside undisturbed DDP", stops, {
+            "step": column("after\nstep", "step", form=".0f"), "place": column("trained until there by", "place"),
+            "loss": column("validation\nloss", "loss", "measured", ".4f"),
+            "ddp": column("of DDP", "undisturbed", "measured", ".4f"),
+            "difference": column("|Δ|", lambda stop: abs(stop.loss - stop.undisturbed), "measured", ".0e")},
+        ["The number of ranks changes the order of sums, and so the last bits."])
 
 
 class Run:

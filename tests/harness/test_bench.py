@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -12,18 +13,20 @@ import torch
 import torch.distributed as dist
 
 import bench
-from harness import alone, every_row, examine, host_time, results, tables
+from harness import alone, every_row, examine, host_time, models, results
+from harness import rows as catalogue
 from harness.examine import Settings
 from harness.pictures import PARAMETERS
-from harness.results import Result, Row, SavingResult
+from harness.results import Made, Report, Result, Row
 from harness.rows import RowId
 from harness.tables import conditions_line
+from stage4_overlap.transport import Exchange
 from tests.common import on_ranks
 from tests.ranks import git, run_module
 
 pytestmark = pytest.mark.waits
 
-SETTINGS = Settings("nano", 2, 16, 1, 1)
+SETTINGS, MADE = Settings("nano", 2, 16, 1, 1), Made("machine", "2", "abc", "today")
 NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "1"]
 
 
@@ -49,19 +52,19 @@ def test_every_row_has_every_figure(result):
         assert list(row.held_bytes) == ["parameters", "gradients", "state", "buffers"]
         assert [step.seconds for step in row.timeline] == [None] * 2  # of the recorded step the exposed time is kept
     assert Counter(row.kind for row in result.rows) == {"floor": 2, "reference": 1, "stage": 9, "peer": 5, "noise": 1}
-    assert result.model_state and result.gathered and result.host and result.caps
+    assert set(result.sheets) == {"model_state", "gathered", "caps"} and set(result.host) == {1, 8, 64}
     assert (result.conditions.ranks, result.conditions.model, result.conditions.dtype) == (2, "nano", "float32")
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """-> function: bench.main() with such arguments, and `measured` in place of measuring -> its exit code."""
-    def quick(*arguments, measured, device="cpu"):
+    def quick(*arguments, measured, device="cpu", show=lambda _: None, is_quick=True):
         ranks = SimpleNamespace(run=lambda function, *_: [function(SimpleNamespace(device=torch.device(device)))])
         monkeypatch.setattr(bench, "Workers", lambda *_: contextlib.nullcontext(ranks))
         monkeypatch.setattr(every_row, "measure_rows", measured)
-        monkeypatch.setattr(tables, "show", lambda _: None)
-        monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", *arguments])
+        monkeypatch.setattr(every_row, "show", show)
+        monkeypatch.setattr(sys, "argv", ["bench.py", *["--quick"] * is_quick, *arguments])
         with pytest.raises(SystemExit) as end:
             bench.main()
         return end.value.code
@@ -70,7 +73,7 @@ def quick(monkeypatch):
 
 def test_the_model_is_one_that_shows_something_on_the_device(quick, capsys):
     """As the ranks find it: a machine with a GPU may run them on its processor still. Medium takes sequences of 512."""
-    measured = mock.Mock(return_value=Result(None, []))
+    measured = mock.Mock(side_effect=lambda *_: Result(MADE, [Row("ddp")]))
     for device, given, model in (("cuda", [], "medium"), ("cpu", [], "tiny"), ("cuda", ["--model", "small"], "small"),
                                  ("cpu", ["--model", "nano"], "nano")):
         quick("--sequence-length", "64", *given, device=device, measured=measured)
@@ -116,12 +119,14 @@ def test_what_is_counted_is_what_the_formula_says(result):
         assert row.wire_bytes == pytest.approx(theory, rel=0.01, abs=slack), row.name
         assert row.bytes_per_param == pytest.approx(row.bytes_per_param_theory, rel=0.005), row.name
         assert row.message_bytes.keys() == row.collectives.keys()
-    for row in result.model_state:
-        assert row.bytes_per_param[1] == pytest.approx(row.bytes_per_param_theory[1], rel=0.02), row.name
+    counted = result.sheets["model_state"].numbers("1")
+    for name, row_id, _ in alone.STATES:
+        recorded = alone.record(row_id, models.NAMED["nano"], 1, transport=Exchange)
+        assert counted[name] == pytest.approx(recorded.theory / recorded.numel, rel=0.02), name
 
 
 HELD = {  # times the bytes of all parameters, in fp32, on 2 ranks: parameters, gradients, state
-    "compute only": (1, 1, 2), "compute + bytes": (1, 1, 2), "ddp": (1, 1, 2), "rung 0 replicated": (1, 1, 2),
+    "compute only": (1, 1, 2), "compute + bytes": (1, 1, 2), "ddp": (1, 1, 2), "replicated": (1, 1, 2),
     "ddp + stage 1": (1, 1, 1), "ddp + stage 2": (1, 1, 1), "ddp + torch ZeRO": (1, 1, 1),
     "stage 1 naive broadcast": (1, 1, 1), "stage 2 all-gather": (1, 1, 1), "stage 3 grad buffer": (1, 1, 1),
     "stage 4 overlap": (1, 0.5, 1), "owner reduce": (1, 0.5, 1), "fsdp2": (0.5, 0.5, 1), "fsdp2 reshard": (0.5, 0.5, 1)}
@@ -174,11 +179,35 @@ def test_a_ratio_is_the_median_of_ratios_and_not_that_of_medians():
     assert row.over(Row("ddp", rounds_ms=[100, 200, 100])) == 2 and row.median_ms == 400
 
 
+def test_ddp_and_the_stages_are_shown_first_and_ctrl_c_keeps_what_was_measured(quick, tmp_path, monkeypatch, capsys):
+    """After their first round: what is to come has its minutes, and no other row has run. Ctrl-C comes among those."""
+    conditions, path, shown = results.load("bench.json").conditions, tmp_path / "bench.json", []
+
+    def measured(workers, settings, row_ids, progress, after_round=None):
+        rows = [Row(*row_id, rounds_ms=[1.0], vs_reference=1.0) for row_id in row_ids]
+        for row in rows:
+            progress(row.name)
+        if any(row.name == "fsdp2" for row in rows):
+            raise KeyboardInterrupt
+        after_round(Result(conditions, rows))
+        for row in rows:
+            row.time(2.0, 0.0)
+        return Result(conditions, rows)
+    with pytest.raises(KeyboardInterrupt):
+        quick("--rounds", "2", "--json", str(path), measured=measured, show=shown.append, is_quick=False)
+    printed = capsys.readouterr().out
+    first = {row_id.name for row_id in map(RowId, [*catalogue.LADDER, "compute only", "ddp again"])}
+    assert [{row.name for row in result.rows} for result in shown] == [first, first]
+    assert re.search(r"round 1 of 2.*\n +[\d.]+ min  the other rounds\n +[\d.]+ min  \d+ more rows\n", printed)
+    assert f"what was measured until Ctrl-C is above, and in {path}; not all of: " in printed
+    assert [row.rounds_ms for row in results.from_json(Result, path.read_text()).rows] == [[1.0, 2.0]] * len(first)
+
+
 @pytest.mark.parametrize("kind, error, code", [
     ("stage", None, 0), ("stage", "it failed", 1), ("peer", "it failed", 0), ("peer", "wrong: by 1", 1)])
 def test_what_ends_with_1(quick, kind, error, code):
     rows = [Row("compute only", kind="floor"), Row("fsdp2", kind=kind, error=error, is_wrong=error == "wrong: by 1")]
-    assert quick(*NANO, measured=lambda *_: Result(None, rows)) == code
+    assert quick(*NANO, measured=lambda *_: Result(MADE, list(rows))) == code
 
 
 def measured(*row_ids, movement=1.0, difference=0.0):
@@ -230,13 +259,14 @@ def test_whoever_does_not_broadcast_the_weights_is_wrong(rank, name):
 @pytest.mark.parametrize("world_size", [4])
 def test_what_is_gathered_is_what_was_shared_out(run, world_size, result):
     """On 4 ranks stage 2 gathers 3 % of padding."""
-    names = "stage 2, gloo's own", "stage 3, gloo's own", "stage 4 overlap"
-    for row, name in zip(result.gathered, names, strict=True):
-        for found, _ in run(examine.examine, SETTINGS, name):
-            gathered = sum(found.message_bytes.get(kind, 0) for kind in PARAMETERS) / 4 / result.conditions.parameters
-            assert gathered == pytest.approx(row.over_numel[world_size], rel=1e-8)
-        assert row.over_numel[world_size] > 1.03 or row.name != "stage 2"
-        assert row.over_numel[1024] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
+    rows = {"stage 2": "stage 2, gloo's own", "stage 3": "stage 3, gloo's own", "stage 4": "stage 4 overlap"}
+    gathered, on_1024 = (result.sheets["gathered"].numbers(d) for d in (f"{world_size}", "1024"))
+    for stage, name in rows.items():
+        for row, _ in run(examine.examine, SETTINGS, name):
+            n_bytes = sum(row.message_bytes.get(kind, 0) for kind in PARAMETERS)
+            assert n_bytes / 4 / result.conditions.parameters == pytest.approx(gathered[stage], rel=1e-8)
+        assert on_1024[stage] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
+    assert gathered["stage 2"] > 1.03
 
 
 def test_saving_is_measured_beside_the_disk(tmp_path):
@@ -244,10 +274,11 @@ def test_saving_is_measured_beside_the_disk(tmp_path):
     run = run_module("harness.saving", "--gigabytes", "0.01", "--rounds", "1", "--folder", tmp_path,
                      "--json", tmp_path / "saving.json")
     assert run.code == 0, run.stderr
-    result = results.from_json(SavingResult, (tmp_path / "saving.json").read_text())
+    sheet = results.from_json(Report, (tmp_path / "saving.json").read_text()).sheets["saving"]
     assert "Saving and loading 0.0 GB on 2 ranks" in run.stdout
-    assert result.conditions.bytes == 2 * 12 * 1024**2  # two layers: a parameter and two moments each
-    assert {row.name for row in result.rows if row.median_s > 0} == {
-        "disk, write", "torch.save", "checkpoint.save", "checkpoint.save, asynchronous", "disk, read", "torch.load",
-        "checkpoint.load"}
+    seconds, rates = sheet.numbers("seconds"), sheet.numbers("rate")
+    assert set(seconds) == {"disk, write", "torch.save", "checkpoint.save", "checkpoint.save, asynchronous",
+                            "disk, read", "torch.load", "checkpoint.load"}
+    for name in seconds:  # two layers: a parameter and two moments each
+        assert seconds[name][0] * rates[name][0] * 1e9 == pytest.approx(2 * 12 * 1024**2) and seconds[name][0] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["saving.json"]  # nothing is left on the disk

@@ -12,34 +12,33 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import gpu_step, host_time, ledger, results
+from harness import gpu_step, ledger, results
 from harness.gpt import GPT, MODELS
-from harness.tables import gpu_sheet, sheet_text
+from harness.tables import sheet_text
 from tests.common import STAGES, one_rank_of
 
 CPU = torch.device("cpu")
 
 
 def test_rows_and_bytes_and_what_does_not_fit(monkeypatch):
-    """What of this the processor does is measured with few tensors: how much that is has tests of its own."""
-    monkeypatch.setattr(host_time, "measure_ranks", functools.partial(host_time.measure_ranks, n_tensors=40))
-    measure = functools.partial(gpu_step.measure_steps, CPU, ["nano"], n_steps=1, copied_bytes=1024, host_steps=1)
-    result = measure(ranks=(1, 8))
-    assert [(row.stage, row.d) for row in result.rows] == [
+    """On the processor: how much memory that takes has tests of its own."""
+    measure = functools.partial(gpu_step.measure_updates, CPU, ["nano"], n_steps=1)
+    rows = measure(ranks=(1, 8))
+    assert [(row.stage, row.d) for row in rows] == [
         ("fused AdamW", 1), *((stage, d) for stage in STAGES[2:] for d in (1, 8))]
     numel = sum(param.numel() for param in GPT(MODELS["nano"]).parameters())
-    for row in result.rows:
+    for row in rows:
         assert row.bytes_per_s * row.step_ms / 1000 * row.d == pytest.approx(28 * numel)
         assert row.allocations == 0 and row.peak_bytes is None
-    text = sheet_text(gpu_sheet(result))
+    bytes_per_s = gpu_step.copy_rate(CPU, n_bytes=1024)
+    text = sheet_text(gpu_step.update_sheet(rows, bytes_per_s, ""))
     assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
 
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     monkeypatch.setattr(gpu_step, "time_steps", mock.Mock(side_effect=error))
-    monkeypatch.setattr(host_time, "measure_ranks", lambda *_, **__: [])
-    result = measure(ranks=(1,))
-    assert all("out of memory" in row.error for row in result.rows)
-    assert "out of memory" in sheet_text(gpu_sheet(result))
+    rows = measure(ranks=(1,))
+    assert all("out of memory" in row.error for row in rows)
+    assert "out of memory" in sheet_text(gpu_step.update_sheet(rows, bytes_per_s, ""))
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
@@ -109,12 +108,12 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
         sent[len(sent)] = sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried)
         return results.RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")])
     monkeypatch.setattr(gpu_step, "profiled", profiled)
-    rows = gpu_step.measure_overlap(CPU, "nano", n_rounds=1)
+    rows, _ = gpu_step.measure_overlap(CPU, "nano", n_rounds=1)
     assert [row.name for row in rows] == list(gpu_step.configurations(mock.Mock()))
     alone, ddp, *others = sent.values()
     assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
     assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding
-    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_step.overlap_sheet(rows))
+    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_step.overlap_sheet(rows, "nano"))
 
 
 def test_exposed_is_what_travels_while_no_kernel_computes():

@@ -24,11 +24,10 @@ from harness import corpus, options
 from harness.checkpoints import Checkpoints, complete, path_of
 from harness.gpt import GPT, MODELS, build_model
 from harness.options import warmup_then_cosine
-from harness.results import Stop
 from harness.workers import WorkerError, Workers
 from tests.checkpoint.compare import equal
 from tests.common import STAGES
-from tests.harness.faults import STOPS, Run, converted, die_at, run_undisturbed, same, seen
+from tests.harness.faults import STOPS, Run, Stop, converted, die_at, run_undisturbed, same, seen
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.faults]

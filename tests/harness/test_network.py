@@ -190,7 +190,7 @@ def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch,
     path, measured = tmp_path / "network.json", []
     first, *others = [result for result in results.at_all_rates() if result.conditions.rate != "2.5gbit"]
     path.write_text(results.to_json(dataclasses.replace(first, other_rates=others)))
-    monkeypatch.setattr(two_hosts, "measure", measured.append)
+    monkeypatch.setattr(two_hosts, "measure_rate", measured.append)
     monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7", "--json", str(path)])
     with pytest.raises(SystemExit) as end:
         two_hosts.main()
@@ -211,5 +211,5 @@ def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypa
     monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2"])
     args = two_hosts.parse("")
     args.tuned = []
-    result = two_hosts.measure_here(args, workers=None)
+    result = two_hosts.measure(args, workers=None)
     assert (result.accumulation is not None) == (error is None)

@@ -1,4 +1,4 @@
-"""The rows that are no stage as it is: rung 0, tuned peers, overlap taken apart, gradients that go to an owner.
+"""The rows that are no stage as it is: replicated, tuned peers, overlap taken apart, gradients that go to an owner.
 
 And the reduce-scatter and all-gather of all rows: gloo's results, and for the sum half of gloo's bytes.
 """
@@ -26,7 +26,7 @@ from tests.pairs import Pair
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [RowId("ddp", 0.01), RowId("ddp + torch ZeRO", 0.01), RowId("ddp + stage 1", ONE_PARAMETER),
          RowId("ddp + stage 2", 0.01), RowId("stage 4 overlap", ONE_PARAMETER), RowId("owner reduce", 0.01)]
-OTHERS = [*(RowId(row.name) for row in (*rows.APART, *rows.UNTUNED, rows.find("rung 0 replicated"))),
+OTHERS = [*(RowId(row.name) for row in (*rows.APART, *rows.UNTUNED, rows.find(rows.REPLICATED))),
           *map(RowId, ("stage 3 bf16/fp32", "stage 3 bf16/bf16", "stage 3 fp16/fp32", "stage 3 fp16/fp16"))]
 
 
@@ -142,10 +142,10 @@ def test_a_bucket_is_a_twentieth_of_the_model_within_bounds(monkeypatch, model_m
 
 
 def test_default_buckets_hold_little_of_every_model_that_is_worth_sharding():
-    nano, *others = alone.caps()
-    assert nano.buckets == 1 and [row.model for row in others] == ["tiny", "small", "medium", "large"]
+    nano, *others = alone.cap_rows(2)
+    assert len(nano.sizes) == 1 and [row.model for row in others] == ["tiny", "small", "medium", "large"]
     for row in others:
-        assert row.buckets >= 15 and row.bytes_per_param < 11  # of stages 1 to 3: 12
+        assert len(row.sizes) >= 15 and 4 + 12 / 2 + row.b_native < 11  # of stages 1 to 3: 12
         assert row.b_exchanged == pytest.approx(2 * row.b_native)
 
 

@@ -13,7 +13,7 @@ from harness.examine import Settings, adamw
 from harness.gpt import GPT, MODELS
 from harness.memory import Memory
 from harness.replay import Hardware, calibrated, message_seconds, replay
-from harness.results import PlanResult, from_json
+from harness.results import Report, from_json
 from harness.rows import RowId
 from tests.common import one_rank_of
 from tests.ranks import run_module
@@ -147,8 +147,9 @@ def test_the_program_prints_its_tables(tmp_path):
     for title in ("GB on a rank of 16", "Model state, bytes a parameter", "A step of nano on 16 x h100",
                   "ms a micro-batch, by number of ranks", "Sizes of buckets: "):
         assert title in run.stdout
-    plan = from_json(PlanResult, (tmp_path / "plan.json").read_text(encoding="utf-8"))
-    for row in plan.rows:
-        assert row.ms[16] == pytest.approx(1e3 * row.step.seconds, rel=1e-5) and list(row.ms) == [1, 8, 16]
-        assert row.once_ms <= row.each_ms * 1.001
-    assert max(row.each_ms / row.once_ms for row in plan.rows) > 1.2  # whose messages are waited for each time
+    sheets = from_json(Report, (tmp_path / "plan.json").read_text(encoding="utf-8")).sheets
+    ms, once, each = map(sheets["time"].numbers, ("ms", "once", "each"))
+    assert [column.key for column in sheets["ranks"].columns] == ["name", "8", "16"]
+    assert sheets["ranks"].numbers("16") == pytest.approx(ms, rel=1e-5)
+    assert all(once[name] <= each[name] * 1.001 for name in ms)
+    assert max(each[name] / once[name] for name in ms) > 1.2  # whose messages are waited for each time

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from harness import figures, pages, pictures, plan, results, tables
+from harness import every_row, figures, links, pages, plan, plan_check, replay, results, tables, take
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Row
 from harness.rows import ONE_PARAMETER, RowId
-from harness.tables import NONE, accumulation_sheets, buckets_sheet, curve_sheet, line_sheet, memory_sheets, sheet_text
+from harness.tables import NONE, cells_of, sheet_text
 from tests.ranks import git, run_module
 
 HERE, read = results.ROOT, results.load
@@ -63,18 +63,20 @@ def test_every_block_stands_once_and_every_figure_somewhere_and_an_unknown_one_i
 
 
 def test_what_pages_say_of_the_plan_is_so():
-    assert plan.PAYLOAD == 1448 / 1514 and (plan.HOST_MEMORY_RATE, plan.HOST_LATENCY) == (5e9, 2e-4)
-    assert plan.DEVICES["a100"].between == 100e9 and plan.AS_FAST == 1.02
-    rows, larger = ({row.base: row for row in read(name).rows} for name in ("plan.json", "plan_70b.json"))
-    fitting = sorted((row for row in rows.values() if row.fits_from), key=lambda row: row.ms[1024])
-    assert [row.base for row in fitting[:3]] == ["hybrid of 64 bf16", "stage 4 bf16", "stage 3 bf16/bf16"]
-    stage4 = rows["stage 4 bf16"]
-    assert stage4.each_ms == pytest.approx(stage4.once_ms, rel=0.02)
-    assert all(rows[base].ms[d] > 1.02 * stage4.ms[d] for base in ("owner reduce bf16", "ddp bf16")
-               for d in stage4.ms if d > 1)
-    assert not rows["ddp bf16"].fits_from and not larger["ddp bf16"].fits_from
-    fastest = min(larger.values(), key=lambda row: row.ms[1024])
-    assert fastest.base == "hybrid of 64 bf16" and fastest.fits_from
+    assert plan_check.PAYLOAD == 1448 / 1514 and (plan_check.MEMORY_RATE, plan_check.LATENCY_S) == (5e9, 2e-4)
+    assert replay.DEVICES["a100"].between == 100e9 and plan.AS_FAST == 1.02
+    sheets, larger = (read(name).sheets for name in ("plan.json", "plan_70b.json"))
+    ms, fits = sheets["ranks"].numbers("1024"), sheets["memory"].numbers("fits_from")
+    assert sorted((name for name in ms if fits[name]), key=ms.get)[:3] == [
+        "hybrid of 64 bf16", "stage 4 bf16", "stage 3 bf16/bf16"]
+    once, each = (sheets["time"].numbers(key)["stage 4 bf16"] for key in ("once", "each"))
+    assert each == pytest.approx(once, rel=0.02)
+    for of_ranks in (sheets["ranks"].numbers(column.key) for column in sheets["ranks"].columns[1:]):
+        assert all(of_ranks[base] > 1.02 * of_ranks["stage 4 bf16"] for base in ("owner reduce bf16", "ddp bf16"))
+    fits_70b, ms_70b = larger["memory"].numbers("fits_from"), larger["ranks"].numbers("1024")
+    assert not fits["ddp bf16"] and not fits_70b["ddp bf16"]
+    fastest = min(ms_70b, key=ms_70b.get)
+    assert fastest == "hybrid of 64 bf16" and fits_70b[fastest]
 
 
 def test_all_figures_but_the_gpus_are_of_one_commit():
@@ -90,8 +92,8 @@ def test_how_long_an_evening_is():
     def words(page):
         return re.sub(r"<!-- report: .*?<!-- end -->", "", (HERE / page).read_text(), flags=re.DOTALL).split()
     typed = re.findall(r"chapter \d\]\([^)]*\)(?: takes)? (\d+)", " ".join(words("README.md")))
-    folders = [rung.folder for rung in tables.LADDER if rung.folder]
-    found = [len(words(f"{folder}/README.md")) / 200 + tables.core_lines(HERE / folder) / 5 for folder in folders]
+    folders = [rung.folder for rung in pages.LADDER if rung.folder]
+    found = [len(words(f"{folder}/README.md")) / 200 + take.core_lines(HERE / folder) / 5 for folder in folders]
     assert [int(minutes) for minutes in typed] == pytest.approx(found, abs=5) and len(typed) == 4
     assert sum(found) + len(words("README.md")) / 200 <= 180, "an evening has three hours"
 
@@ -125,16 +127,16 @@ def fits(sheet, columns=100):
 def test_what_lies_within_the_noise_is_marked(result, capsys):
     """5 % from ddp: as far as ddp is from itself in the second round. And 6 % is further than that."""
     result.find("ddp").timeline = [RecordedStep(0.012), RecordedStep(0.034)]
-    tables.show(result)
+    every_row.show(result)
     out = capsys.readouterr().out
     assert "1.05~" in cells(out, "stage 1 naive broadcast") and "1.00" in cells(out, "ddp  ")
     assert "took 0.95 to 1.04 times as long" in " ".join(out.split())
     assert out.count("ddp again") == 1  # beside the times, and not beside the memory
     assert "34" in cells(out, "ddp  ")  # exposed communication: of the rank with more of it
     result.find("stage 1 naive broadcast").vs_reference = 1.06
-    tables.show(result)
+    every_row.show(result)
     assert "1.06" in cells(capsys.readouterr().out, "stage 1 naive broadcast")
-    assert all(map(fits, tables.sheets(result)))
+    assert all(map(fits, every_row.sheets(result)))
 
 
 def test_memory_has_columns_for_what_was_counted(result):
@@ -143,14 +145,15 @@ def test_memory_has_columns_for_what_was_counted(result):
     for row in result.rows:
         row.memory_bytes["reserved"] = 314.2e6
         row.peak_bytes, row.held_bytes, row.activation_bytes = {}, {}, None
-    (memory,) = memory_sheets(result)
-    assert fits(memory, tables.WIDTH) and ("reserved", "counted") in memory.columns
+    (memory,) = every_row.memory_sheets(result)
+    (reserved,) = [column for column in memory.columns if column.key == "reserved"]
+    assert fits(memory, tables.WIDTH) and reserved.source == "counted"
     assert cells(sheet_text(memory, tables.WIDTH), "stage 1 naive broadcast").count("314.2") == 1
     stage4 = result.find("stage 4 overlap")
     stage4.peak_bytes, stage4.activation_bytes = dict.fromkeys(("build", "forward", "backward", "step"), 7e6), 5.55e7
     stage4.held_bytes = dict(zip(("parameters", "gradients", "state", "buffers"), (1.5e10, 2e7, 3e7, 4e7)))
-    _, kinds = memory_sheets(result)
-    found = {row[0]: row[1:] for row in kinds.rows}
+    _, kinds = every_row.memory_sheets(result)
+    found = {row[0]: row[1:] for row in cells_of(kinds)}
     assert found["ddp"] == [NONE] * 9 and "ddp again" not in found and fits(kinds)
     assert found["stage 4 overlap"] == ["7.0"] * 4 + ["15000", "20.0", "30.0", "40.0", "55.5"]
 
@@ -158,19 +161,20 @@ def test_memory_has_columns_for_what_was_counted(result):
 def test_a_row_that_failed_has_no_line_and_says_why():
     result = read("network.json")
     result.rows[result.rows.index(result.find("fsdp2"))] = Row("fsdp2", kind="peer", error="rank 1: it broke")
-    text = sheet_text(line_sheet(result))
+    text = sheet_text(links.link_sheet(result))
     assert cells(text, "fsdp2") == ["fsdp2", *[NONE] * 6] and "fsdp2: rank 1: it broke" in text
-    assert all(fits(line_sheet(one)) for one in results.at_all_rates())
+    assert all(fits(links.link_sheet(one)) for one in results.at_all_rates())
 
 
 def test_accumulation_marks_noise_and_says_what_communication_takes():
     """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 20 ms."""
     each = [96, 100, 101], [106, 105, 105], [103, 103, 103]
-    exchanges, shares = accumulation_sheets(Accumulation(None, [
+    exchanges, shares = links.accumulation_sheets(Accumulation(None, [
         AccumulatedRow(k, [100] * 3, times, [20], ddp, stage3)
         for k, times, ddp, stage3 in zip((1, 2, 4), each, ([80], [32], [25]), ([100], [50], [40]))], ddp_mb=2))
-    assert [row[-1] for row in exchanges.rows] == ["1.00~", "1.05", "1.03~"] and "up to 4% apart" in exchanges.notes[-1]
-    assert shares.rows == [["1", "20", "75%", "80%", "80%"], ["2", "20", "38%", "60%", "80%"],
+    assert [row[-1] for row in cells_of(exchanges)] == ["1.00~", "1.05", "1.03~"]
+    assert "up to 4% apart" in exchanges.footnotes[-1]
+    assert cells_of(shares) == [["1", "20", "75%", "80%", "80%"], ["2", "20", "38%", "60%", "80%"],
                            ["4", "20", "20%", "50%", "80%"]]
     assert "the row ddp, 2 MB buckets" in shares.notes[0]
 
@@ -184,7 +188,7 @@ def ladder():
 def test_the_ladder_has_bytes_of_the_formula_and_dashes_for_what_failed(monkeypatch):
     """On the slowest line with all rows. Its figures in README are those of results/, see above."""
     slowest = results.by_rate()[0]
-    for rung in tables.LADDER:
+    for rung in pages.LADDER:
         travels = slowest.find(rung.row).wire_bytes_theory / (2 * slowest.conditions.parameters)
         assert int(ladder()[rung.title][3]) == pytest.approx(travels, rel=1e-4)
     slowest.rows[slowest.rows.index(slowest.find("stage 3 grad buffer"))] = Row("stage 3 grad buffer")
@@ -204,27 +208,27 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
         monkeypatch.setattr(results, "by_rate", lambda: [one])
         ratio = f"{one.find('stage 4 overlap').over(ddp):.2f}"
         assert ladder()["4 overlap"][-1] == ratio and words in " ".join(pages.BLOCKS["ladder"]().split())
-        assert dict(curve_sheet([one]).rows)["stage 4 over tuned DDP"] == (ratio if one.sweep else NONE)
+        assert dict(cells_of(links.curve_sheet([one])))["stage 4 over tuned DDP"] == (ratio if one.sweep else NONE)
 
 
 def test_the_curve_has_a_dash_for_a_row_that_failed():
     slowest = results.by_rate()[0]
     slowest.rows[slowest.rows.index(slowest.find("fsdp2"))] = Row("fsdp2", kind="peer", error="it broke")
-    found = dict(curve_sheet([slowest]).rows)
+    found = dict(cells_of(links.curve_sheet([slowest])))
     assert found["FSDP2"] == NONE != found["DDP, default buckets"]
 
 
 def test_a_sweep_is_drawn_by_size_and_without_one_there_is_no_picture():
     rows = [Row("ddp", mb, rounds_ms=[ms]) for mb, ms in ((2, 7), (None, 9), (1, 8))]
-    assert pictures.curve(rows, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MB
+    assert links.swept_times(rows, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MB
     slowest = results.by_rate()[0]
-    assert fits(buckets_sheet(slowest.sweep))
-    assert pictures.sweep_picture([dataclasses.replace(slowest, sweep=None)]) == ""
+    assert fits(links.buckets_sheet(slowest.sweep))
+    assert links.sweep_picture([dataclasses.replace(slowest, sweep=None)]) == ""
 
 
 def test_the_rows_of_a_tuned_size_stand_behind_the_default():
     tuned = [RowId("ddp", 2), RowId("ddp + stage 1", 4)]
-    assert catalogue.beside([RowId("ddp"), RowId("fsdp2")], tuned) == [
+    assert catalogue.with_tuned([RowId("ddp"), RowId("fsdp2")], tuned) == [
         RowId("ddp"), tuned[0], RowId("fsdp2"), tuned[1]]
     assert all(catalogue.find(*row_id).name == row_id.base for row_id in catalogue.SWEPT + catalogue.SWEPT_FOR_CURVE)
     assert set(catalogue.SWEPT_FOR_CURVE) < set(catalogue.SWEPT)
@@ -253,12 +257,12 @@ def test_a_bench_that_cant_be_shown_is_refused_in_one_line_and_nothing_is_writte
     failed.find("stage 1 naive broadcast").fail("rank 0: it broke")
     on_gpu.conditions.device = "cuda"
     parts = [dataclasses.replace(whole, **left) for left in (
-        {"model_state": []}, {"gathered": []}, {"host": []}, {"rows": whole.rows[:2]})]
+        {"sheets": {}}, {"sheets": {"gathered": whole.sheets["gathered"]}}, {"host": {}}, {"rows": whole.rows[:2]})]
     again, a_part = "bench.json can't be shown: measure it again .*", "bench.json is a part of the bench"
     for text, says in (
             ("", f"{again}it is no json"), ("[1]", f"{again}it has no schema"), ("{}", f"{again}it has no schema"),
-            ('{"schema": 0}', f"{again}its schema is 0, this program's is 1"),
-            ('{"schema": 1, "conditions": {}, "rows": 3}', f"{again}Result.conditions.machine: Field required"),
+            ('{"schema": 0}', f"{again}its schema is 0, this program's is 2"),
+            ('{"schema": 2, "conditions": {}, "rows": 3}', f"{again}Result.conditions.machine: Field required"),
             (json.dumps({**json.loads(results.to_json(whole)), "more": 1}),
              f"{again}Result.more: Unexpected keyword argument"),
             *((results.to_json(part), a_part) for part in (*parts, failed)),
@@ -295,7 +299,7 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     before = {path: path.read_bytes() for path in shown.glob("*/*.json")}
     pages.main()
     assert before == {path: path.read_bytes() for path in shown.glob("*/*.json")}
-    out, found = capsys.readouterr().out, pages.sheets()
+    out, found = capsys.readouterr().out, pages.measured_sheets()
     bench, network, saving, *_ = texts = [sheet_text(sheet, tables.WIDTH) for sheet in found]
     assert bench.splitlines()[0] == "Yours beside the published ones: bench.json" and bench.splitlines()[0] in out
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
@@ -310,7 +314,7 @@ def test_a_bench_is_compared_with_the_one_of_its_device_and_dtype():
     for device, dtype, target in (("cpu", "float32", "bench.json"), ("cuda", "float32", "bench_cuda.json"),
                                   ("cpu", "bfloat16", "bench_bfloat16.json")):
         mine.conditions.device, mine.conditions.dtype = device, dtype
-        assert pages.target_of("bench.json", mine) == target
+        assert pages.published_file("bench.json", mine) == target
 
 
 def test_figures_go_on_where_they_stopped(shown, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import pictures, rows, timeline
+from harness import links, pictures, rows, timeline
 from harness import results as saved
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Collective
@@ -143,7 +143,7 @@ def test_the_picture_is_of_the_lowest_rate_that_was_recorded():
     saved.keep_exposed_only(results[2].rows)
     assert saved.to_draw(results) is results[0]
     saved.keep_exposed_only(results[0].rows)
-    assert saved.to_draw(results) is None and pictures.two_hosts_picture(results) == ""
+    assert saved.to_draw(results) is None and links.steps_picture(results) == ""
 
 
 def test_what_is_exchanged_after_the_optimizers_step_is_parameters():

@@ -14,7 +14,7 @@ import pytest
 import conftest
 from grade.diff import parts_of
 from guard.guarded import Guarded
-from harness.tables import CORE, code_lines
+from harness.take import CORE, code_lines
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from harness.tables import CORE
+from harness.take import CORE
 from show.page import SHOWN
 from tests.common import STAGES
 from tests.pages import Page

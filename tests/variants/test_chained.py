@@ -9,10 +9,10 @@ import torch.distributed as dist
 import checkpoint
 from guard.chained import Chained, Together, of_each
 from harness.gpt import GPT, GPTConfig
-from harness.muon import MUON, split
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of
 from tests.pairs import SGD, UNFUSED, assert_same, backward
 from tests.stages.test_contract import two_groups
+from variants.muon_rows import MUON, split
 
 SGD, ADAMW = {**SGD, **UNFUSED}, {"lr": 0.01, **UNFUSED}
 
