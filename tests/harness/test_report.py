@@ -91,7 +91,7 @@ def test_how_long_an_evening_is():
     """As README says of each chapter with its core, in steps of five minutes; and all of it in three hours."""
     def words(page):
         return re.sub(r"<!-- report: .*?<!-- end -->", "", (HERE / page).read_text(), flags=re.DOTALL).split()
-    typed = re.findall(r"chapter \d\]\([^)]*\)(?: takes)? (\d+)", " ".join(words("README.md")))
+    typed = re.findall(r"\[(?:chapter )?\d\]\([^)]*\)(?: takes)? (\d+)", " ".join(words("README.md")))
     folders = [rung.folder for rung in pages.LADDER if rung.folder]
     found = [len(words(f"{folder}/README.md")) / 200 + take.core_lines(HERE / folder) / 5 for folder in folders]
     assert [int(minutes) for minutes in typed] == pytest.approx(found, abs=5) and len(typed) == 4
