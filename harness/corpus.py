@@ -127,7 +127,7 @@ def load_data(args, rank):
             needed = math.ceil((args.sequence_length + 1) / VALIDATION_PART)
             raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
                              f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
-        args.text = args.data or "stdlib", len(data), zlib.crc32(data)  # for checkpoints, to be recognized
+        args.text = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"  # the same wherever the text lies
         sizes = args.batch_size, args.sequence_length, rank.rank // args.tp, rank.world_size // args.tp
         return (Batches(train, *sizes, args.seed, rank.device),
                 validation_batches(validation, *sizes, rank.device))

@@ -12,7 +12,6 @@ from harness.gpt import MODELS
 from harness.meeting import is_rank_0, leave, on_all_ranks
 
 PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
-WEIGHT_DECAY = 0.1
 TIMEOUT_S = 600  # that a rank waits for another one
 SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
 
@@ -51,7 +50,7 @@ def parse_args(description, arguments=None):
     add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
-    add("--weight-decay", type=SIZE, help=f"of AdamW (default {WEIGHT_DECAY})")
+    add("--weight-decay", type=SIZE, default=0.1, help="of AdamW (default %(default)s)")
     add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
     add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
@@ -60,12 +59,10 @@ def parse_args(description, arguments=None):
     add("--tp", type=COUNT, default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
         "data-parallel over the others (default 1)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
-    add("--checkpoint", metavar="DIR", help="folder of checkpoints; go on from the newest complete one in it, and save "
-        f"on SIGTERM, SIGHUP and SIGUSR1: exit code {PREEMPTED}, and the same command goes on")
+    add("--checkpoint", metavar="DIR", help=f"save there, also on a signal (exit code {PREEMPTED}); go on from there")
     add("--save-every", type=COUNT, metavar="N", help="steps between two of them (default 100)")
     add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of them, the newest; 0: all (default 3)")
-    add("--resume-from", type=COUNT, metavar="STEP", help="go on from this one; later ones are set aside")
-    add("--force", action="store_true", help="go on from a checkpoint of other data, or another seed or batch size")
+    add("--force", action="store_true", help="go on from a save of another command")
     add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
         "(default %(default)s)")
     add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
@@ -82,12 +79,11 @@ def parse_args(description, arguments=None):
             parser.error(f"argument --tp: {reason}")
         if args.checkpoint == "":
             parser.error("argument --checkpoint: it names no folder")
-        args.given = given = {option for option, value in vars(args).items() if value is not None}
-        for option in ("save_every", "keep", "resume_from"):
-            if option in given and not args.checkpoint:
-                parser.error(f"argument --{option.replace('_', '-')}: there is no --checkpoint DIR to save in")
-        defaults = {"lr": model.lr, "weight_decay": WEIGHT_DECAY, "save_every": 100, "keep": 3}
-        vars(args).update((option, value) for option, value in defaults.items() if option not in given)
+        if not args.checkpoint and (args.save_every is not None or args.keep is not None):
+            parser.error("arguments --save-every and --keep: there is no --checkpoint DIR to save in")
+        args.save_every = args.save_every or 100
+        args.keep = 3 if args.keep is None else args.keep
+        args.lr = args.lr or model.lr
         return args
     return on_all_ranks(parse)
 

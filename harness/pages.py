@@ -176,7 +176,7 @@ BLOCKS = {
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
     "host": lambda: shown(host(saved.load_bench())),
     "saving": lambda: sheets_of("saving.json", "saving"),
-    "faults": lambda: sheets_of("faults.json", "faults", "journey"),
+    "faults": lambda: sheets_of("faults.json", "faults"),
     "mutations": mutations,
     "cuda": cuda,
     "plan": plans,

@@ -70,7 +70,7 @@ class Run:
                          f"{seconds * 1000:,.1f} ms/step")
                 if done == n:
                     self.say(f"{n - first} steps in {now - started_at:.1f} s")
-            self.checkpoints.step_done()
+            self.checkpoints.step_done(done)
         self.say(f"validation loss after: {self.evaluate():.4f}")
 
     @torch.no_grad()

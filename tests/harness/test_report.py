@@ -305,7 +305,7 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
     assert "3000-01-01" in bench and "Yours beside the published ones: network_variants.json, 9gbit" in network
     assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
-    assert saving.startswith("Yours: Saving and loading") and "Yours: A run that changes stages" in "".join(texts)
+    assert saving.startswith("Yours: Saving and loading") and "Yours: Faults" in "".join(texts)
     assert all(fits(sheet, tables.WIDTH) for sheet in found)
 
 

@@ -40,7 +40,7 @@ def test_every_stage_prints_the_losses_of_ddp(stage, of_ddp):
 def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_path):
     """2 x 2 until a signal in step 8, then 2 x 2 and 4 x 1."""
     mesh = [*OPTIONS, "--batch-size", "4", "--tp", "2", "--checkpoint"]
-    ended = run_ranks(4, "tests/checkpoint/killed.py", "backward:SIGTERM", TRAIN_4, *mesh, tmp_path / "2x2")
+    ended = run_ranks(4, "tests/harness/killed.py", "backward:SIGTERM", TRAIN_4, *mesh, tmp_path / "2x2")
     assert [rank.code for rank in ended] == [75] * 4, ended[0].stderr
     assert losses(ended) == of_ddp[:2]
     shutil.copytree(tmp_path / "2x2", tmp_path / "4x1")
@@ -66,7 +66,7 @@ def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "empty.txt").touch()
     for args, message in ((["--timeout"], "--timeout: expected one argument"),
                           (["--data", "empty.txt"], "empty.txt"),
-                          (["--checkpoint", "empty.txt/a"], "--checkpoint empty.txt/a/step: Not a directory")):
+                          (["--checkpoint", "empty.txt/a"], "Not a directory: 'empty.txt/a'")):
         run = run_alone(ROOT / STAGES[0] / "train.py", "--model", "nano", *args, cwd=tmp_path)
         assert run.code == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
         assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
