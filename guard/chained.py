@@ -10,14 +10,15 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from guard.scaling import gather_scalar
+from .guarded import mean_loss
+from .scaling import clip_grads, gather_scalar
 
 
 def of_each(name):
-    """-> a method that calls the method `name` of each optimizer."""
+    """-> a method that calls the method `name` of each optimizer that has it. Returns their lists as one."""
     def method(self, *args, **kwargs):
-        for optimizer in self.optimizers:
-            getattr(optimizer, name)(*args, **kwargs)
+        methods = [getattr(optimizer, name) for optimizer in self.optimizers if hasattr(optimizer, name)]
+        return [item for call in methods for item in call(*args, **kwargs) or ()]
     return method
 
 
@@ -36,8 +37,9 @@ class Chained(Together):
 
     `checkpoint.save`, `load` and the full state accept it as they do any optimizer, if all have one process group.
 
-    Process groups may differ: experts, for example, have a smaller group, and ranks outside of it have other
-    parameters. The norm counts each parameter once. Smaller groups must divide the largest one.
+    Process groups may differ: experts, for example, have a smaller group (and `average_over`, see docs/experts.md), and
+    ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. Every rank
+    has an optimizer of the largest group, of which the others are parts.
 
     Raises:
         ValueError: no group includes all the others, so it can't be known which ranks have the same parameters.
@@ -49,7 +51,7 @@ class Chained(Together):
         self.process_group = max(groups, key=dist.get_world_size)
         ranks = dist.get_process_group_ranks(self.process_group)
         # hybrid has the same parameters across its groups
-        own = [ranks if hasattr(optimizer, "across") else dist.get_process_group_ranks(group)
+        own = [ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
                for optimizer, group in zip(optimizers, groups)]
         self.n_ranks = [len(its) for its in own]
         if not all(set(its) <= set(ranks) for its in own):
@@ -57,12 +59,27 @@ class Chained(Together):
                              "parameters are alike can't be known")
 
     finish_grad_sync, zero_grad = of_each("finish_grad_sync"), of_each("zero_grad")
+    prefetch_params, finish_param_sync = of_each("prefetch_params"), of_each("finish_param_sync")  # of stage 4
 
-    def step(self):
-        """Average all gradients first, or the second optimizer's messages would queue behind the first's parameters."""
+    def step(self, closure=None):
+        """Average all gradients first, or the second optimizer's messages would queue behind the first's parameters.
+
+        Returns the loss of `closure`, averaged over all ranks.
+        """
+        loss = None if closure is None else mean_loss(self, closure)
         self.finish_grad_sync()
         for optimizer in self.optimizers:
-            optimizer.step()
+            optimizer.step(*[] if closure is None else [lambda: loss])
+        return loss
+
+    def add_param_group(self, group):
+        raise TypeError("which optimizer gets the group? call add_param_group() of one in Chained.optimizers")
+
+    def scale_grads_(self, factor):
+        """Multiply all averaged gradients by `factor`, as each optimizer does."""
+        self.finish_grad_sync(factor=factor)
+        for optimizer in self.optimizers:
+            optimizer.scale_grads_(factor)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -72,18 +89,20 @@ class Chained(Together):
             yield
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. -> norm before"""
-        self.finish_grad_sync()
-        norms = [optimizer._total_norm(norm_type) for optimizer in self.optimizers]
-        for number, n_ranks in enumerate(self.n_ranks):
-            if n_ranks < self.process_group.size():  # n_ranks ranks have the same norm, which must count once
-                shares = gather_scalar(norms[number] * n_ranks ** (-1 / norm_type), self.process_group)
-                norms[number] = torch.linalg.vector_norm(shares, float(norm_type))
-        total_norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
-        for optimizer in self.optimizers:
-            torch.nn.utils.clip_grads_with_norm_(optimizer._averaged_params(), max_norm, total_norm)
-        return total_norm
+    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
+        """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. Collective.
+
+        Of a norm that n ranks have, each of them adds a share, so that other ranks may have other optimizers.
+
+        Returns the norm before clipping, a scalar tensor. Raises what an optimizer's `clip_grad_norm_` raises.
+        """
+        self.finish_grad_sync(max_norm=max_norm, norm_type=norm_type)
+        shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
+                  for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
+        share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
+        norm = torch.linalg.vector_norm(gather_scalar(share, self.process_group), float(norm_type))
+        params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
+        return clip_grads(params, max_norm, norm, error_if_nonfinite)
 
     # ------------------------------------------------------------------------------------ what checkpoint/ uses
 

@@ -47,21 +47,31 @@ def spread_over(param):
 
 
 def settings_of(groups):
-    """-> dict: name such as "lr of group 0", or "betas[1] of group 0" -> number or text.
-
-    Only plain values and one-element CPU tensors: reading a tensor on a GPU would wait for the GPU.
-    """
-    found = {}
+    """-> dict: name such as "lr of group 0", or "betas[1] of group 0" -> number or text; see `comparable`."""
+    settings = {}
     for g, group in enumerate(groups):
         for key, value in hyperparameters(group).items():
             is_sequence = isinstance(value, (tuple, list))
             for place, part in enumerate(value if is_sequence else [value]):
-                if isinstance(part, torch.Tensor) and part.numel() == 1 and part.device.type == "cpu":
-                    part = part.item()
-                if isinstance(part, (numbers.Real, str)):
-                    name = f"{key}[{place}]" if is_sequence else key
-                    found[f"{name} of group {g}"] = part if isinstance(part, str) else float(part)
-    return found
+                name = f"{key}[{place}]" if is_sequence else key
+                settings[f"{name} of group {g}"] = part
+    return comparable(settings)
+
+
+def comparable(settings):
+    """-> those of `settings` that all ranks can compare: name -> number or text.
+
+    Only plain values and one-element CPU tensors: reading a tensor on a GPU would wait for the GPU.
+    """
+    plain = {}
+    for name, value in settings.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            value = value.item()
+        if isinstance(value, str):
+            plain[name] = value
+        elif isinstance(value, numbers.Real):
+            plain[name] = float(value)
+    return plain
 
 
 def checksum_of(settings):
@@ -85,8 +95,8 @@ def first_difference(settings, process_group):
     return None
 
 
-def difference_between_ranks(groups, process_group):
+def difference_between_ranks(settings, process_group):
     """-> on every rank a RuntimeError if the settings of the ranks differ, or None. Collective."""
-    difference = first_difference(settings_of(groups), process_group)
+    difference = first_difference(settings, process_group)
     return difference and RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the "
                                        "average of all losses), or take an optimizer that writes the same")

@@ -7,6 +7,7 @@ that it defines replaces the one here, because super() is the core in both class
     _takes_dtensors, _takes_channels_last   of parameters
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
+    _average_grads(arguments)   average the gradients unless that is done. -> whether it did anything
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
@@ -17,6 +18,7 @@ Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/s
 
 import contextlib
 import functools
+import math
 import numbers
 import weakref
 from collections.abc import Callable
@@ -25,26 +27,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters
-from .hooks import without_global_hooks
-from .refuse import agree, checked_groups, param_ids, silence_torch
-from .scaling import found_inf, total_norm, watch_torchs_clipping
+from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, settings_of
+from .hooks import given_loss, without_global_hooks
+from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
+from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
 
 
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
-    finish_grad_sync: Callable[[], None]
+    _average_grads: Callable[[dict], bool]
     _takes_dtensors = _takes_channels_last = False
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
+    across: Any = None  # process group of the ranks that have the same shards, as in variants/hybrid.py
+    _n_steps = 0  # since the shards were made, or of the state_dict that was loaded
 
-    def _prepare(self, params, optimizer_cls, process_group, optimizer_kwargs, **settings):
+    def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
         """-> the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
-        self.process_group = process_group
+        self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)
 
     @torch.no_grad()
@@ -78,13 +82,14 @@ class Guarded(torch.optim.Optimizer):
         # Both are -1 on a rank that is in no process group since reshard().
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
+        self._states.share_attributes(self.param_groups)
         self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
         """After the shards were given up, take the shards of this rank in `process_group`, without state."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()
-        self.process_group = process_group
+        self.process_group, self._n_steps = process_group, 0
         if dist.get_rank(process_group) >= 0:
             self.shard(self.param_groups)
         else:
@@ -111,17 +116,66 @@ class Guarded(torch.optim.Optimizer):
         if grad_scaler is not None and found_inf(self, grad_scaler):
             self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
             return loss
-        self._states.refuse_whole(self.param_groups)
+        self._states.adopt_whole()
         self._take_model_changes()
-        with without_global_hooks():  # the phases of the core's step
+        with without_global_hooks(), given_loss(self.optimizer, closure, loss):  # the phases of the core's step
             self.step_own()
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
         self.sync_params()
+        self._n_steps += 1
         return loss
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
         return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def finish_grad_sync(self, **arguments: Any) -> None:
+        """Average the gradients over the ranks. Idempotent; `step`, `clip_grad_norm_` and `scale_grads_` call it.
+
+        In stages 1 and 2 `param.grad` then holds the average. Sparse gradients become dense; one that is missing on
+        some ranks counts as zero there. In stage 3 each rank receives its shard, and until `step` or `zero_grad`
+        `param.grad` is not the gradient: assigning one or running a backward pass is a RuntimeError. Freeze a layer on
+        all ranks or on none, and before backward(). Collective.
+
+        Args:
+            arguments: numbers that were given to the caller, by name. Stage 4 compares them between the ranks.
+
+        Raises:
+            RuntimeError: a parameter received no gradient in stage 4, or was assigned one too late, or its `data` was
+                replaced; or `arguments` or the parameter groups of the ranks differ, in lr for example. In stage 4
+                raised on every rank, unless the ranks have agreed already, in `clip_grad_norm_` say.
+        """
+        if self._average_grads(arguments) and self._grad_factor != 1:
+            multiply_grads(self._averaged_params(), self._grad_factor)
+
+    @property
+    def n_averaged(self):
+        """The number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
+        groups = [self.process_group] if self.across is None else [self.process_group, self.across]
+        return math.prod(map(dist.get_world_size, groups))
+
+    @property
+    def _grad_factor(self):
+        return self.n_averaged / divisor_of(self.average_over, self.n_averaged)
+
+    def _refuse_late_backward(self):
+        """Refuse gradients that come after the average, if they would be added to scaled ones."""
+        if self._grad_factor != 1:
+            raise RuntimeError("the gradients were averaged and divided by average_over already: call step() or "
+                               "zero_grad() first")
+
+    @torch.no_grad()
+    def scale_grads_(self, factor: float | torch.Tensor) -> None:
+        """Multiply the averaged gradients of the whole model by `factor`; before `clip_grad_norm_`. Collective.
+
+        For example by ranks / tokens, where the losses are sums over tokens whose number is known late.
+
+        Args:
+            factor: the same on every rank: a number, or a tensor without dimensions, which no host waits for.
+        """
+        self.finish_grad_sync(factor=factor)
+        multiply_grads(self._averaged_params(), factor)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
@@ -133,12 +187,8 @@ class Guarded(torch.optim.Optimizer):
         Raises:
             RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank, before gradients change.
         """
-        self.finish_grad_sync()
-        norm = self._total_norm(norm_type)
-        if error_if_nonfinite and not norm.isfinite():  # the same on every rank
-            raise RuntimeError(f"the norm of all gradients is {norm.item()}: zero_grad() gives this step up")
-        torch.nn.utils.clip_grads_with_norm_(self._averaged_params(), max_norm, norm)
-        return norm
+        self.finish_grad_sync(max_norm=max_norm, norm_type=norm_type)
+        return clip_grads(self._averaged_params(), max_norm, self._total_norm(norm_type), error_if_nonfinite)
 
     _total_norm = total_norm
 
@@ -150,6 +200,7 @@ class Guarded(torch.optim.Optimizer):
         """-> [(param, start, stop, main), …]: this rank updates flat elements start to stop of `param`, as `main`."""
         with torch.no_grad():
             self._take_model_changes()
+            self._states.adopt_whole()
         return list(self._owned_ranges())
 
     @property
@@ -167,33 +218,45 @@ class Guarded(torch.optim.Optimizer):
 
         Each key says which part of which parameter it is. `checkpoint.full_state_dict` returns the whole state.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         self.pass_on_hyperparameters()
-        return state_of_rank(self)
+        state_dict = state_of_rank(self)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict):
         """Load what `state_dict` returned on this rank. Collective.
 
         Raises:
             ValueError: on every rank, before anything is changed, if on any rank the state_dict comes from another
-                rank, another number of ranks, other shards or another optimizer.
+                rank, another number of ranks, other shards or another optimizer, or can't be loaded; or if those of
+                the ranks have different hyperparameters, or are of different steps.
         """
-        parts, error = [], None
+        error, settings = None, {}
         try:
-            parts, state_dict = state_for_rank(self, state_dict)
-        except ValueError as refusal:
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(self, dict(state_dict)) or state_dict
+            parts, loaded = state_for_rank(self, state_dict)
+            settings = {**settings_of(loaded.param_groups), "n_steps": float(state_dict.get("n_steps", 0))}
+        except Exception as refusal:
             error = refusal
-        agree(error, {}, self.process_group, all_params(self)[0].device)
+        agree(error, settings, self.process_group, all_params(self)[0].device)
         for main, saved in parts:
             main.copy_(saved)
-        self.optimizer.load_state_dict(state_dict)
+        vars(self.optimizer).update(vars(loaded))
+        self._n_steps = state_dict.get("n_steps", 0)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def pass_on_hyperparameters(self):
         copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
 
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
-        if difference := difference_between_ranks(self.param_groups, self.process_group):
+        if difference := difference_between_ranks(settings_of(self.param_groups), self.process_group):
             raise difference
 
     def __getstate__(self):
@@ -219,7 +282,7 @@ class Guarded(torch.optim.Optimizer):
             if issubclass(ours, Guarded):
                 for name in dir(ours):
                     if not name.startswith("__") and getattr(cls, name) is getattr(ours, name):
-                        setattr(cls, name, OfTheOptimizer(name))
+                        setattr(cls, name, OfTheOptimizer(name, getattr(ours, name)))
 
 
 def mean_loss(optimizer, closure):
@@ -237,6 +300,10 @@ def mean_loss(optimizer, closure):
 class OfTheOptimizer(property):
     """An attribute of a wrapper that forwards to the wrapped optimizer."""
 
-    def __init__(self, name):
+    def __init__(self, name, of_class):
         super().__init__(lambda wrapper: getattr(wrapper._itself(), name),
                          lambda wrapper, value: setattr(wrapper._itself(), name, value))
+        self.of_class = of_class
+
+    def __get__(self, wrapper, kind=None):  # of the class it is what it stands for, which one may patch
+        return self.of_class if wrapper is None else super().__get__(wrapper, kind)

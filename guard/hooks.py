@@ -8,6 +8,7 @@ tests/stages/test_users.py, `test_hooks_of_all_optimizers_are_called_once_a_step
 
 import contextlib
 import functools
+import inspect
 import weakref
 
 import torch
@@ -58,6 +59,37 @@ def hook_gradient(param, method, takes=False):
     handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
     return handle
+
+
+@contextlib.contextmanager
+def given_loss(optimizer, closure, loss):
+    """If a step was given a closure, and so has a `loss`: `optimizer.step` gets a closure that returns it.
+
+    For a class that computes with the loss, as Polyak's step size. A class that calls its closure again would find the
+    same gradients, which is an error.
+    """
+    if closure is None or "closure" not in inspect.signature(type(optimizer).step).parameters:
+        yield
+        return
+    step, before = optimizer.step, vars(optimizer).copy()
+
+    def step_with_loss():
+        losses = [loss]
+
+        def of_before():
+            if not losses:
+                raise RuntimeError(f"{type(optimizer).__name__} calls its closure again in one step, and gradients are "
+                                   "averaged only once: no stage can step it with a closure")
+            return losses.pop()
+
+        return step(of_before)
+
+    optimizer.step = step_with_loss
+    try:
+        yield
+    finally:
+        del optimizer.step
+        vars(optimizer).update({"step": before["step"]} if "step" in before else {})
 
 
 @contextlib.contextmanager

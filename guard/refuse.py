@@ -4,6 +4,8 @@ Examples are shared memory, several devices, different models on the ranks, and 
 back. Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
+import math
+import numbers
 import warnings
 
 import torch
@@ -48,6 +50,7 @@ def checked_groups(optimizer, params, settings):
         here = optimizer._refuse(named)
         check_memory(here, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}
+        settings["average_over"] = divisor_of(optimizer.average_over, optimizer.n_averaged)
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(here, named):
             frozen = "" if param.requires_grad else " frozen"
@@ -97,6 +100,16 @@ def check_memory(named, takes_channels_last):
                              "torch.nn.Parameter")
 
 
+def divisor_of(average_over, n_ranks):
+    """-> what gradients are divided by: `average_over`, or the size of that group; None: `n_ranks`."""
+    if average_over is None:
+        return n_ranks
+    number = average_over.size() if isinstance(average_over, dist.ProcessGroup) else average_over
+    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 < number < math.inf:
+        raise ValueError(f"average_over is {number}: it must be a process group of this rank, or a number above 0")
+    return number
+
+
 def data_replaced(name):
     return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), share_memory(), "
                         "vector_to_parameters() or another optimizer, and this one steps the old: write into it with "
@@ -111,9 +124,11 @@ def agree(error, settings, process_group, device):
     failed, largest, minus_smallest = report.tolist()
     if failed:
         errors = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(errors, error, group=process_group)
-        rank, theirs = next((rank, theirs) for rank, theirs in enumerate(errors) if theirs is not None)
-        raise error or type(theirs)(f"rank {rank}: {theirs}")
+        # A class of another library may not be there, or take other arguments: the others raise Python's own.
+        kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
+        dist.all_gather_object(errors, error and (kind, str(error)), group=process_group)
+        rank, (kind, text) = next((rank, theirs) for rank, theirs in enumerate(errors) if theirs)
+        raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from .groups import all_params, spread_over
+from .groups import all_params
 from .hooks import untraced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
@@ -26,21 +26,18 @@ ALIVE: set[int] = set()  # ids of the optimizers that are alive
 
 def total_norm(optimizer, norm_type):
     """-> the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
-    params = all_params(optimizer)
-    dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
-    grads = {spread_over(param): [] for param in params}  # the same keys, in the same order, on every rank
-    for param, main in optimizer.state.main_param.items():
-        if main.grad is not None:
-            grads[spread_over(param)].append(main.grad)
-    norms = []
-    for groups, part in grads.items():
-        part = part or [torch.zeros(1, device=params[0].device)]  # torch's norm of an empty list is on the CPU
-        norm = torch.nn.utils.get_total_norm(part, norm_type).to(dtype)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
+    norms, states = [], optimizer.state
+    for groups, mains in states.mains_over.items():
+        # torch's norm of an empty list is on the CPU
+        grads = [main.grad for main in mains if main.grad is not None] or [torch.zeros(1, device=states.device)]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(states.norm_dtype)
         for group in (optimizer.process_group, *groups):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
-    for group in dict.fromkeys(group for groups in grads for group in groups):
+    for group in dict.fromkeys(group for groups in states.mains_over for group in groups):
         norm = gather_scalar(norm, group).max()  # shards of unequal sizes round differently: copies would drift apart
     return norm
 
@@ -50,6 +47,20 @@ def gather_scalar(scalar, group):
     everyone = scalar.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(everyone, scalar.view(1), group=group)
     return everyone
+
+
+def multiply_grads(params, factor):
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads:  # a rank may own nothing
+        torch._foreach_mul_(grads, factor)
+
+
+def clip_grads(params, max_norm, norm, error_if_nonfinite):
+    """Scale the gradients of `params` by max_norm / norm, if that is less than 1, as torch does. -> norm"""
+    if error_if_nonfinite and not norm.isfinite():  # the same on every rank
+        raise RuntimeError(f"the norm of all gradients is {norm.item()}: zero_grad() gives this step up")
+    multiply_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def found_inf(optimizer, grad_scaler):
@@ -65,7 +76,7 @@ def found_inf(optimizer, grad_scaler):
     if grads:
         factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
-    others = [group for param in all_params(optimizer) for group in spread_over(param)]
+    others = [group for groups in optimizer.state.mains_over for group in groups]
     for group in dict.fromkeys([optimizer.process_group, *others]):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     state["found_inf_per_device"] = {found.device: found}  # GradScaler.update() reads it here

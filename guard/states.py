@@ -5,13 +5,14 @@ tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stag
 `test_resumes_from_its_state_dict`, and tests/checkpoint/test_checkpoint.py.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import MutableMapping
 
 import torch
 import torch.distributed as dist
 
-from .groups import all_params, name_of, spread_over
+from .groups import all_params, spread_over
 from .schema import checked_state_dict
 
 
@@ -23,15 +24,40 @@ class ByParameter(MutableMapping):
 
     Attributes:
         main_param: parameter of the model -> what this rank updates of it, the tensor that `inner` knows.
+        param_of: the other way round.
+        range_of: parameter of the model -> (start, stop): which of its flat elements those are.
         elsewhere: parameters of the model of which this rank updates nothing.
+        mains_over: process groups over which parameters are spread -> main parameters of these. The keys are the same,
+            in the same order, on every rank. Made once, because it takes the time of a norm.
+        norm_dtype, device: of the norm of all gradients.
         looked_at: parameters whose state somebody has accessed since the last step.
     """
 
     def __init__(self, inner, params, pieces):
-        self.inner = inner
+        self.inner, pieces = inner, list(pieces)
         self.main_param = {param: main for param, _, _, main in pieces}
+        self.range_of = {param: (start, stop) for param, start, stop, _ in pieces}
+        self.param_of = {main: param for param, main in self.main_param.items()}
         self.elsewhere = set(params).difference(self.main_param)
+        self.mains_over: dict[tuple, list] = {spread_over(param): [] for param in params}
+        for param, main in self.main_param.items():
+            self.mains_over[spread_over(param)].append(main)
+        self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
+        self.device = params[0].device
         self.looked_at = set()
+
+    def share_attributes(self, groups):
+        """Give main parameters the attributes of their parameters, and names: an optimizer's class may read p.lr_mul.
+
+        The dict of attributes is one, so what is set later counts too. groups: those of the model's parameters.
+        """
+        for main, param in self.param_of.items():
+            if type(main) is torch.Tensor:  # and no FakeTensor, which keeps its device there
+                main.__dict__ = param.__dict__
+        for group, own in zip(groups, self.inner.param_groups):
+            if "param_names" in group:
+                name_of = dict(zip(group["params"], group["param_names"]))
+                own["param_names"] = [name_of[self.param_of[main]] for main in own["params"]]
 
     def _key(self, param):
         self.looked_at.add(param)
@@ -52,8 +78,7 @@ class ByParameter(MutableMapping):
         return self._key(param) in self.inner.state
 
     def __iter__(self):
-        param_of = {main: param for param, main in self.main_param.items()}
-        return (param_of.get(key, key) for key in self.inner.state)
+        return (self.param_of.get(key, key) for key in self.inner.state)
 
     def __len__(self):
         return len(self.inner.state)
@@ -64,6 +89,8 @@ class ByParameter(MutableMapping):
         return self[param] if param in self else default
 
     def pop(self, param, *default):
+        if param in self.elsewhere:
+            return default[0] if default else {}
         return self.inner.state.pop(self._key(param), *default)
 
     def setdefault(self, param, default=None):
@@ -74,22 +101,35 @@ class ByParameter(MutableMapping):
     def replace(self, state):
         self.inner.state = defaultdict(dict, {self._key(key): value for key, value in state.items()})
 
-    def refuse_whole(self, groups):
-        """Refuse a reset to zeros_like(param), as in ReLoRA: it would fail in the middle of the step, or not at all."""
+    def adopt_whole(self):
+        """Cut this rank's piece out of tensors of a parameter's own shape: ReLoRA resets a state to zeros_like(param).
+
+        Such a tensor in the dtype of the parameter takes that of the main parameter. Ranks that update nothing of the
+        parameter have nothing to do, and no rank has to refuse.
+        """
         for param in self.looked_at & self.main_param.keys():  # a key may be a name
-            main = self.main_param[param]
-            for key, value in self.inner.state.get(main, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape != main.shape:
-                    raise RuntimeError(f"{key} of parameter {name_of(param, groups)} has the shape of the whole in "
-                                       "optimizer.state, where flat pieces of this rank are: use .zero_(), or delete "
-                                       "optimizer.state[param]")
+            main, (start, stop) = self.main_param[param], self.range_of[param]
+            state = self.inner.state.get(main, {})
+            for key, value in state.items():
+                value = getattr(value, "_local_tensor", value)  # of a DTensor
+                if not isinstance(value, torch.Tensor) or value.shape != local_shape(param) or key == "step":
+                    continue  # torch knows a count of steps, which may look like a state of a scalar, by that name too
+                is_in_model_dtype = value.dtype == param.dtype != main.dtype
+                if value.shape != main.shape or is_in_model_dtype:
+                    dtype = main.dtype if is_in_model_dtype else value.dtype
+                    state[key] = value.reshape(-1)[start:stop].to(main.device, dtype, copy=True).view_as(main)
         self.looked_at.clear()
+
+
+def local_shape(param):
+    return getattr(param, "_local_tensor", param).shape
 
 
 def state_of_rank(optimizer):
     """-> what `state_dict` returns: the inner optimizer's, with keys that say which part of which parameter it is.
 
-    Two more entries: `main_params` has the main parameters that are not parts of the model's own parameters. `bounds`
+    More entries: `n_steps` counts the steps before, so that files of different steps are noticed. `main_params` has
+    the main parameters that are not parts of the model's own parameters. `bounds`
     says where flat pieces lie, and must be equal to load the state. For a DTensor it includes the rank in the other
     dimensions of the mesh, because other parts look alike.
     """
@@ -105,32 +145,43 @@ def state_of_rank(optimizer):
         if main is not param:  # torch's own tools print these words when they refuse it
             bounds[index] = start, stop, *map(dist.get_rank, spread_over(param))
         if main.dtype != param.dtype:
-            main_params[index] = main
+            main_params[index] = main.detach()  # without the attributes that it shares with `param`
     name_of_index = {index: names[id(main)] for index, main in enumerate(all_params(inner))}
     part["state"] = {name_of_index.get(key, key): state for key, state in part["state"].items()}
     for group in part["param_groups"]:
         group["params"] = [name_of_index[index] for index in group["params"]]
-    return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "main_params": main_params,
-            "bounds": bounds}
+    return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "n_steps": optimizer._n_steps,
+            "main_params": main_params, "bounds": bounds}
 
 
 def state_for_rank(optimizer, state_dict):
-    """-> [(main parameter, its saved value), …]; a state_dict for the inner optimizer.
+    """Load `state_dict` into a copy of the inner optimizer. -> [(main parameter, its saved value), …]; the copy.
 
     Raises ValueError: the state_dict is from another rank, other shards, or another optimizer.
     """
-    here, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict.get("world_size"))
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"load_state_dict() takes what state_dict() returned on this rank, not a "
+                         f"{type(state_dict).__name__} without 'state' and 'param_groups'")
+    if "world_size" not in state_dict:
+        raise ValueError("this state_dict is a plain optimizer's, or a full one: load it with "
+                         "checkpoint.load_full_state_dict(optimizer, state_dict)")
+    here, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict["world_size"])
     if made_by != (here["rank"], here["world_size"]):
         raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is "
                          f"{here['rank'], here['world_size']}: a file of one rank has one part of {made_by[1]}, save "
-                         "checkpoint.full_state_dict(optimizer) for the whole, which, as a plain optimizer's, is for "
-                         "checkpoint.load_full_state_dict(optimizer, state_dict)")
+                         "checkpoint.full_state_dict(optimizer) for the whole")
     mains, saved = here["main_params"], state_dict.get("main_params", {})
-    if (here["bounds"], mains.keys()) != (state_dict.get("bounds", {}), saved.keys()):
+    if (here["bounds"], shapes_of(mains)) != (state_dict.get("bounds", {}), shapes_of(saved)):
         raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                          "tensor-parallel rank say: use full_state_dict()")
-    of_inner = checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict)
-    return [(main, saved[index]) for index, main in mains.items()], of_inner
+    loaded = object.__new__(type(optimizer.optimizer))  # torch's load replaces `state` and `param_groups`
+    vars(loaded).update(vars(optimizer.optimizer))
+    loaded.load_state_dict(checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict))
+    return [(main, saved[index]) for index, main in mains.items()], loaded
+
+
+def shapes_of(main_params):
+    return {index: main.shape for index, main in main_params.items()}
 
 
 def follow(main_param, now):

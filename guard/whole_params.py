@@ -28,15 +28,20 @@ class OfWholeParams(Guarded):
     _grads_synced = False  # whether param.grad holds the average already
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None, average_gradients: bool = True,
+                 process_group: dist.ProcessGroup | None = None,
+                 average_over: dist.ProcessGroup | float | None = None, average_gradients: bool = True,
                  **optimizer_kwargs: Any) -> None:
         self.average_gradients = average_gradients
-        groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
+        groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                average_gradients=average_gradients)
         super().__init__(groups, optimizer_cls, process_group=process_group, **optimizer_kwargs)
 
     def _refuse(self, named):
         """Refuse several dtypes, because one flat tensor holds all gradients. -> `named`"""
+        if self._grads_synced:  # the gradients of a group that is added would be averaged too
+            self._refuse_late_backward()
+        if self.average_over is not None and not self.average_gradients:
+            raise ValueError("average_over is for average_gradients=True: DDP has divided the gradients already")
         first_name, first = named[0]
         for name, param in named:
             if param.dtype != first.dtype:
@@ -50,21 +55,18 @@ class OfWholeParams(Guarded):
                 hook_gradient(param, self._on_grad_ready)
 
     def _on_grad_ready(self, param):
+        if self._grads_synced:
+            self._refuse_late_backward()
         self._grads_synced = False  # a backward pass after finish_grad_sync has added local gradients
 
     @property
     def _param_grad_holds(self):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
 
-    @torch.no_grad()
-    def finish_grad_sync(self) -> None:
-        """Average the gradients over the ranks, in place. Idempotent; `step` and `clip_grad_norm_` call it. Collective.
-
-        A gradient that is missing on some ranks counts as zero there; one that is missing on all of them stays None.
-        Sparse gradients become dense.
-        """
+    def _average_grads(self, arguments):
+        """In place. A gradient that is missing on all ranks stays None."""
         if self._grads_synced or not self.average_gradients:
-            return
+            return False
         params = all_params(self)  # also frozen ones, which may be frozen on this rank only
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
@@ -73,6 +75,7 @@ class OfWholeParams(Guarded):
             if is_used:
                 param.grad = grad
         self._grads_synced = True
+        return True
 
     def _total_norm(self, norm_type):
         """Without communication: each rank has all averaged gradients."""

@@ -38,10 +38,12 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _probe = staticmethod(check_elementwise)
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None, grad_dtype: torch.dtype | None = None,
+                 process_group: dist.ProcessGroup | None = None,
+                 average_over: dist.ProcessGroup | float | None = None, grad_dtype: torch.dtype | None = None,
                  **optimizer_kwargs: Any) -> None:
         self.grad_dtype = grad_dtype
-        groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs, grad_dtype=grad_dtype)
+        groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
+                               grad_dtype=grad_dtype)
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)
 
     def _refuse(self, named):
@@ -60,18 +62,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _grads_elsewhere(self):
         return any(buffer.in_main_grad for buffer in self.buffers)
 
-    @torch.no_grad()
-    def finish_grad_sync(self) -> None:
-        """Average the gradients: each rank receives its shard. Idempotent; `step` calls it too. Collective.
-
-        From here until `step` or `zero_grad`, `param.grad` is not the gradient; assigning one or running a backward
-        pass is a RuntimeError. A missing gradient counts as zero. The owner of a frozen parameter updates it only if
-        the owner itself had a gradient for it, so freeze a layer on all ranks or on none, and before backward(). Call
-        GradScaler.unscale_() before this.
-        """
+    def _average_grads(self, arguments):
+        """A missing gradient counts as zero. The owner of a frozen parameter updates it only if it had a gradient."""
         for buffer in self.buffers:
             buffer.refuse_changes(self.param_groups)
+        was_synced = any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)
         self.sync_grads()
+        return not was_synced
 
     def _take_model_changes(self):
         for buffer in self.buffers:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, difference_between_ranks
+from guard.groups import all_params, comparable, difference_between_ranks, settings_of
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
@@ -59,7 +59,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _param_grad_holds = "nothing"  # or a gradient that waits for its round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
+                 process_group: dist.ProcessGroup | None = None,
+                 average_over: dist.ProcessGroup | float | None = None, bucket_cap_mb: float | None = None,
                  reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
                  **optimizer_kwargs: Any) -> None:
         of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
@@ -69,7 +70,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
         self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
         forget_arrived()
-        groups = self._prepare(params, optimizer_cls, process_group, optimizer_kwargs,
+        groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **of_core)
         super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
 
@@ -106,6 +107,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def on_grad_ready(self, param):
         now = self._rounds
+        if now.is_synced:
+            self._refuse_late_backward()
         now.is_synced = False
         if not now.is_accumulating and now.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
@@ -163,25 +166,18 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _grads_elsewhere(self):
         return self._rounds.went_backward
 
-    @torch.no_grad()
-    def finish_grad_sync(self) -> None:
-        """Average the gradients: each rank receives its shards. Idempotent; `step` calls it too. Collective.
-
-        Raises:
-            RuntimeError: a parameter received no gradient, or was assigned a gradient after the one of the backward
-                pass had been sent, or its `data` was replaced. Raised on every rank; only after `clip_grad_norm_`, when
-                the ranks have agreed already, on the rank concerned alone. Or the parameter groups of the ranks differ,
-                in lr for example.
-        """
-        error = error_of(self._agree(), self.param_groups, self.find_unused_parameters)
+    def _average_grads(self, arguments):
+        was_synced = self._rounds.is_synced
+        error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
-            error = difference_between_ranks(self.param_groups, self.process_group) or error
+            error = difference_between_ranks(self._rounds.settings, self.process_group) or error
         if error:
             self.zero_grad()
             raise error
         self.sync_grads()
+        return not was_synced
 
-    def _agree(self):
+    def _agree(self, arguments):
         """Send every gradient, and finish the same number of rounds on each rank. -> see `what_is_wrong`"""
         now, params = self._rounds, all_params(self)
         wrong = what_is_wrong(now, params, self.buckets)
@@ -189,7 +185,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             return wrong
         if now.is_open or not now.n:
             self._finish_round()
-        used, wrong, n_rounds = agree(now, params, wrong, self.param_groups, self.process_group)
+        now.settings = {**settings_of(self.param_groups), **comparable(arguments)}
+        used, wrong, n_rounds = agree(now, params, wrong, self.process_group)
         while now.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
         unused = {param for param, use in zip(params, used) if not use}
@@ -218,7 +215,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         happens on some ranks only, the other ranks wait for them.
         """
         if self._rounds.waiting or self._rounds.went_backward:
-            self._agree()
+            self._agree({})
         self._rounds.start()
         with torch._C.DisableTorchFunctionSubclass():  # reads each param.grad, but no parameter: needn't wait
             super().zero_grad(set_to_none)

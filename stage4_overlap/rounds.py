@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from guard.groups import checksum_of, named_params, settings_of
+from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
 # What can be wrong with a gradient; 0 is nothing. The ranks agree on the largest number.
@@ -36,7 +36,8 @@ class Rounds:
             round, `Bucket.ready` has them.
         unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
             main parameters have no gradient until the ranks agree again.
-        settings_differ: whether the parameter groups of the ranks differ, if only by rounding.
+        settings: of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`: name -> value.
+        settings_differ: whether those of the ranks differ, if only by rounding.
         is_synced: whether the ranks have agreed on all this, and every gradient was sent.
         backward_pass: function () -> the current BackwardPass or None; a weak reference.
         is_accumulating: whether we are inside no_sync.
@@ -50,7 +51,7 @@ class Rounds:
         """Count anew, after a step."""
         self.n, self.is_open, self.went_backward = 0, False, False
         self.used, self.waiting = set(), set()
-        self.settings_differ = self.is_synced = False
+        self.settings, self.settings_differ, self.is_synced = {}, False, False
         self.backward_pass = lambda: None
 
 
@@ -104,7 +105,7 @@ def host_group(process_group, device):
     return HOST_GROUPS[group]
 
 
-def agree(now, params, wrong, groups, process_group):
+def agree(now, params, wrong, process_group):
     """-> whether any rank has used each of `params`; what is wrong with each; the number of rounds. Collective.
 
     It runs in the step, and not when a backward pass ends, because until the step another pass may follow, gradients
@@ -115,7 +116,7 @@ def agree(now, params, wrong, groups, process_group):
     used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
     wrong = [what or (MISSING if not is_used and param.requires_grad else 0)
              for param, is_used, what in zip(params, used, wrong)]
-    checksum = checksum_of(settings_of(groups))  # the ranks have the same if the largest equals the smallest
+    checksum = checksum_of(now.settings)  # the ranks have the same if the largest equals the smallest
     report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")
     of_hosts = host_group(process_group, params[0].device)

@@ -32,14 +32,15 @@ class BucketByBucket(OverlapOptimizer):
 
 def step_only(optimizer, chosen, step=None):
     """Let `optimizer` step those of its parameters that are among `chosen`."""
-    params = [group["params"] for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     try:
-        for group, its in zip(optimizer.param_groups, params):
-            group["params"] = [param for param in its if param in chosen]
+        for group, whole in zip(optimizer.param_groups, groups):
+            for key in {"params", "param_names"} & group.keys():  # names say which parameter they are of
+                group[key] = [item for item, param in zip(whole[key], whole["params"]) if param in chosen]
         (step or optimizer.step)()
     finally:
-        for group, its in zip(optimizer.param_groups, params):
-            group["params"] = its
+        for group, whole in zip(optimizer.param_groups, groups):
+            group.update({key: whole[key] for key in {"params", "param_names"} & group.keys()})
 
 
 def tried_tensor_by_tensor(check):

@@ -76,7 +76,7 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
 
 @on_ranks(2)
 def test_a_state_that_is_reset_as_in_torch(rank, stage):
-    """ReLoRA's reset: zeros of the parameter's shape. Of pieces that is an error, after which a delete helps."""
+    """ReLoRA's reset: zeros of the parameter's shape, of which a rank takes its piece."""
     pair = Pair(rank, stage, lr=0.01)
     model, optimizer = pair.model, pair.optimizer
     optimizer.state["steps of mine"] = 0  # a name for a key, as torch has it
@@ -91,15 +91,6 @@ def test_a_state_that_is_reset_as_in_torch(rank, stage):
         for param in params:
             one.state[param]["exp_avg"] = torch.zeros_like(param)
             one.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-    if stage in (THREE, FOUR):
-        error = error_of(lambda: train(model, optimizer, rank, 1))
-        assert error.startswith("exp_avg of parameter ") and ".zero_(), or delete optimizer.state[param]" in error
-        for one, params in both:
-            for param in params:
-                one.state.pop(param, None) if rank.rank else one.state.__delitem__(param)
-                with pytest.raises(KeyError):
-                    one.state.pop(param)
-        optimizer.zero_grad()
     pair.train(1)
     pair.assert_same(is_exact=False)
     assert len(full_state_dict(optimizer, to_all=True)["state"]) == len(trainable(model))
@@ -133,7 +124,7 @@ def test_a_state_dict_says_whose_part_it_is_and_is_refused_on_every_rank(rank, s
     assert "is of (rank, world size) (0, 2), this is (1, 2)" in of_rank_0
     assert "has one part of 2, save checkpoint.full_state_dict(optimizer) for the whole" in of_rank_0
     of_all = error_of(lambda: optimizer.load_state_dict(full), ValueError)
-    assert "is for checkpoint.load_full_state_dict(optimizer, state_dict)" in of_all
+    assert "load it with checkpoint.load_full_state_dict(optimizer, state_dict)" in of_all
     by_torch = error_of(lambda: get_optimizer_state_dict(model, optimizer), KeyError)
     assert "of 2: checkpoint.full_state_dict(optimizer) has the whole" in by_torch
     error_of(lambda: set_optimizer_state_dict(model, optimizer, full), Exception)

@@ -1,0 +1,146 @@
+"""What one rank refuses, all ranks refuse, before anything changes; and what all ranks do alike is right on each.
+
+The situations come from programs that hung, or went on with two trainings mixed.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guard.chained import Chained
+from harness import FOUR, STAGES
+from tests.common import Net, error_of, on_ranks, optimizer_of, trainable
+from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of, train
+
+
+class Oversized(ValueError):
+    """An exception that is not made from a text alone."""
+
+    def __init__(self, numel, limit):
+        super().__init__(f"{numel} of {limit}")
+
+
+def hook_that_raises(_, state_dict):
+    raise Oversized(9, 3)
+
+
+BAD_STATES = {
+    "None": lambda state: None,
+    "without groups": lambda state: {"state": state["state"]},
+    "other groups": lambda state: {**state, "param_groups": state["param_groups"] * 2},
+    "a group without parameters": lambda state: {**state, "param_groups": [{**state["param_groups"][0], "params": []}]},
+    "a group that is none": lambda state: {**state, "param_groups": [7]},
+    "a plain optimizer's": lambda state: torch.optim.SGD([torch.ones(3)], lr=0.1).state_dict(),
+    "other main parameters": lambda state: {**state, "main_params": {0: torch.ones(1)}},
+    "a hook raises": lambda state: state,
+}
+
+
+@pytest.mark.shared_guard
+@on_ranks(2, bad=BAD_STATES)
+def test_a_state_dict_that_one_rank_refuses_changes_nothing_on_any(rank, stage, bad):
+    """In 16 bits, where main parameters are loaded too."""
+    model = Net(seed=0).to(rank.device, torch.bfloat16)
+    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+
+    def go(step):
+        model(torch.full((4, 7), 0.1 * step, device=rank.device, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    go(0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    go(1)
+    before = copy.deepcopy(optimizer.state_dict())
+    if rank.rank == 1:
+        saved = BAD_STATES[bad](saved)
+        if bad == "a hook raises":
+            optimizer.register_load_state_dict_pre_hook(hook_that_raises)
+    error = error_of(lambda: optimizer.load_state_dict(saved), ValueError, TypeError)
+    assert error.startswith("rank 1: ") == (rank.rank == 0)
+    assert "load it with checkpoint.load_full_state_dict(" in error or bad != "a plain optimizer's"
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@on_ranks(2, gamma=[0.5, 1.0])
+def test_state_dicts_of_different_steps_are_refused_on_every_rank(rank, stage, gamma):
+    """With a schedule by the lr; else by the number of steps, of which each state_dict has a count."""
+    model, states = Net(seed=0).to(rank.device), []
+    optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    for step in range(2):
+        train(model, optimizer, rank, 2 * step, 2 * step + 1)
+        scheduler.step()
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    what = "n_steps is 2.0 on rank 0 and 4.0 on rank 1" if gamma == 1 else "lr of group 0 is 0.005 on rank 0 and 0.0025"
+    assert what in error_of(lambda: optimizer.load_state_dict(states[rank.rank]), ValueError)
+    optimizer.load_state_dict(states[0])
+    assert optimizer.state_dict()["n_steps"] == 2
+
+
+@on_ranks(3, dtype=[torch.float32, torch.bfloat16])
+def test_a_state_of_the_parameters_own_shape_is_adopted(rank, stage, dtype):
+    """On three ranks, of which some have no piece of a parameter, or have all of it. It is seen in a state_dict too."""
+    p, q = (torch.nn.Parameter(torch.full((n,), 2.0, device=rank.device, dtype=dtype)) for n in (20, 16))
+    twin = torch.nn.Parameter(p.detach().float())
+    optimizer, plain = optimizer_of(stage)([p, q], lr=0.1), torch.optim.AdamW([twin], lr=0.1)
+    for step in range(3):
+        for one, param in ((optimizer, p), (plain, twin)):
+            (param.square().sum() + q.sum()).backward()
+            one.step()
+            one.zero_grad()
+            one.state[param]["exp_avg"] = torch.arange(20.0, device=rank.device).to(param.dtype)
+            if step:
+                one.state = {key: {**state, "exp_avg_sq": torch.ones_like(key)} if key is param else state
+                             for key, state in one.state.items()}
+        optimizer.state_dict()
+        for start, stop, main in [piece[1:] for piece in optimizer.pieces() if piece[0] is p]:
+            moment = optimizer.optimizer.state[main]["exp_avg"]
+            assert moment.tolist() == list(range(start, stop)) and moment.dtype == main.dtype
+    torch.testing.assert_close(p.detach().float(), twin.detach(), rtol=0, atol=1e-6 if dtype.itemsize == 4 else 0.03)
+
+
+@on_ranks(2)
+def test_a_state_is_removed_by_the_same_code_on_every_rank(rank, stage):
+    p, q = parameter_of(1, rank, n=16), parameter_of(1, rank, n=16)
+    optimizer = optimizer_of(stage)([p, q], lr=0.1)
+    (p.sum() + q.sum()).backward()
+    optimizer.step()
+    del optimizer.state[p]
+    optimizer.state.pop(q)
+    assert optimizer.state.pop(p, "nothing") in ("nothing", {}) and not optimizer.optimizer.state
+    with pytest.raises(KeyError):
+        optimizer.state.pop("no parameter")
+
+
+@pytest.mark.parametrize("stage", [FOUR])
+@on_ranks(2, name=["max_norm", "norm_type", "factor"])
+def test_arguments_that_differ_are_refused_on_every_rank(rank, stage, name):
+    """In the message that stage 4 has anyway. The gradients are dropped, and the next step is as without that."""
+    pair = Pair(rank, stage)
+    backward(pair.model, rank, 7)
+    calls = {"factor": lambda: pair.optimizer.scale_grads_(1.0 + rank.rank),
+             "max_norm": lambda: pair.optimizer.clip_grad_norm_(1.0 + rank.rank),
+             "norm_type": lambda: pair.optimizer.clip_grad_norm_(1.0, 1.0 + rank.rank)}
+    assert f"{name} is 1.0 on rank 0 and 2.0 on rank 1: set the same" in error_of(calls[name])
+    pair.backward(0)
+    pair.clip(0.05)
+    pair.step()
+    pair.assert_same(is_exact=False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
+def test_a_rank_of_a_chain_may_lack_an_optimizer(rank, stage):
+    """Experts on ranks 0 and 1: the norm is that of all parameters on all ranks."""
+    group, made = dist.new_group([0, 1]), functools.partial(sgd_of, stage)
+    shared, expert = parameter_of(0, rank, n=4), parameter_of(0, rank, n=9)
+    optimizers = [made([shared])] + ([made([expert], process_group=group)] if rank.rank < 2 else [])
+    chain = Chained(*optimizers)
+    (3 * shared.sum() + 4 * expert.sum()).backward()
+    assert chain.clip_grad_norm_(1e-3).item() == pytest.approx((4 * 9 + 9 * 16) ** 0.5, rel=1e-6)
+    chain.step()
+    assert -shared.norm().item() == pytest.approx(-1e-3 * (4 * 9 / (4 * 9 + 9 * 16)) ** 0.5, rel=1e-3)
