@@ -58,6 +58,12 @@ def bench(result):
     return shown(pick(both, timed=result.conditions))
 
 
+def phases(result):
+    """Return the memory of each row after each phase of the first step, and its peak in the second."""
+    sheet = pick(every_row.memory_sheets(result)[0], "name", "model", "optimizer", "backward", "step", "peak")
+    return shown(dataclasses.replace(sheet, title="Memory of a rank after each phase, and its peak, MB"))
+
+
 def at_a_rate(sheet, result, timed=None):
     return pick(dataclasses.replace(sheet, title=f"{sheet.title}, {rate_words(result.conditions.rate)}"), timed=timed)
 
@@ -147,12 +153,13 @@ def ladder():
                         lambda rung: core_lines(saved.ROOT / rung.folder) if rung.folder else None),
         "time": column("time ÷ DDP's", of_row(lambda row: row.over(ddp)), form=".2f")})
     words = "DDP's with its default buckets" if tuned is None else (
-        f"tuned DDP's ({'default' if tuned.bucket_mb is None else tuned.size} buckets, the fastest tried)")
+        f"tuned DDP's ({'default' if tuned.bucket_mb is None else tuned.size} buckets)")
     sheet.notes = [
         f"The model has {conditions.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with "
-        "AdamW (stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b for two bucket buffers). The peak includes "
-        "activations. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Time: a step of "
-        f"`DistributedOptimizer`, divided by {words}. Two emulated hosts, a link of {rate_words(conditions.rate)}, "
+        "AdamW (stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b: bucket buffers). The peak includes "
+        f"activations of {conditions.batch_size} sequences ({saved.load_bench().conditions.batch_size} in results/). A "
+        "rank sends this many values per parameter, times (d-1)/d; stage 2 adds padding. Time: "
+        f"`DistributedOptimizer`'s step, divided by {words}. Two emulated hosts, {rate_words(conditions.rate)}, "
         f"median of {conditions.rounds} rounds ({conditions.machine}, {conditions.date})."]
     return tables.markdown(sheet)
 
@@ -173,6 +180,7 @@ BLOCKS = {
     "state": lambda: of_bench("model_state"),
     "gathered": lambda: of_bench("gathered"),
     "bench": lambda: bench(saved.load_bench()),
+    "phases": lambda: phases(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
     "host": lambda: shown(host(saved.load_bench())),
     "saving": lambda: sheets_of("saving.json", "saving"),

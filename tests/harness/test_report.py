@@ -203,8 +203,8 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
     default = untuned.find("ddp")
     default_is_best = dataclasses.replace(untuned, sweep=dataclasses.replace(tuned.sweep, rows=[default]))
     for one, ddp, words in ((untuned, default, "DDP's with its default buckets"),
-                            (default_is_best, default, "tuned DDP's (default buckets, the fastest tried)"),
-                            (tuned, best, f"tuned DDP's ({best.size} buckets, the fastest tried)")):
+                            (default_is_best, default, "tuned DDP's (default buckets)"),
+                            (tuned, best, f"tuned DDP's ({best.size} buckets)")):
         monkeypatch.setattr(results, "by_rate", lambda: [one])
         ratio = f"{one.find('stage 4 overlap').over(ddp):.2f}"
         assert ladder()["4 overlap"][-1] == ratio and words in " ".join(pages.BLOCKS["ladder"]().split())
