@@ -80,11 +80,11 @@ class Bench:
 
     def parts_to_measure(self):
         first = [row_id for row_id in self.row_ids if row_id.name in FIRST]
-        others = [row_id for row_id in self.row_ids if row_id not in first]
+        more = [row_id for row_id in self.row_ids if row_id not in first]
         parts = [Part("the first rows", every_row.n_runs(self.settings, first), lambda: self.measure_first(first))]
-        if others:
-            parts.append(Part(f"{len(others)} more rows", every_row.n_runs(self.settings, [None, *others]),
-                              lambda: self.measure_others(others)))
+        if more:
+            parts.append(Part(f"{len(more)} more rows", every_row.n_runs(self.settings, [None, *more]),
+                              lambda: self.measure_more(more)))
         if not self.args.quick and on_rank_0(self.workers, examine.device_type) == "cpu":
             parts.append(Part("exposed time of all rows", len(self.row_ids), self.record_steps))
         if not self.args.quick and not self.args.rows and self.args.dtype == "float32":  # what doesn't depend on these
@@ -137,7 +137,7 @@ class Bench:
         print(flush=True)
         self.bar.start()
 
-    def measure_others(self, row_ids):
+    def measure_more(self, row_ids):
         every_row.measure_more_rows(self.workers, self.settings, row_ids, self.result, self.progress)
         self.result.rows.sort(key=lambda row: self.row_ids.index(row.row_id))
 

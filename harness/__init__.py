@@ -1,4 +1,15 @@
-"""What measuring and training need and no stage may know: one module a job. Stages' train.py import harness.train."""
+"""Measures and trains what no stage may know: one module a job, listed in the order in which data goes.
+
+processes, meeting, workers     start ranks, on a device and backend that work, and end them together
+gpt, models, corpus, training   what is trained: models, text, the loop; options, train, checkpoints: for train.py
+reference, exchange             what every row must agree with, and how messages are sent; owner_reduce: a peer
+rows                            the catalogue: each configuration with what it should send and hold
+ledger, memory                  count messages and bytes from outside
+results, tables, pictures       what measurements are saved as, and how it is shown
+examine, every_row, timeline    measure rows on ranks; alone: in one process that plays rank 0 of d
+host_time, gpu_step, saving, losses, two_hosts (with links), plan (with replay, plan_check)    programs that measure
+figures, pages                  run all of them, and write the pages; take: writes a stage as a package
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What one process that plays rank 0 of d finds out: what a row holds, sends and waits for, on any number of ranks.
+"""Plays rank 0 of d in one process: what a row holds, sends and waits for, on any number of ranks.
 
 A dry run is a step of training that computes nothing: the core of a row's stage, on tensors without memory.
 """
@@ -31,26 +31,26 @@ from stage4_overlap.transport import Exchange
 
 @contextmanager
 def rank_0_of(d):
-    """While it is entered this process plays rank 0 of d: torch's fake process group sends nothing."""
+    """Let this process play rank 0 of d while entered: torch's fake process group sends nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=d)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # which init_process_group wraps, each time once more
+        sys.excepthook = hook  # init_process_group wraps it, each time once more
 
 
 # --------------------------------------------------------------------------------------------------------- A dry run
 
 
 class Event(NamedTuple):
-    """Something that happens in a step, on rank 0, in `phase`: forward, backward or step.
+    """An event of a step, on rank 0, in `phase`: forward, backward or step.
 
-    `what`: "compute": operators ran, of so many FLOPs or bytes read and written. "launch": a collective left, `kind` as
-    in the ledger, `n_bytes` of the full tensor. "wait": computing stops until launch `index` has arrived, of this step,
-    or with `lag` 1 of the step before. `live`: bytes that are alive by then. `group_size`, `stride`: a message travels
-    among so many ranks, one of every `stride`; 0: among all.
+    `what` is "compute": operators took `flops`, or read and wrote `n_bytes`; "launch": a collective left, `kind` as in
+    the ledger, `n_bytes` of the full tensor; or "wait": computing stops until launch `index` has arrived, of this step,
+    or with `lag` 1 of the step before. `live`: bytes that are alive then. `group_size`, `stride`: a message goes among
+    that many ranks, one of every `stride`; 0: among all.
     """
     what: str
     phase: str
@@ -65,14 +65,14 @@ class Event(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a micro-batch: bytes of activations at their peak; FLOPs of the forward pass."""
+    """What a micro-batch costs: bytes of activations at their peak; FLOPs of the forward pass."""
     activations: float = 0
     flops: float = 0
 
 
 class Recorded(NamedTuple):
-    """`held`: bytes by kind after a step, `theory`: their sum by the formula. `peak`: the most at one moment of a step,
-    activations included."""
+    """A step that was run dry. `held`: bytes by kind after it, `theory`: their sum by the formula. `peak`: the most
+    bytes at one moment, activations included."""
     numel: int
     held: dict
     theory: float
@@ -88,19 +88,25 @@ class Recorded(NamedTuple):
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
+WORKS_ALIVE = 64  # more than C++ can be about to take: it forgets one that Python has no reference to
+
+
 class Dry(Memory):
-    """Counts memory and writes events down; collectives go nowhere."""
+    """Counts memory and lists events; collectives go nowhere."""
 
     def __init__(self):
         super().__init__()
         self.works, self.ledger = [], Ledger()
         self.begin_step(0)
 
-    # torch would guard every operator against being compiled, which takes longer than all else here.
+    # Without this torch guards every operator against being compiled, which takes most of the time.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
     def begin_step(self, number):
-        self.number, self.phase, self.events, self.n_launched, self.futures = number, "forward", [], 0, []
+        self.number = number
+        self.phase = "forward"
+        self.events, self.futures = [], []
+        self.n_launched = 0
         self.reset_peak()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -116,7 +122,7 @@ class Dry(Memory):
         return result
 
     def compute(self, flops, n_bytes):
-        """What has no FLOPs joins the event before, if that computes too."""
+        """Add an event; without FLOPs it joins the last event, if that computes too."""
         last = self.events[-1] if self.events else None
         if last and not flops and (last.what, last.phase) == ("compute", self.phase):
             self.events[-1] = last._replace(n_bytes=last.n_bytes + n_bytes, live=max(last.live, self.live))
@@ -126,13 +132,15 @@ class Dry(Memory):
     def launch(self, schema, args, arguments):
         entry = self.ledger.entry_of(schema.name, arguments)
         kind, work = entry.kind, FakeWork(self, args[0])
-        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one to the other
-            kind = "send" if (arguments["root_rank"] == 0) == (kind == "broadcast") else "recv"
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one rank to the other
+            is_root = arguments["root_rank"] == 0
+            sends = is_root if kind == "broadcast" else not is_root
+            kind = "send" if sends else "recv"
         first, second = [*dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"])), 1][:2]
         self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live,
                                  group_size=entry.group_size, stride=max(1, second - first)))
         self.n_launched += 1
-        self.works = [*self.works[-64:], work]  # alive until C++ has taken it
+        self.works = [*self.works[-WORKS_ALIVE:], work]
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
 
     def wait(self, number, index):
@@ -140,11 +148,14 @@ class Dry(Memory):
 
 
 class FakeWork(dist.Work):
-    """The launch that comes next. It arrives nowhere; whoever waits for it is written down."""
+    """Is the Work of the next launch, which arrives nowhere. A wait for it becomes an event."""
 
     def __init__(self, dry, tensors):
         super().__init__()
-        self.dry, self.launch, self.tensors, self.is_known = dry, (dry.number, dry.n_launched), tensors, False
+        self.dry = dry
+        self.launch = dry.number, dry.n_launched
+        self.tensors = tensors
+        self.is_known = False  # to have arrived
 
     def wait(self, timeout=None):
         if not self.is_known:
@@ -153,7 +164,7 @@ class FakeWork(dist.Work):
         return True
 
     def is_completed(self):
-        """Who asks is told so when two more have left, and waits no more."""
+        """Return true once two later collectives were launched; a wait() after that is no event."""
         self.is_known = self.launch < (self.dry.number, self.dry.n_launched - 2)
         return self.is_known
 
@@ -170,35 +181,42 @@ def tensors_in(values):
 
 
 def bytes_touched(function, arguments, result):
-    """What an operator reads and writes in the device's memory. Views touch nothing, and neither do empty tensors."""
+    """Count the bytes that an operator reads and writes in the device's memory. Views and empty tensors have none."""
     schema = function._schema
     if function.is_view or "empty" in schema.name:
         return 0
     # A fused optimizer writes gradients only where it unscales them.
-    written = {one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write} - {"grads"}
+    written = {argument.name for argument in schema.arguments
+               if argument.alias_info and argument.alias_info.is_write} - {"grads"}
     unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
     read = [value for name, value in arguments.items() if name not in unread]
-    made = [] if any(one.alias_info for one in schema.returns) else result
+    made = [] if any(returned.alias_info for returned in schema.returns) else result
     return sum(tensor.nbytes for tensor in tensors_in([read, [arguments.get(name) for name in written], made]))
 
 
 @contextmanager
 def fake(d, cap_mb=None, transport=None):
-    """This process is rank 0 of d, tensors have no memory, and stages are cores. `transport`: a class for stage 4's.
+    """Let this process play rank 0 of d, with tensors that have no memory, and cores for stages.
 
-    DDP gets the buckets that it has from its second step on, and compares no values: fake tensors have none.
+    `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and compares no
+    values, because fake tensors have none.
     """
-    assign, optimizer_class = dist._compute_bucket_assignment_by_size, catalogue.optimizer_class
+    assign = dist._compute_bucket_assignment_by_size
+    optimizer_class = catalogue.optimizer_class
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
-    limits = [int(cap_mb * 2**20)] if cap_mb else [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+    default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, catalogue.DEFAULT_MB * 2**20]
+    limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
 
     def in_order_of_gradients(tensors, _, sparse):
         buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
 
     def core(package, *name):
-        module = {"stage": f"{package}.optimizer", "varia": package}.get(package[:5])
-        return importlib.import_module(module).ShardedOptimizer if module else optimizer_class(package, *name)
+        if package.startswith("stage"):
+            return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
+        if package.startswith("variants"):
+            return importlib.import_module(package).ShardedOptimizer
+        return optimizer_class(package, *name)
     transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
     with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core),
           mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
@@ -211,11 +229,11 @@ def fake(d, cap_mb=None, transport=None):
 
 
 def cost_of(spec, dtype, batch_size, sequence_length):
-    """-> Cost: activations of a forward and backward pass of the model itself, as counted; FLOPs by formula.
+    """Count activations of a forward and backward pass of the model itself, and FLOPs by formula. Returns Cost.
 
-    Causal attention counts like a full one, as in most published figures.
+    Causal attention counts like full attention, as in most published figures.
     """
-    with FakeTensorMode(), Dry() as dry:  # on the meta device attention would be another one
+    with FakeTensorMode(), Dry() as dry:  # on the meta device attention would use another kernel
         model = models.build_model(spec, dtype)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
@@ -229,7 +247,7 @@ def cost_of(spec, dtype, batch_size, sequence_length):
 
 
 class Part(torch.autograd.Function):
-    """One parameter, as if its part of the model ran: it holds as much, takes as many FLOPs, and has a gradient."""
+    """Stands in for one parameter's part of the model: it holds as much, takes as many FLOPs, and has a gradient."""
 
     @staticmethod
     def forward(ctx, x, param, cost, dry):
@@ -246,7 +264,7 @@ class Part(torch.autograd.Function):
 
 
 def stand_in(model, cost, dry):
-    """Replace `model.forward`: modules in the order in which they are registered. Hooks run; stage 4 waits in them."""
+    """Replace `model.forward` by modules in the order in which they are registered. Their hooks run: stage 4 waits."""
     parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
     total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
 
@@ -262,7 +280,7 @@ def stand_in(model, cost, dry):
 
 
 def record(row_id, spec, d, cost=Cost(), transport=None):
-    """Two steps of that row on rank 0 of d -> Recorded, of the second. `transport`: see `fake`."""
+    """Run two steps of a row dry on rank 0 of d. Returns Recorded, of the second. `transport`: see `fake`."""
     configuration = catalogue.find(*row_id)
     with fake(d, row_id.bucket_mb, transport), Dry() as dry:
         model = models.build_model(spec, configuration.dtype)
@@ -274,7 +292,7 @@ def record(row_id, spec, d, cost=Cost(), transport=None):
             dry.phase = "backward"
             loss.backward()
             del loss
-            for index in dry.futures:  # DDP's C++ waits for them when the backward pass ends, and tells nobody
+            for index in dry.futures:  # DDP's C++ waits for them when the backward pass ends, unseen
                 dry.wait(number, index)
             dry.phase = "step"
             training.update()
@@ -286,15 +304,16 @@ def record(row_id, spec, d, cost=Cost(), transport=None):
 
 
 def held_by(memory, training):
-    """-> {kind: bytes}, after a step. What no kind knows are buffers: those that buckets travel in."""
-    params, inner = list(training.model.parameters()), getattr(training.optimizer, "optimizer", training.optimizer)
+    """Return {kind: bytes} after a step. The rest are buffers, of buckets in flight."""
+    params = list(training.model.parameters())
+    inner = getattr(training.optimizer, "optimizer", training.optimizer)
     stepped = [param for group in inner.param_groups for param in group["params"]]
     memory.mark("parameters", params)
     mark_grads(memory, params + stepped)
     memory.mark("main parameters", stepped)
     mark_state(memory, inner)
-    found = memory.by_kind()
-    return {kind: found.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}
+    by_kind = memory.by_kind()
+    return {kind: by_kind.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}
 
 
 # ----------------------------------------------------------------------------------- Tables of dry runs, for bench.py

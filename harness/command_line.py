@@ -1,4 +1,4 @@
-"""What every program does: Ctrl-C in one word, what a user wrote refused in one line, and files written whole."""
+"""Does what every program does: end on Ctrl-C in one word, refuse bad input in one line, write files whole."""
 
 import argparse
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def begin():
-    """Of a program, before it loads torch, which takes seconds: Ctrl-C is one word, whenever it comes."""
+    """Make Ctrl-C one word, whenever it comes. A program calls this before it loads torch, which takes seconds."""
     sys.excepthook = say_interrupted
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
@@ -22,7 +22,7 @@ def say_interrupted(kind, error, trace):
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a program, whose docstring is what --help says."""
+    """Parses the options of a program, whose docstring is what --help says."""
 
     def __init__(self, program, description):
         super().__init__(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,7 +36,7 @@ def add_json(parser, path):
 
 
 def number(kind, least, most):
-    """-> a type for argparse: an int or float from `least` to `most`; nan is none."""
+    """Return a type for argparse: an int or float from `least` to `most`; nan is refused."""
     def parse(text):
         try:
             value = kind(text)
@@ -68,9 +68,9 @@ def check_length(length, model, models, fail):
         fail(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
 
 
-def beside(path):
-    """-> the file that is written before it takes the place of what `path` holds: on a full disk that stays. A link
-    stays one, and so does what is no file, such as /dev/stdout: it is written itself."""
+def partial_path(path):
+    """Return the file that is written before it replaces `path`, which stays on a full disk. A link stays a link, and
+    what is no file, such as /dev/stdout, is written itself."""
     if path.exists() and not path.is_file():
         return path
     path = path.resolve()
@@ -78,10 +78,10 @@ def beside(path):
 
 
 def check_writable(option, path, fail):
-    """`fail` now, and not after the measurement, where `path` can't be written. Makes the folder that it is in."""
+    """Make the folder of `path`, and `fail` before the measurement, not after it, where `path` can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        (partial := beside(path)).open("a").close()
+        (partial := partial_path(path)).open("a").close()
         if partial != path:
             partial.unlink(missing_ok=True)  # another rank may have been here
     except (OSError, RuntimeError) as error:  # the latter, of a loop of links, before Python 3.13
@@ -89,8 +89,8 @@ def check_writable(option, path, fail):
 
 
 def write(option, path, text, fail):
-    """Puts `text` in the place of what `path` holds."""
-    partial = beside(path)
+    """Replace what `path` holds by `text`."""
+    partial = partial_path(path)
     try:
         partial.write_text(text, encoding="utf-8")
         if partial != path:
@@ -102,9 +102,9 @@ def write(option, path, text, fail):
 
 
 def write_and_show(path, text, fail, show):
-    """Writes a result to --json, if there is a path, and then calls `show`, where the disk is full, too.
+    """Write a result to --json, if there is a path, and then call `show`, also where the disk is full.
 
-    Not the other way round: whom it is shown to may have gone (| head), or take ASCII only.
+    Writing comes first, because the reader may have gone (| head), or take ASCII only.
     """
     try:
         if path:

@@ -1,4 +1,4 @@
-"""The data: real text that is on every machine, cut into batches.
+"""Cuts text that is on every machine into batches.
 
 It is the source of Python's own standard library, byte by byte: nothing to download, no tokenizer, 256 symbols.
 """
@@ -24,17 +24,19 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"
 
 
 def load_bytes(path=None):
-    """The text at `path`, a file or a folder of text files; None: Python's standard library -> (n,) uint8.
+    """Read the text at `path`, a file or a folder of text files, or Python's standard library: (n,) uint8.
 
     Folders are read in alphabetical order, without hidden files and files that hold a zero byte. At most DATA_BYTES.
     Raises ValueError when there is nothing to read, naming the path.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files, limit = [file for file in _files(root, STDLIB_SKIPPED) if file.suffix == ".py"], STDLIB_BYTES
+        files = [file for file in _files(root, STDLIB_SKIPPED) if file.suffix == ".py"]
+        limit = STDLIB_BYTES
         advice = "this Python comes without its source: give a text file or folder with --data"
     else:
-        place, limit = os.path.expanduser(path), DATA_BYTES
+        place = os.path.expanduser(path)
+        limit = DATA_BYTES
         advice = "give a text file, or a folder with text files"
         if not (os.path.isdir(place) or os.path.isfile(place)):  # false of a name that is too long, and of a FIFO
             raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
@@ -47,13 +49,13 @@ def load_bytes(path=None):
 
 
 def _files(root, skipped=()):
-    """The files below `root`, sorted by relative path, without hidden ones, and folders of names in `skipped`."""
-    found = []
+    """List the files below `root` by relative path, without hidden ones and those in folders named in `skipped`."""
+    files = []
     for folder, subfolders, names in os.walk(root):
-        # Assigned in place: os.walk then doesn't enter the others (site-packages alone may hold 100 000 files).
+        # Assigned in place: os.walk then enters no other folder (site-packages alone may hold 100 000 files).
         subfolders[:] = [name for name in subfolders if name not in skipped and _is_wanted(name)]
-        found += [path for name in names if _is_wanted(name) and (path := Path(folder, name)).is_file()]  # no pipes
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+        files += [path for name in names if _is_wanted(name) and (path := Path(folder, name)).is_file()]  # no pipes
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _is_wanted(name):
@@ -61,7 +63,7 @@ def _is_wanted(name):
 
 
 def _read(files, limit, skip_binary):
-    """The contents of `files`, one after the other, as bytes; stops at `limit` bytes."""
+    """Read `files` one after the other, at most `limit` bytes."""
     text = bytearray()
     for file in files:
         try:
@@ -77,13 +79,13 @@ def _read(files, limit, skip_binary):
 
 
 def split(data):
-    """-> (train, validation): the first 90 % and the last 10 % of `data`."""
-    at = len(data) - round(len(data) * VALIDATION_PART)
-    return data[:at], data[at:]
+    """Return (train, validation): the first 90 % and the last 10 % of `data`."""
+    n_train = len(data) - round(len(data) * VALIDATION_PART)
+    return data[:n_train], data[n_train:]
 
 
 class Batches:
-    """Training batches by number, the same ones whenever they are asked for.
+    """Makes training batches by number, each time the same ones.
 
     The whole batch of a step, `world_size * batch_size` sequences, is drawn from (seed, step), and this rank takes its
     part of it: 2 ranks with 8 sequences each see the same text as 4 ranks with 4.
@@ -96,7 +98,7 @@ class Batches:
         self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, torch.device(device)
 
     def batch(self, step):
-        """-> (tokens, targets), each (B, T) int64 on the device. The target of a byte is the byte after it."""
+        """Return (tokens, targets), each (B, T) int64 on the device. The target of a byte is the byte after it."""
         generator = np.random.default_rng((self.seed, step))
         n_starts = len(self.data) - self.sequence_length
         starts = generator.integers(n_starts, size=(self.world_size, self.batch_size))[self.rank]
@@ -104,7 +106,7 @@ class Batches:
 
 
 def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
-    """This rank's part of VALIDATION_SEQUENCES fixed sequences -> list of (tokens, targets), each (B or fewer, T)."""
+    """Return this rank's part of VALIDATION_SEQUENCES fixed sequences: [(tokens, targets)], each (B or fewer, T)."""
     starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
     pieces = [starts[i:i + batch_size] for i in range(0, len(starts), batch_size)]
     return [_sequences(data, piece, sequence_length, torch.device(device)) for piece in pieces]
@@ -119,7 +121,7 @@ def _sequences(data, starts, sequence_length, device):
 
 
 def load_data(args, rank):
-    """-> (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line."""
+    """Return (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line."""
     def load():
         data = load_bytes(args.data)
         train, validation = split(data)

@@ -1,9 +1,9 @@
-"""For gloo, a reduce-scatter that sends what the formula says, and an all-gather that takes what the line takes.
+"""Replaces gloo's reduce-scatter by one that sends what the formula says, and its all-gather by a faster one.
 
-gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather is half as slow again
-as the line: messages of more than a MiB are slow. Rows are measured with these, all alike, put in from outside: none
-knows. They are the exchange of stage 4's transport, in pieces: what a rank holds for the sum is two pieces of every
-other rank's, and no more. Rows called "gloo's own" are those without.
+gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather takes 1.5 times as
+long as the link: messages of more than 1 MiB are slow. All rows are measured with these, put in place from outside, but
+those called "gloo's own". They are the exchange of stage 4's transport, in pieces: for the sum a rank holds two pieces
+of every other rank.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if h
 
 @contextlib.contextmanager
 def in_place_of_gloos():
-    """While it is entered, torch's reduce-scatter and all-gather of a tensor are these for groups of gloo."""
-    own = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in NAMES}
-    own |= {name: functools.partial(all_gather, getattr(dist, name)) for name in GATHERS}
-    with mock.patch.multiple(dist, **own):
+    """Replace, while entered, torch's reduce-scatter and all-gather of a tensor for groups of gloo."""
+    replaced = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in NAMES}
+    replaced |= {name: functools.partial(all_gather, getattr(dist, name)) for name in GATHERS}
+    with mock.patch.multiple(dist, **replaced):
         yield
 
 
 @torch.no_grad()
 def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    """As torch.distributed.reduce_scatter_tensor, `native`; sums in rank order. `output` may be this rank's own part
-    of `input`, as in stage 3. Raises NotImplementedError where nothing here has asked for it: async_op, other ops."""
+    """Do what torch.distributed.reduce_scatter_tensor, `native`, does, and sum in rank order. `output` may be this
+    rank's part of `input`, as in stage 3. Raises NotImplementedError for async_op and other ops, which no row needs."""
     if dist.get_backend(group) != "gloo":
         return native(output, input, op=op, group=group, async_op=async_op)
     if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -40,7 +40,7 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
     out, parts = output.view(-1), input.view(d, -1)  # (shard_numel,), (d, shard_numel)
     numel = max(1, PIECE_BYTES // input.itemsize)
     pieces = [part.split(numel) for part in parts]
-    received = input.new_empty(2, d, min(numel, out.numel()))  # one is added up while the other fills
+    received = input.new_empty(2, d, min(numel, out.numel()))  # the first is added up while the second fills
     next_works = exchange(pieces, received, 0, rank, group)
     for number, piece in enumerate(out.split(numel)):
         works, next_works = next_works, exchange(pieces, received, number + 1, rank, group)
@@ -58,38 +58,39 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
 
 @torch.no_grad()
 def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
-    """As torch.distributed.all_gather_into_tensor, `native`. `input_tensor` may be this rank's own part of the output,
-    as in stage 3. Raises NotImplementedError for async_op."""
+    """Do what torch.distributed.all_gather_into_tensor, `native`, does. `input_tensor` may be this rank's part of the
+    output, as in stage 3. Raises NotImplementedError for async_op."""
     if dist.get_backend(group) != "gloo":
         return native(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
         raise NotImplementedError("the exchange in place of gloo's all-gather waits")
     rank, d = dist.get_rank(group), dist.get_world_size(group)
-    numel, parts = max(1, PIECE_BYTES // input_tensor.itemsize), output_tensor.view(d, -1)
-    mine = input_tensor.reshape(-1)
-    if mine.data_ptr() != parts[rank].data_ptr():
-        parts[rank].copy_(mine)
-    for work in start([(piece, to, received, by) for to, by in neighbours(rank, d)
-                       for piece, received in zip(mine.split(numel), parts[by].split(numel))], group):
+    numel = max(1, PIECE_BYTES // input_tensor.itemsize)
+    parts = output_tensor.view(d, -1)
+    own_part = input_tensor.reshape(-1)
+    if own_part.data_ptr() != parts[rank].data_ptr():
+        parts[rank].copy_(own_part)
+    for work in start([(piece, to, received, source) for to, source in neighbours(rank, d)
+                       for piece, received in zip(own_part.split(numel), parts[source].split(numel))], group):
         work.wait()
 
 
 def neighbours(rank, d):
-    """-> (to, by) for each other rank: nearest first, so that no rank is the target of all."""
+    """Return [(to, source)] for each distance: nearest first, so that no rank is the target of all."""
     return [((rank + distance) % d, (rank - distance) % d) for distance in range(1, d)]
 
 
 def start(messages, group):
-    """`messages`: (sent, to, received, by) -> the works."""
+    """Send and receive `messages`, [(sent, to, received, source)]. Returns the works."""
     operations = []
-    for sent, to, received, by in messages:
+    for sent, to, received, source in messages:
         operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
-        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=by))
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 def exchange(pieces, received, number, rank, group):
-    """Start piece `number`, if there is one, of every other rank's part, and of this rank's from every other -> the
-    works."""
-    return start([(pieces[to][number], to, received[number % 2, by, : pieces[to][number].numel()], by)
-                  for to, by in neighbours(rank, len(pieces)) if number < len(pieces[to])], group)
+    """Send piece `number`, if there is one, of every other rank's part, and receive that of this rank's part from every
+    other rank. Returns the works."""
+    return start([(pieces[to][number], to, received[number % 2, source, : pieces[to][number].numel()], source)
+                  for to, source in neighbours(rank, len(pieces)) if number < len(pieces[to])], group)

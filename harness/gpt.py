@@ -1,4 +1,4 @@
-"""The model: a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256."""
+"""Defines the model, a small GPT. B sequences, T bytes each, C = width, H = heads, V = 256."""
 
 import math
 import sys
@@ -35,7 +35,7 @@ MODELS = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The rows of `to_qkv` come head by head, q, k and v of each: tensor-parallel ranks take
+    """Is causal self-attention. The rows of `to_qkv` come head by head, q, k and v of each: tensor-parallel ranks take
     whole heads, as many as they have rows for.
     """
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each on normalized input, each added to the stream that it read."""
+    """Adds attention and a two-layer perceptron to the stream, each applied to the normalized stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
+    """Is a pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
 
     The output head is a Linear module whose weight is the token embedding's very Parameter: every parameter is read in
     the forward of a module that owns it, which is where an optimizer's forward hooks look for it.
@@ -100,7 +100,7 @@ class GPT(nn.Module):
                 param.data.copy_(heads.transpose(0, 1).flatten(0, 2))
 
     def forward(self, tokens, targets=None):
-        """`tokens`, `targets`: (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats a byte, ()."""
+        """Take (B, T) int64 each. Returns logits (B, T, V), or with targets the mean loss in nats per byte, ()."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
         for block in self.blocks:
@@ -112,7 +112,7 @@ class GPT(nn.Module):
 
 
 def build_model(args, rank):
-    """The model that the command line asks for, on this rank's device; the same weights on every rank and machine.
+    """Build the model of the command line on this rank's device, with the same weights on every rank and machine.
 
     With --tp its layers are shared by as many ranks, and `args.process_group` becomes the ranks that have the same
     parts as this one; else None, all of them.
@@ -124,21 +124,21 @@ def build_model(args, rank):
 
 
 def misfit(tp, world_size, n_heads, sequence_length):
-    """-> why `tp` ranks can't share the layers, or None."""
+    """Say why `tp` ranks can't share the layers, or return None."""
     if tp > 1 and Path(sys.argv[0]).resolve().parent.name in (*STAGES[:3], "harness"):  # of the other train.py
         return f"it is for {STAGES[3]}/train.py, whose optimizer takes DTensors"
-    for what, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
-                    (f"sequences of {sequence_length}", sequence_length)):
+    for words, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
+                     (f"sequences of {sequence_length}", sequence_length)):
         if n % tp:
-            return f"{tp} ranks can't share each layer, {what} aren't divided by that"
+            return f"{tp} ranks can't share each layer, {words} aren't divided by that"
 
 
 def share_layers(model, tp, rank):
-    """Cut the parameters of a GPT into DTensors, in place. -> the process group of the ranks with the same parts.
+    """Cut the parameters of a GPT into DTensors, in place. Returns the process group of the ranks with the same parts.
 
     Collective over all ranks, `tp` of which share each layer: neighbours, as NVLink joins them.
     """
-    from torch.distributed.device_mesh import init_device_mesh  # here, for all of this takes a second
+    from torch.distributed.device_mesh import init_device_mesh  # imported late: it takes a second
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as by
 

@@ -1,11 +1,11 @@
-"""What only a GPU can tell of stages 3 and 4: what a step costs beside plain AdamW, how well it uses the memory, and
-what overlap is worth.
+"""Measures what only a GPU can show of stages 3 and 4: what a step costs beside plain AdamW, how well it uses memory,
+and what overlap is worth.
 
     python -m harness.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
-One process plays rank 0 of d with torch's fake process group. First collectives return at once: what is measured is the
-sharded update itself. The batch is one byte long, and backward() is outside the clock. Then whole steps, beside a link
-that is played. Without a GPU: one line.
+One process plays rank 0 of d with torch's fake process group. First it times the sharded update: collectives return at
+once, the batch is one byte long, and backward() is outside the clock. Then it times whole steps beside a played link.
+Without a GPU it prints one line.
 """
 
 import importlib
@@ -37,12 +37,12 @@ WARMUP_STEPS = 2  # the first one makes the state
 
 
 def n_allocations(device):
-    """How often torch's allocator was asked for memory so far; 0 on a CPU, whose allocator doesn't count."""
+    """Return how often torch's allocator was asked for memory; 0 on a CPU, whose allocator doesn't count."""
     return torch.cuda.memory_stats(device)["allocation.all.allocated"] if device.type == "cuda" else 0
 
 
 def seconds_of(function, device):
-    """Of one call, until the device has done what it launched."""
+    """Time one call, until the device has done what it launched."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -52,28 +52,30 @@ def seconds_of(function, device):
 
 
 def copy_rate(device, n_bytes=2**30, repeats=10):
-    """Bytes a second, read and written, of a copy from device memory to device memory: what no update can exceed."""
-    source, target = (torch.zeros(n_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    """Return bytes per second, read and written, of a copy in the device's memory: what no update can exceed."""
+    source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
     times = [seconds_of(lambda: target.copy_(source), device) for _ in range(repeats)]
     return 2 * n_bytes / statistics.median(times)
 
 
 def at_once(*_, async_op=False, **__):
-    """In place of a collective. torch's fake all-gather copies this rank's part d times, more than a step moves."""
+    """Stand in for a collective. torch's fake all-gather copies this rank's part d times, more than a step moves."""
     return FakeWork() if async_op else None
 
 
 @mock.patch.multiple(dist, all_gather_into_tensor=at_once, reduce_scatter_tensor=at_once)
 def time_steps(model, optimizer, device, n_steps):
-    """-> (median seconds of `optimizer.step()`, how many allocations the last one made)."""
-    tokens, times = torch.zeros(1, 1, dtype=torch.int64, device=device), []
+    """Return (median seconds of `optimizer.step()`, number of allocations in the last step)."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    times = []
     for _ in range(WARMUP_STEPS + n_steps):
         model(tokens, tokens).backward()
         before = n_allocations(device)
         times.append(seconds_of(optimizer.step, device))
-        made = n_allocations(device) - before
+        allocations = n_allocations(device) - before
         optimizer.zero_grad()
-    return statistics.median(times[WARMUP_STEPS:]), made
+    return statistics.median(times[WARMUP_STEPS:]), allocations
 
 
 @dataclass
@@ -143,8 +145,8 @@ def update_sheet(rows, bytes_per_s, conditions):
 
 # ---------------------------------------------------------------------------- Whole steps, beside a link that is played
 # A collective moves nothing. It occupies a stream of its own, as NCCL's do, for as long as its bytes take on a link of
-# the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows what d of them would do, but
-# for what NCCL's kernels take from the others: some multiprocessors, and some of the memory's rate.
+# the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows what d GPUs would do, except
+# for what NCCL's kernels take from other kernels: some multiprocessors, and some of the memory's rate.
 
 
 D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
@@ -156,7 +158,7 @@ MARK_NS = 5_000  # a kernel that marks where a phase begins is shorter, every me
 
 
 class Arrival:
-    """In place of a Work: whoever waits makes its own stream wait, and not the host."""
+    """Stands in for a Work: `wait` makes the current stream wait, and not the host."""
 
     def __init__(self, event):
         self.event = event
@@ -169,17 +171,19 @@ class Arrival:
 
 
 class Link:
-    """Plays the collectives of rank 0 of D: `bytes_per_s` bytes a second leave it, one collective after the other.
+    """Plays the collectives of rank 0 of D, one after the other, at `bytes_per_s`.
 
     `carried`: [(kind, bytes of the full tensor), …] of all that it was given.
     """
 
     def __init__(self, bytes_per_s, device):
-        self.bytes_per_s, self.stream, self.carried = bytes_per_s, torch.cuda.Stream(device), []
+        self.bytes_per_s = bytes_per_s
+        self.stream = torch.cuda.Stream(device)
+        self.carried = []
         self.cycles_per_s = cycles_per_s()
 
     def carry(self, kind, n_bytes):
-        """-> Arrival, of what leaves when the current stream has come so far."""
+        """Send when the current stream has come so far. Returns an Arrival."""
         self.carried.append((kind, n_bytes))
         seconds = wire_bytes(kind, n_bytes, D, "nccl") / self.bytes_per_s
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -188,30 +192,30 @@ class Link:
             return Arrival(self.stream.record_event())
 
     def plays(self, kind):
-        """-> a function in place of torch's collective of that kind; the larger of its two tensors is the whole."""
+        """Return a stand-in for torch's collective of that kind; the larger of its two tensors is the whole."""
         def collective(*args, async_op=False, **kwargs):
-            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             arrival = self.carry(kind, max(tensor.nbytes for tensor in tensors))
             return arrival if async_op else arrival.wait()
         return collective
 
     def all_reduce_of_ddp(self, _, bucket):
-        """A communication hook of DDP's, in place of its own."""
+        """Stand in for DDP's own communication hook."""
         bucket.buffer().div_(D)
         self.carry("all_reduce", bucket.buffer().nbytes)
         with torch.cuda.stream(self.stream):
             future = torch.futures.Future(devices=[self.stream.device])
-            future.set_result(bucket.buffer())  # there when this stream has come so far
+            future.set_result(bucket.buffer())  # complete when this stream has come so far
         return future
 
     def played(self):
-        """A context in which torch's collectives are these."""
+        """Return a context in which torch's collectives are played."""
         return mock.patch.multiple(dist, **{name: self.plays("reduce_scatter") for name in exchange.NAMES},
                                    **{name: self.plays("all_gather") for name in exchange.GATHERS})
 
 
 def cycles_per_s(cycles=10**8):
-    """Of the clock that torch.cuda._sleep() counts."""
+    """Measure the clock that torch.cuda._sleep() counts."""
     torch.cuda._sleep(cycles // 10)  # loads the kernel
     return cycles / seconds_of(lambda: torch.cuda._sleep(cycles), torch.device("cuda"))
 
@@ -219,12 +223,12 @@ def cycles_per_s(cycles=10**8):
 def configurations(link):
     return {
         "computing alone": catalogue.compute_only,
-        "ddp": catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
+        catalogue.REFERENCE: catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
         "ddp, 100 MB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
-        "fsdp2": catalogue.fsdp2(reshard_after_forward=False),
-        "stage 3 grad buffer": catalogue.stage(THREE),
+        catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+        catalogue.GRAD_BUFFER: catalogue.stage(THREE),
         "stage 4 overlap, no prefetch": catalogue.stage(FOUR),
-        "stage 4 overlap": catalogue.stage_with_prefetch(FOUR),
+        catalogue.OVERLAP: catalogue.stage_with_prefetch(FOUR),
     }
 
 
@@ -240,20 +244,22 @@ def batch_of(size, device):
 
 
 def fitting_batch(model_name, device):
-    """The batch with which plain training takes COMPUTES_OVER_BYTES times as long as DDP's bytes, from two trials."""
+    """Return the batch size with which plain training takes COMPUTES_OVER_BYTES times as long as DDP's bytes."""
     model = GPT(MODELS[model_name]).to(device)
     training = catalogue.compute_only(model, ADAMW)
     n_bytes = 2 * (D - 1) / D * sum(param.nbytes for param in model.parameters())
-    wanted = COMPUTES_OVER_BYTES * n_bytes / BYTES_PER_S
+    wanted_s = COMPUTES_OVER_BYTES * n_bytes / BYTES_PER_S
+    small, large = 1, 9
     seconds = {}
-    for size in (1, 9):
+    for size in (small, large):
         run(training, batch_of(size, device))
         seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), 3), device) / 3
-    return max(1, round(1 + (wanted - seconds[1]) * 8 / (seconds[9] - seconds[1])))
+    seconds_per_sequence = (seconds[large] - seconds[small]) / (large - small)
+    return max(1, round(small + (wanted_s - seconds[small]) / seconds_per_sequence))
 
 
 def profiled(training, link, batch):
-    """Kernels of a step between others, as torch.profiler saw them -> RecordedStep. Its memory isn't recorded."""
+    """Record a step between other steps by torch.profiler. Returns a RecordedStep, without memory."""
     link.carried.clear()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -272,7 +278,7 @@ def profiled(training, link, batch):
 
 
 def one_step(kernels, carried):
-    """[(name, start, end), …] in ns of PROFILED_STEPS steps, what the link carried -> the last step but one."""
+    """Return the last step but one of PROFILED_STEPS steps. `kernels`: [(name, start, end), …] in ns."""
     kernels = sorted(kernels, key=lambda kernel: kernel[1])
     marks = [start for name, start, end in kernels if "spin" in name and end - start < MARK_NS]
     first, backward, update, last = marks[-6:-2]
@@ -284,9 +290,9 @@ def one_step(kernels, carried):
                 for (kind, n_bytes), (_, start, end) in zip(carried, sent, strict=True) if end > first and start < last]
     busy = union(since(start, end) for name, start, end in kernels
                  if "spin" not in name and end > first and start < last)
-    travels = union((one.start, one.end) for one in messages)
+    in_flight = union((message.start, message.end) for message in messages)
     return RecordedStep(
-        exposed_seconds=length(travels) - length(overlap(travels, busy)), seconds=(last - first) / 1e9,
+        exposed_seconds=length(in_flight) - length(overlap(in_flight, busy)), seconds=(last - first) / 1e9,
         phases=[("forward", *since(first, backward)), ("backward", *since(backward, update)),
                 ("step", *since(update, last))], communication=messages,
         # Kernels with less between them than a picture shows are one span.

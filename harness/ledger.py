@@ -1,4 +1,4 @@
-"""The ledger: which collectives ran, of how many bytes, counted from outside. No stage knows that it is counted."""
+"""Counts which collectives ran, of how many bytes, from outside: no stage knows that it is counted."""
 
 import re
 import threading
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """A Work that `thread`, an executor, waits for: gloo's own tells nobody, and may be waited for only once."""
+    """Is a Work that `thread`, an executor, waits for: gloo's own has no callback, and may be waited for only once."""
 
     def __init__(self, work, note, thread):
         super().__init__()
-        self.done = thread.submit(self.finish, work, note)  # which lets go of `work`, and so of what has arrived
+        self.done = thread.submit(self.finish, work, note)  # no reference to `work` is left, nor to what has arrived
 
     @staticmethod
     def finish(work, note):
@@ -37,7 +37,7 @@ class WatchedWork(dist.Work):
 
 @dataclass
 class Collective:
-    """One call of one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average.
+    """One call on one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average.
 
     `launched_at`, `completed_at`: seconds of time.perf_counter; None while it is under way.
     """
@@ -51,7 +51,7 @@ class Collective:
     completed_at: float | None = None
 
 
-# Of torch.distributed: operator -> kind, and its arguments that are read and that are written. show/wires.py reads it.
+# Operators of torch.distributed -> kind, the argument that is read, the argument that is written. show/ reads it.
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
@@ -74,26 +74,26 @@ OPERATORS = {
     "barrier": ("barrier", None, None),
     "monitored_barrier_": ("barrier", None, None),
 }
-# Of its functional collectives, which tensor parallelism, FSDP2 and torch.compile use: all read their first argument.
+# Functional collectives, of tensor parallelism, FSDP2 and torch.compile: all read their first argument.
 FUNCTIONAL = re.compile("(all_reduce|reduce_scatter_tensor|all_gather_into_tensor|all_to_all_single|broadcast"
                         "|isend|irecv)(_coalesced)?(_|_out)?")
 MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
 def kind_and_tensors(operator, arguments):
-    """-> kind, and the lists of tensors that are read and that are written; of functional ones no more than is read."""
+    """Return kind, and the lists of tensors that are read and written; of functional ones those that are read."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *used = OPERATORS[name]
         return kind, [tree_leaves(arguments[argument]) for argument in used if argument]
-    if namespace == "_c10d_functional" and (found := FUNCTIONAL.fullmatch(name)):
-        kind = {"isend": "send", "irecv": "recv"}.get(found[1], re.sub("_(into_)?tensor|_single", "", found[1]))
+    if namespace == "_c10d_functional" and (match := FUNCTIONAL.fullmatch(name)):
+        kind = {"isend": "send", "irecv": "recv"}.get(match[1], re.sub("_(into_)?tensor|_single", "", match[1]))
         return kind, [tree_leaves(next(iter(arguments.values())))]
     raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
 
 def wire_bytes(kind, size, group_size, backend):
-    """Bytes that one rank sends, on average, for one collective of `size` bytes."""
+    """Return the bytes that a rank sends, on average, for a collective of `size` bytes."""
     if kind in ("recv", "barrier"):
         return 0
     if kind == "send":
@@ -104,7 +104,7 @@ def wire_bytes(kind, size, group_size, backend):
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down every collective that this rank starts while it is entered, in order.
+    """Lists every collective that this rank starts while it is entered, in order.
 
         with Ledger() as ledger:
             optimizer.step()
@@ -113,19 +113,19 @@ class Ledger(TorchDispatchMode):
         ledger.entries       # [Collective, …]
     """
 
-    limit_s = 60  # for what is under way in the end
+    limit_s = 60  # that __exit__ waits for a collective
 
     def __init__(self):
         super().__init__()
         self.entries = []
         self.under_way = []  # (entry, an event that is set when it is complete)
         self.threads = {}  # kind -> an executor of one thread: messages of a kind arrive in order
-        self.works = []  # to C++ a work that Python has let go of is none of ours any more
+        self.works = []  # without a reference in Python, C++ forgets that a work is ours
 
     def __exit__(self, *exception):
-        """Waits until all that was launched is complete, unless an exception ends it."""
-        for entry, is_complete in self.under_way if exception[0] is None else []:
-            if not is_complete.wait(self.limit_s):
+        """Wait until everything launched is complete, unless there is an exception."""
+        for entry, is_complete in self.under_way:
+            if exception[0] is None and not is_complete.wait(self.limit_s):
                 raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
         for thread in self.threads.values():
             thread.shutdown(wait=False)
@@ -138,7 +138,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def message_bytes(self):
-        """{"all_reduce": bytes of all of them together, …}"""
+        """Return {"all_reduce": bytes of all of them together, …}."""
         total = Counter()
         for entry in self.entries:
             total[entry.kind] += entry.size
@@ -165,15 +165,15 @@ class Ledger(TorchDispatchMode):
         kind, used = kind_and_tensors(operator, arguments)
         group = _group(arguments)
         sizes = [size for tensors in used if (size := sum(tensor.nbytes for tensor in tensors))] or [0]
-        in_parts = kind in ("all_gather", "gather", "scatter")  # of which every rank knows one
-        size = min(sizes) * group.size() if in_parts else max(sizes)
+        is_in_parts = kind in ("all_gather", "gather", "scatter")  # a rank's own part is the smaller of the two
+        size = min(sizes) * group.size() if is_in_parts else max(sizes)
         dtype = next((tensor.dtype for tensors in used for tensor in tensors), None)
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
         return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
 
     def _watch(self, entry, result):
-        """Note when `entry` is complete -> what the caller gets in place of `result`."""
+        """Note when `entry` is complete. Returns what the caller gets in place of `result`."""
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
         if entry.backend == "fake" or not isinstance(boxed, torch.ScriptObject):  # a functional one returns a tensor
             return result

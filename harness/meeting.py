@@ -1,4 +1,4 @@
-"""How ranks find each other, on which device and backend, how they leave together, and what a lost rank means."""
+"""Lets ranks find each other, on a device and backend that works, leave together, and report a lost rank."""
 
 import atexit
 import contextlib
@@ -22,25 +22,27 @@ from harness.processes import keep_freed_memory, let_computing_go_first, own_thr
 
 
 def choices(local_rank, local_world_size):
-    """The one place where backend and device are chosen -> [(backend, device), …], to be tried in this order.
+    """Return [(backend, device), …], to be tried in this order. Backend and device are chosen nowhere else.
 
-    One GPU a rank with NCCL, or everything on the CPU. With fewer GPUs than ranks, these share them if that works:
-    NCCL refuses two ranks on one GPU of one host, but not if each says, by NCCL_HOSTID, that it is a host of its own;
-    they then talk through sockets. gloo has collectives for CUDA tensors, in some releases all that are needed here.
+    A rank has one GPU, with NCCL, or everything is on the CPU. With fewer GPUs than ranks, ranks share them if that
+    works: NCCL refuses two ranks on one GPU of one host, but not if each says, by NCCL_HOSTID, that it is a host of its
+    own; they then talk through sockets. In some releases gloo has all collectives for CUDA tensors that stages call.
     SHARE_GPU=no in the environment leaves the GPUs alone unless there is one for each rank.
     """
-    n_gpus, cpu = torch.cuda.device_count() if torch.cuda.is_available() else 0, ("gloo", torch.device("cpu"))
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cpu = "gloo", torch.device("cpu")
     if n_gpus >= local_world_size and dist.is_nccl_available():
         return [("nccl", torch.device("cuda", local_rank))]
     if not n_gpus or os.environ.get("SHARE_GPU") == "no":
         return [cpu]
     os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
     shared = torch.device("cuda", local_rank % n_gpus)
-    return [*[("nccl", shared)] * dist.is_nccl_available(), ("gloo", shared), cpu]
+    by_gloo = [("gloo", shared), cpu]
+    return [("nccl", shared), *by_gloo] if dist.is_nccl_available() else by_gloo
 
 
 def prepare(device):
-    """Settings of this process for tensors on `device`."""
+    """Set this process up for tensors on `device`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         return
@@ -51,31 +53,31 @@ def prepare(device):
 
 
 def works(me, store):
-    """Whether what the stages call works on this rank's device in the default group, on every rank; they tell by
-    `store`."""
+    """Return whether what the stages call works on every rank's device in the default group. Ranks agree by `store`."""
     try:
-        ones, one = (torch.ones(n, device=me.device) for n in (me.world_size, 1))
-        dist.all_reduce(ones)
-        dist.broadcast(ones, src=0)
-        dist.all_gather_into_tensor(ones, one)
-        dist.reduce_scatter_tensor(one, ones)
-        if me.world_size > 1:  # nobody sends to itself
+        whole = torch.ones(me.world_size, device=me.device)
+        part = torch.ones(1, device=me.device)
+        dist.all_reduce(whole)
+        dist.broadcast(whole, src=0)
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole)
+        if me.world_size > 1:  # no rank sends to itself
             for work in dist.batch_isend_irecv([
-                    dist.P2POp(dist.isend, ones, (me.rank + 1) % me.world_size),
-                    dist.P2POp(dist.irecv, ones.clone(), (me.rank - 1) % me.world_size)]):
+                    dist.P2POp(dist.isend, whole, (me.rank + 1) % me.world_size),
+                    dist.P2POp(dist.irecv, whole.clone(), (me.rank - 1) % me.world_size)]):
                 work.wait()
-        answer = str(one.item())
+        answer = str(part.item())
     except RuntimeError as refusal:
         answer = str(refusal)
     store.set(str(me.rank), answer)
     return all(store.get(str(other)).decode() == str(float(me.world_size)) for other in range(me.world_size))
 
 
-# ----------------------- A rank that loses another one says which, in one line, and ends: nothing waits without a limit
+# ------------------------- A rank that loses another rank names it in one line, and ends: nothing waits without a limit
 
 
 def report_lost_rank(kind, error, trace):
-    """Ends this rank when a collective has failed, because another rank is gone or came too late: one line, no wait."""
+    """End this rank when a collective has failed because another rank is gone or late: one line, and no wait."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if not (isinstance(error, dist.DistError) or "gloo" in first_line):
         return command_line.say_interrupted(kind, error, trace)
@@ -86,13 +88,13 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-MISSING_S = 3  # that ranks which have lost another one wait for each other's word
+MISSING_S = 3  # that ranks which have lost another rank wait for each other's report
 
 
 def _missing_ranks():
-    """Each rank that has lost another one says so in the store -> those that don't: dead, stopped or still busy.
+    """Report in the store that this rank has lost another, and return the ranks that don't: dead, stopped or busy.
 
-    Somebody is missing: whoever is the only one left is it at once. [] if the store doesn't answer.
+    At least one is missing, so the last rank left is returned at once. [] if the store doesn't answer.
     """
     missing = []
 
@@ -100,11 +102,12 @@ def _missing_ranks():
         with contextlib.suppress(ValueError, RuntimeError):  # the ranks never met, or the store has gone
             store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
             store.set(f"lost another: {rank}", "")
-            others, deadline = [other for other in range(world_size) if other != rank], time.monotonic() + MISSING_S
-            while len(others) > 1 and time.monotonic() < deadline:
+            silent = [other for other in range(world_size) if other != rank]
+            deadline = time.monotonic() + MISSING_S
+            while len(silent) > 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
-                others = [other for other in others if not store.check([f"lost another: {other}"])]
-            missing.extend(others)
+                silent = [other for other in silent if not store.check([f"lost another: {other}"])]
+            missing.extend(silent)
     thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
     thread.start()
     thread.join(MISSING_S + 2)
@@ -112,7 +115,7 @@ def _missing_ranks():
 
 
 class Rank(NamedTuple):
-    """Who this process is. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
+    """Names this process among all. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
     rank: int
     world_size: int
     device: torch.device
@@ -120,20 +123,20 @@ class Rank(NamedTuple):
 
 
 def connect(timeout_s=120):
-    """Joins the process group that torchrun's environment describes -> Rank. Without that environment: one rank.
+    """Join the process group that torchrun's environment describes. Returns a Rank; without torchrun there is one rank.
 
     A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
     """
     command_line.begin()
     sys.excepthook = report_lost_rank
-    silence_torch()  # of cores, around which there is no guard that does
+    silence_torch()  # for cores: without a guard nothing else does
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     rank, world_size = _numbers("RANK", "WORLD_SIZE")
     local_rank, local_world_size = _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE", rank, world_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes.end_with_parent()  # torchrun, which may be killed and can't end its ranks then
-    # When torchrun starts ranks anew, its store still has the addresses of those before: each attempt gets a corner.
+    # When torchrun starts ranks anew, its store still has the addresses of the ranks before: each attempt has a prefix.
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except ValueError as error:
@@ -145,7 +148,7 @@ def connect(timeout_s=120):
 
 
 def _numbers(rank, size, *defaults):
-    """-> what a launcher has set: a rank, and a world size above it. Else one line, and exit code 2."""
+    """Return what a launcher has set: a rank, and a world size above it. Else one line, and exit code 2."""
     texts = [str(os.environ.get(name, default)) for name, default in zip((rank, size), defaults or ("", ""))]
     if all(re.fullmatch("[0-9]{1,8}", text) for text in texts) and int(texts[0]) < int(texts[1]):
         return map(int, texts)
@@ -158,10 +161,11 @@ def _fail(what):
 
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
-    """`store` is where ranks find each other. Of several choices it takes the first that works on every rank."""
-    found = choices(local_rank, local_world_size)
-    for number, (backend, device) in enumerate(found):
-        is_last, before = number == len(found) - 1, own_threads()
+    """Join the ranks that meet in `store`, by the first backend and device that work on every rank. Returns a Rank."""
+    possible = choices(local_rank, local_world_size)
+    for number, (backend, device) in enumerate(possible):
+        is_last = number == len(possible) - 1
+        before = own_threads()
         corner = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
         is_own = is_last and backend == "nccl"  # else the GPU is another rank's too
@@ -176,7 +180,7 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
 
 
 def beside(timeout_s):
-    """-> a new gloo group of all ranks for small messages, which don't queue behind what the default group sends."""
+    """Make a gloo group of all ranks for small messages, which don't queue behind what the default group sends."""
     before = own_threads()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     let_computing_go_first(own_threads() - before)
@@ -187,7 +191,7 @@ left = []  # process groups until just before Python ends
 
 
 def disconnect():
-    """Leaves the process group together with all others: gloo aborts ranks that end while another talks to them."""
+    """Leave the process group together with all ranks: gloo aborts a rank that ends while another talks to it."""
     dist.barrier()
     # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
     # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
@@ -198,7 +202,7 @@ def disconnect():
 
 
 def on_all_ranks(function, mistakes=ValueError):
-    """function(), or, if it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
+    """Return function(). If it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
 
     The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
     """

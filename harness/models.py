@@ -1,4 +1,4 @@
-"""LLaMA and GPT-2 by name: what make plan asks about. They are built to be counted, and never trained here."""
+"""Builds LLaMA and GPT-2 by name, for make plan: to be counted, never trained."""
 
 from typing import NamedTuple
 
@@ -33,23 +33,30 @@ NAMED = {
 
 
 def of_size(n_layers, width):
-    """A LLaMA with heads of 128, and an inner layer as wide as theirs are."""
+    """Return the Spec of a LLaMA with heads of 128, and an inner layer 8/3 as wide, a multiple of 256."""
     heads = width // 128
     return Spec(n_layers, heads, width, 32000, heads, 256 * -(-width * 8 // 3 // 256))
 
 
 class LlamaBlock(nn.Module):
-    """Attention and SwiGLU, each on normalized input. Rotary positions are left out: they hold no parameters."""
+    """Adds attention and SwiGLU to the stream, each of it normalized, without rotary positions: these hold nothing."""
 
     def __init__(self, spec):
         super().__init__()
-        share, self.head = spec.tensor_parallel, spec.width // spec.n_heads
-        queries, keys, inner = spec.width // share, spec.n_kv_heads // share * self.head, spec.ffn_width // share
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(spec.width), nn.RMSNorm(spec.width)
-        self.to_q, self.to_k, self.to_v = (nn.Linear(spec.width, wide, bias=False) for wide in (queries, keys, keys))
-        self.project = nn.Linear(queries, spec.width, bias=False)
-        self.gate, self.up = (nn.Linear(spec.width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, spec.width, bias=False)
+        share = spec.tensor_parallel
+        self.head = spec.width // spec.n_heads
+        query_width = spec.width // share
+        key_width = spec.n_kv_heads // share * self.head
+        inner_width = spec.ffn_width // share
+        self.attention_norm = nn.RMSNorm(spec.width)
+        self.to_q = nn.Linear(spec.width, query_width, bias=False)
+        self.to_k = nn.Linear(spec.width, key_width, bias=False)
+        self.to_v = nn.Linear(spec.width, key_width, bias=False)
+        self.project = nn.Linear(query_width, spec.width, bias=False)
+        self.mlp_norm = nn.RMSNorm(spec.width)
+        self.gate = nn.Linear(spec.width, inner_width, bias=False)
+        self.up = nn.Linear(spec.width, inner_width, bias=False)
+        self.down = nn.Linear(inner_width, spec.width, bias=False)
 
     def forward(self, x):  # (B, T, C)
         y = self.attention_norm(x)
@@ -66,7 +73,8 @@ class Llama(nn.Module):
         vocabulary = -(-spec.vocabulary // spec.tensor_parallel)
         self.token_embedding = nn.Embedding(vocabulary, spec.width)
         self.blocks = nn.Sequential(*(LlamaBlock(spec) for _ in range(spec.n_layers)))
-        self.norm, self.head = nn.RMSNorm(spec.width), nn.Linear(spec.width, vocabulary, bias=False)
+        self.norm = nn.RMSNorm(spec.width)
+        self.head = nn.Linear(spec.width, vocabulary, bias=False)
 
     def forward(self, tokens, targets):  # (B, T) each
         x = self.blocks(self.token_embedding(tokens))  # (B, T, C)
@@ -74,7 +82,7 @@ class Llama(nn.Module):
 
 
 def build_model(spec, dtype):
-    """What one rank holds of the model. Fake tensors can't be converted in place: they are made in `dtype`."""
+    """Build what one rank holds of the model. Fake tensors can't be converted in place: they are made in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

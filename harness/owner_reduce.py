@@ -1,4 +1,4 @@
-"""ZeRO-2 by owner: a gradient goes to the rank that owns its parameter, in a `reduce` of its own, when it is ready.
+"""Is ZeRO-2 by owner: a gradient goes to the rank that owns its parameter, in a `reduce` of its own, when it is ready.
 
 The scheme that OverlappedDistributedOptimizer argues against, and a row of the bench. Parameters are owned whole, as in
 stage 1, and come back as there, in a broadcast of each rank. `bucket_cap_mb` gathers gradients of one owner into one
@@ -16,7 +16,7 @@ from stage1_naive_broadcast.optimizer import ShardedOptimizer
 
 
 def owner_buckets(params, owners, cap_bytes):
-    """-> [(owner, params), …] in the order in which they leave: that in which they are closed, at `cap_bytes` each.
+    """Return [(owner, params), …] in the order in which they leave: that in which they are closed, at `cap_bytes` each.
 
     Every rank computes the same. The model's last parameters come first, whose gradients do too.
     """
@@ -25,13 +25,13 @@ def owner_buckets(params, owners, cap_bytes):
         owner = owners[param]
         bucket = filling.setdefault(owner, [])
         bucket.append(param)
-        if sum(one.nbytes for one in bucket) >= cap_bytes:
+        if sum(param.nbytes for param in bucket) >= cap_bytes:
             buckets.append((owner, filling.pop(owner)))
     return buckets + list(filling.items())
 
 
 class OwnerReduce(ShardedOptimizer):
-    """Args: those of stage 1's core, and `bucket_cap_mb`, in MiB; None: each gradient is a message.
+    """Takes the arguments of stage 1's core, and `bucket_cap_mb`, in MiB; None: each gradient is a message.
 
     Every parameter must get a gradient in each step, from one backward pass.
     """
@@ -47,7 +47,7 @@ class OwnerReduce(ShardedOptimizer):
 
     @torch.no_grad()
     def on_grad_ready(self, param):
-        """The same order on every rank: what is ready early waits for the buckets before it."""
+        """Send in the same order on every rank: what is ready early waits for the buckets before it."""
         self.ready.add(param)
         while self.next_bucket < len(self.buckets) and self.ready.issuperset(self.buckets[self.next_bucket][1]):
             self.send(*self.buckets[self.next_bucket])
@@ -65,7 +65,7 @@ class OwnerReduce(ShardedOptimizer):
         self.travelling.append((work, flat, owner, params))
 
     def receive_oldest(self):
-        """What isn't this rank's is forgotten: gloo has added other ranks' parts to it."""
+        """Write this rank's gradients; those of another owner are dropped: gloo has added to them."""
         work, flat, owner, params = self.travelling.popleft()
         work.wait()
         if owner == self.rank:

@@ -1,4 +1,4 @@
-"""What a process asks of its system: an end with its parent, freed memory that is kept."""
+"""Asks the system for what a process needs: to end with its parent, to keep freed memory, to let computing go first."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def end_with_parent():
-    """In a child: ask Linux for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
+    """Ask Linux, in a child, for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
     PR_SET_PDEATHSIG = 1
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
     if prctl is not None:
@@ -16,7 +16,7 @@ def end_with_parent():
 
 
 def exit_on_signals():
-    """SIGTERM and SIGHUP end this process as Ctrl-C does: what it has started and made is put away."""
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does: what it has started and made is removed."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
 
@@ -37,9 +37,9 @@ def keep_freed_memory():
 def let_computing_go_first(threads):
     """Let `threads`, ids of this process, wait where one that computes has the core, instead of interrupting it.
 
-    Linux prefers who wakes up, and gloo's threads do at each 64 kB that arrive: in the midst of a matrix product.
-    GLOO_PRIORITY=normal in the environment leaves them as they are, for a machine with many more ranks than cores: they
-    would get none while any rank computes, and the others wait for what they send.
+    Linux prefers a thread that wakes up, and gloo's threads wake up at each 64 kB that arrive, amid a matrix product.
+    GLOO_PRIORITY=normal in the environment leaves them as they are, for a machine with many more ranks than cores:
+    there they would get no core while any rank computes, and other ranks wait for what they send.
     """
     if os.environ.get("GLOO_PRIORITY") == "normal":
         return
@@ -48,10 +48,10 @@ def let_computing_go_first(threads):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 10)
         except OSError:
-            continue  # it has ended, or may not be told
+            continue  # it has ended, or this isn't allowed
 
 
 def own_threads():
-    """-> set of the ids of this process's threads; empty where there is no /proc."""
+    """Return the set of ids of this process's threads; empty where there is no /proc."""
     tasks = Path("/proc/self/task")
     return {int(task.name) for task in tasks.iterdir()} if tasks.exists() else set()

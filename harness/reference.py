@@ -1,4 +1,4 @@
-"""What rows must agree with: nothing is sharded, every rank steps every parameter; in 32 bits, in 16, and rounded."""
+"""Trains without sharding, for rows to agree with: every rank steps every parameter, in 32 bits, in 16, or rounded."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from stage4_overlap.dtensor import local
 
 
 def clip_grad_norm_(params, max_norm, norm_type):
-    """As torch's, of tensors and DTensors. -> the norm before, a scalar tensor. Collective over meshes."""
+    """Clip as torch does, tensors and DTensors. Returns the norm before, a scalar tensor. Collective over meshes."""
     grads = [param.grad for param in params]
     norms = [torch.linalg.vector_norm(grad, float(norm_type)) for grad in grads]  # of a DTensor one of partial sums
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
@@ -26,7 +26,7 @@ def clip_grad_norm_(params, max_norm, norm_type):
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Averages gradients over the ranks, unless DDP has, and steps all parameters. Arguments: those of stage 1.
+    """Averages gradients over the ranks, unless DDP has, and steps all parameters. It takes the arguments of stage 1.
 
     Of a tensor-parallel model `process_group` is the data-parallel dimension of the mesh, mesh["dp"].get_group(). The
     inner optimizer sees what of a DTensor lies on this rank: torch's kernels refuse lists of both kinds.
@@ -48,8 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         for param in group["params"]:
             dist.broadcast(local(param), group=self.process_group, group_src=0)
-        here = [local(param) for param in group["params"] if local(param).numel()]  # CUDA's kernels refuse empty ones
-        self.optimizer.add_param_group({**hyperparameters(group), "params": here})
+        not_empty = [local(param) for param in group["params"] if local(param).numel()]  # as CUDA's kernels require
+        self.optimizer.add_param_group({**hyperparameters(group), "params": not_empty})
 
     def params(self):
         return [param for param in all_params(self) if param.grad is not None]
@@ -116,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
-    """`bucket_cap_mb`: of DDP, in MiB; None is its default, 25. `hook`: a communication hook of DDP."""
+    """Wrap a model in DDP. `bucket_cap_mb`: in MiB; None is DDP's default, 25. `hook`: a communication hook of DDP."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **options)
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
@@ -124,23 +124,23 @@ def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
 
 
 def bf16_sum(_, bucket):
-    """What torch's bf16_compress_hook does, which refuses gloo."""
+    """Do what torch's bf16_compress_hook does, which refuses gloo."""
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def in_16_bits(alone=False, **how):
-    """AdamW on fp32 copies, on every rank. `alone`: gradients stay there. `how`: see MainParamsTraining."""
-    return lambda model, adamw: MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **how)
+def in_16_bits(alone=False, **options):
+    """Step fp32 copies by AdamW on every rank. `alone`: gradients stay there. `options`: see MainParamsTraining."""
+    return lambda model, adamw: MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **options)
 
 
-# What rows of variants must agree with, of 32 bits: the same, with what they round, rounded.
+# 32-bit rows of variants must agree with this, where the same numbers are rounded.
 rounded = functools.partial(in_16_bits, divided_in=torch.float32)
 
 
 def ddp_16bit(bucket_cap_mb=None):
-    """DDP averages 16-bit gradients while backward runs, and AdamW steps fp32 copies on every rank."""
+    """Let DDP average 16-bit gradients while backward runs, and AdamW step fp32 copies on every rank."""
     def build(model, adamw):
         training = MainParamsTraining(model, adamw, world_size=1)
         training.forward = in_ddp(model, bucket_cap_mb)

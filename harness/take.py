@@ -47,9 +47,10 @@ def core_lines(folder):
 
 
 def files_of(stage, with_checkpoint):
-    """-> path in the package -> text."""
+    """Return {path in the package: text}."""
+    folders = ["guard", "checkpoint"] if with_checkpoint else ["guard"]
     taken = {path.name: path for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
-    for folder in ["guard", *["checkpoint"] * with_checkpoint]:
+    for folder in folders:
         taken |= {f"{folder}/{path.name}": path for path in (ROOT / folder).glob("*.py")}
     files = {name: re.sub(r"^from guard\b", f"from .{'.' * name.count('/')}guard", path.read_text(), flags=re.MULTILINE)
              for name, path in taken.items()}
@@ -58,7 +59,7 @@ def files_of(stage, with_checkpoint):
 
 
 def take(number, to, with_checkpoint=False):
-    """Raises ValueError: there is no such stage, or `to` is no place for a package."""
+    """Write a stage as a package. Raises ValueError: there is no such stage, or `to` is no place for a package."""
     stages = {stage[len("stage")]: stage for stage in STAGES}
     if number not in stages:
         raise ValueError(f"STAGE={number}: there are stages {', '.join(stages)}")
@@ -66,7 +67,7 @@ def take(number, to, with_checkpoint=False):
 
 
 def write_package(to, files):
-    """`files`: path in the package -> text. Raises ValueError where `to` is no place for a package."""
+    """Write `files`, {path in the package: text}. Raises ValueError where `to` is no place for a package."""
     if not to.name.isidentifier():
         raise ValueError(f"TO={to}: its last part must be a name that Python can import")
     if to.exists():

@@ -1,4 +1,4 @@
-"""One step of a row, recorded from outside as rank x time: what computes when, what travels when, how much is alive."""
+"""Records one step of a row from outside, as rank x time: what computes, what is in flight, how much is alive."""
 
 import json
 import sys
@@ -21,12 +21,12 @@ from harness.pictures import can_draw, svg, text, trace
 from harness.results import Message, RecordedStep, length, most_alive, overlap, union
 from harness.workers import WorkerError, Workers
 
-GAP_S = 0.0005  # Python needs this long between two operators; whoever waits for another rank, longer
-RECORDED_STEPS = 6  # the first is there for what it leaves under way
+GAP_S = 0.0005  # Python needs this long between two operators; waiting for another rank takes longer
+RECORDED_STEPS = 6  # the first leaves messages in flight for the second
 
 
 class Recorder(Ledger):
-    """A ledger that also writes down when operators ran, in which phase of the step, and how much was alive.
+    """Is a ledger that also lists when operators ran, in which phase of the step, and how much was alive.
 
     `busy`: [[start, end], …] in seconds of time.perf_counter, in order; `phases`: [(name, start, end), …]; `live`:
     [(time, bytes), …], what is alive from that time on, by a `memory` that has been entered.
@@ -60,7 +60,7 @@ class Recorder(Ledger):
 
 @catalogue.in_its_context
 def record(rank, settings, base, bucket_mb=None):
-    """Record steps of a row, with no pause between them -> the one of median length, on this rank: see `one_step`."""
+    """Record steps of a row without pauses. Returns the step of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
@@ -85,9 +85,9 @@ def record(rank, settings, base, bucket_mb=None):
 
 
 def median_step(recorder):
-    """The number of the recorded step that is of median length, the first one aside. Collective, the same on all ranks.
+    """Return the number of the step of median length, the first left out. Collective, the same on all ranks.
 
-    A step is as long as on the slowest rank. In a single one this machine may have been busy with something else.
+    A step is as long as on the slowest rank. During any one step the machine may have been busy with something else.
     """
     spans = [span_of(recorder, number) for number in range(1, RECORDED_STEPS)]
     lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
@@ -96,13 +96,13 @@ def median_step(recorder):
 
 
 def span_of(recorder, number):
-    """From the start of a step's forward until the next one's could start, in seconds of time.perf_counter()."""
-    forward, _, step = recorder.phases[3 * number : 3 * number + 3]
-    return forward[1], step[2]
+    """Return when a step's forward pass started and its step ended, in seconds of time.perf_counter()."""
+    (_, start, _), _, (_, _, end) = recorder.phases[3 * number : 3 * number + 3]
+    return start, end
 
 
 def record_rows(workers, settings, rows, progress=lambda text: None):
-    """Records every Row that has no error: its `timeline`, see `one_step`, by rank."""
+    """Record every Row that has no error: sets its `timeline`, by rank."""
     for row in rows:
         if not row.error:
             progress(f"timeline: {row.name}")
@@ -110,12 +110,13 @@ def record_rows(workers, settings, rows, progress=lambda text: None):
 
 
 def one_step(recorder, number):
-    """One of the recorded steps, not the first -> RecordedStep. What travels across its border (parameters that the
-    next forward waits for) is shown where it is seen: at the start, that of the step before."""
+    """Return one of the recorded steps, not the first. Messages that cross its border (parameters that the next forward
+    waits for) are shown within it: at the start those of the step before."""
     start, end = span_of(recorder, number)
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
     busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]
+
     def since(*times):
         return tuple(round(moment - start, 6) for moment in times)
     return RecordedStep(

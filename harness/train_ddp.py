@@ -23,7 +23,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
 
-    run = workload.Run(args, rank, model.module, optimizer, scheduler)  # from the newest checkpoint on
+    run = workload.Run(args, rank, model.module, optimizer, scheduler)  # goes on from the newest checkpoint
     for step in run.steps():  # after each of which it prints the loss and saves, if it is time to
         for micro in range(args.accumulate):
             is_last = micro == args.accumulate - 1

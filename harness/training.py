@@ -1,4 +1,4 @@
-"""A model and an optimizer in the loop that every train.py runs, in halves that can be measured."""
+"""Runs a model and an optimizer in the loop of every train.py, in halves that can be measured."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p,
 
 
 class Training:
-    """A model and an optimizer in the loop that every train.py runs, in two halves so that memory can be read between.
+    """Runs a model and an optimizer in the loop of every train.py, in two halves so that memory can be read between.
 
     `forward` is called with (tokens, targets) and returns the loss: the model, or what is wrapped around it.
     """
@@ -28,9 +28,11 @@ class Training:
         self.optimizer.zero_grad()
 
     def no_sync(self):
-        """A context in which gradients add up, and don't travel."""
-        owner = next((one for one in (self.forward, self.optimizer) if hasattr(one, "no_sync")), None)
-        return owner.no_sync() if owner else contextlib.nullcontext()
+        """Return a context in which gradients add up and aren't sent."""
+        for owner in (self.forward, self.optimizer):
+            if hasattr(owner, "no_sync"):
+                return owner.no_sync()
+        return contextlib.nullcontext()
 
     def step(self, batch):
         self.forward_backward(batch)
@@ -38,20 +40,20 @@ class Training:
         self.zero_grad()
 
     def finish(self):
-        """Waits for all that the last step has left under way: parameters that still travel, kernels on the GPU."""
-        for optimizer in getattr(self.optimizer, "optimizers", [self.optimizer]):  # a pair: see muon.py
+        """Wait for what the last step has left in flight: parameters, and kernels on the GPU."""
+        for optimizer in getattr(self.optimizer, "optimizers", [self.optimizer]):  # a pair: see variants/muon_rows.py
             getattr(optimizer, "finish_param_sync", lambda: None)()
         if next(self.model.parameters()).is_cuda:
             torch.cuda.synchronize()
 
     def full_params(self):
-        """Every parameter, whole, as it is on this rank -> list of tensors. Collective, of DTensors."""
+        """Return the list of parameters, whole, as they are on this rank. Collective, of DTensors."""
         self.finish()
         return [getattr(param, "full_tensor", lambda: param)().detach() for param in self.model.parameters()]
 
 
 class MainParamsTraining(Training):
-    """Parameters whose fp32 copies, the main parameters, are stepped; of fp32 they are no copies.
+    """Steps fp32 copies of the parameters, the main parameters; fp32 parameters are stepped themselves.
 
     Args:
         world_size: 1 is without communication.

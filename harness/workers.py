@@ -1,4 +1,4 @@
-"""Ranks for a process that starts them itself, many times and quickly: tests, bench.py, two hosts."""
+"""Starts ranks from a process, many times and quickly: for tests, bench.py, two hosts."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ class WorkerError(RuntimeError):
 
 
 class Workers(contextlib.AbstractContextManager):
-    """`world_size` processes on this machine, in one process group, started once, that run what they are given.
+    """Starts `world_size` processes on this machine once, in one process group, and runs functions on them.
 
         with Workers(2) as workers:
             answers = workers.run(function, 3, name="x")    # [function(rank, 3, name="x") of rank 0, of rank 1]
@@ -53,13 +53,13 @@ class Workers(contextlib.AbstractContextManager):
         self.close()
 
     def run(self, function, *args, on_event=None, **kwargs):
-        """Runs `function(rank, *args, **kwargs)` on every rank -> list of results, by rank.
+        """Run `function(rank, *args, **kwargs)` on every rank. Returns the list of results, by rank.
 
-        `on_event(rank: int, obj)` is called here for each `event(obj)` that a rank sends meanwhile.
+        `on_event(rank: int, obj)` is called in this process for each `event(obj)` that a rank sends meanwhile.
         """
         if not self.processes:
             self._start()
-        try:  # where the function is found goes first: a rank needs that to unpack it
+        try:  # sys.path goes first: a rank needs it to unpack the function
             self._send(pickle.dumps((sys.path, pickle.dumps((function, args, kwargs)))))
             return self._collect(on_event)
         except BaseException:  # a failed rank, a time-out, Ctrl-C: others may wait in a collective, for ever
@@ -67,7 +67,7 @@ class Workers(contextlib.AbstractContextManager):
             raise
 
     def close(self):
-        """Lets all ranks leave the process group together and end; kills those that have not ended after 10 seconds."""
+        """Let all ranks leave the process group together and end; kill those that have not ended after 10 seconds."""
         self._send(b"")
         deadline = time.monotonic() + 10
         for process in self.processes:
@@ -75,14 +75,15 @@ class Workers(contextlib.AbstractContextManager):
         self.kill()
 
     def kill(self):
-        """Ends all ranks at once. The next call starts new ones."""
+        """End all ranks at once. The next call starts new ones."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes, self.store = [], [], None
+        self.processes, self.pipes = [], []
+        self.store = None
         self.folder.cleanup()
 
     def _start(self):
@@ -95,13 +96,13 @@ class Workers(contextlib.AbstractContextManager):
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
             place = self.store.port
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            pipe, pipe_of_rank = context.Pipe()
             process = context.Process(target=_worker, name=f"rank {rank}", daemon=True, args=(
-                place, rank, self.world_size, self.timeout_s, theirs, self.enter))
+                place, rank, self.world_size, self.timeout_s, pipe_of_rank, self.enter))
             process.start()
-            theirs.close()
+            pipe_of_rank.close()
             self.processes.append(process)
-            self.pipes.append(ours)
+            self.pipes.append(pipe)
 
     def _send(self, message):
         for pipe in self.pipes:
@@ -109,8 +110,9 @@ class Workers(contextlib.AbstractContextManager):
                 pipe.send_bytes(message)
 
     def _collect(self, on_event):
-        """Waits for all answers -> list of results. After the first failure, others get a moment to tell the cause."""
-        results, failures, limit_s = {}, {}, self.limit_s or self.timeout_s  # by rank; a failure is (line, traceback)
+        """Wait for all answers and return them. After a failure, other ranks have a moment to report the cause."""
+        results, failures = {}, {}  # by rank; a failure is (line, traceback)
+        limit_s = self.limit_s or self.timeout_s
         deadline = time.monotonic() + limit_s
         while missing := [rank for rank in range(self.world_size) if rank not in {*results, *failures}]:
             sources = {source: rank for rank in missing
@@ -127,17 +129,17 @@ class Workers(contextlib.AbstractContextManager):
             if failures:  # a rank that only lost its neighbour often reports before the death of that neighbour is seen
                 deadline = min(deadline, time.monotonic() + 0.5)
         if failures:
-            # The cause is a rank that died, if one did: the others then say no more than that they miss it. Of several
-            # alike it is the lowest, not the one that was first to say so.
-            told = [failures[rank] for rank in sorted(failures)]
-            line = next((line for line, details in told if not details), told[0][0])
-            raise WorkerError(line, "\n".join(details or line for line, details in told))
+            # The cause is a rank that died, if there is one: the other ranks only report that they miss it. Among
+            # several, the lowest rank is named, not the first to report.
+            in_order = [failures[rank] for rank in sorted(failures)]
+            line = next((line for line, details in in_order if not details), in_order[0][0])
+            raise WorkerError(line, "\n".join(details or line for line, details in in_order))
         if missing:
             raise WorkerError(f"no answer from rank {', '.join(map(str, missing))} after {limit_s} seconds")
         return [results[rank] for rank in range(self.world_size)]
 
     def _receive(self, rank):
-        """One message of a rank that has sent one, or has died -> (kind, value)."""
+        """Return (kind, value) of one message of a rank that has sent one, or has died."""
         try:
             if self.pipes[rank].poll():
                 return pickle.loads(self.pipes[rank].recv_bytes())
@@ -150,9 +152,9 @@ class Workers(contextlib.AbstractContextManager):
 
 @functools.cache
 def start_forkserver():
-    """Starts, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
+    """Start, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
 
-    The first call is the main thread's. The process and its children ignore Ctrl-C: the parent ends them.
+    The main thread must make the first call. The process and its children ignore Ctrl-C: the parent ends them.
     """
     # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
@@ -165,16 +167,16 @@ _to_parent = None  # in a worker: its end of the pipe
 
 
 def event(obj):
-    """Sends a small object (progress) from a worker to the `on_event` of its run; elsewhere it does nothing."""
+    """Send a small object (progress) from a worker to the `on_event` of its run; elsewhere do nothing."""
     if _to_parent is not None:
         _to_parent.send_bytes(pickle.dumps(("event", obj)))
 
 
 def _worker(place, rank, world_size, timeout_s, pipe, enter):
-    """The life of one rank: connect, then functions until an empty message. An exception is sent, and not the end."""
+    """Be one rank: connect, then run functions until an empty message. An exception is sent, and doesn't end it."""
     global _to_parent
     _to_parent = pipe
-    # What was imported before the fork is here for good: a collection that looks at it takes 0.15 s, and copies pages.
+    # What was imported before the fork stays: a garbage collection that looks at it takes 0.15 s, and copies pages.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     jobs = queue.SimpleQueue()
@@ -192,7 +194,7 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
             sys.path[:], call = pickle.loads(job)
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))
-        except BaseException as error:  # whatever it is, SystemExit too: the parent reports it in one line
+        except BaseException as error:  # SystemExit too: the parent reports it in one line
             line = f"rank {rank}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             answer = pickle.dumps(("failure", (line, f"rank {rank}: {traceback.format_exc()}")))
         pipe.send_bytes(answer)
@@ -201,7 +203,7 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
 
 
 def _read_jobs(pipe, jobs):
-    """Runs in a thread of each worker: hands on what the parent sends. No parent any more: the worker ends at once."""
+    """Hand on what the parent sends, in a thread of each worker. Without a parent, end the worker at once."""
     while True:
         try:
             jobs.put(pipe.recv_bytes())
@@ -210,4 +212,5 @@ def _read_jobs(pipe, jobs):
 
 
 def on_rank_0(workers, function, *args):
+    """Run a function on every rank and return the result of rank 0."""
     return workers.run(function, *args)[0]

@@ -246,7 +246,7 @@ def test_a_time_is_that_of_the_slowest_rank_and_the_drain_is_no_step_s(rank):
     def takes(seconds):
         now[0] += seconds * rank.rank
     with mock.patch.object(examine.time, "perf_counter", lambda: now[0]):
-        found = examine.steady(rank, lambda number: takes(0.05 * (number > 0)), range(5), lambda: takes(0.2))
+        found = examine.time_warm_steps(rank, lambda number: takes(0.05 * (number > 0)), range(5), lambda: takes(0.2))
     assert found == pytest.approx([50, 200])
 
 
