@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, settings_of
-from .hooks import given_loss, without_global_hooks
+from .hooks import given_loss, untraced, without_global_hooks
 from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
@@ -95,6 +95,7 @@ class Guarded(torch.optim.Optimizer):
         else:
             self._note_shards()
 
+    @untraced
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients, update what this rank owns, send updated parameters to all ranks. Collective.
@@ -295,6 +296,9 @@ def mean_loss(optimizer, closure):
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
     dist.all_reduce(loss, group=optimizer.process_group)
     return loss / dist.get_world_size(optimizer.process_group)
+
+
+Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step"  # in the error of a wrong argument
 
 
 class OfTheOptimizer(property):

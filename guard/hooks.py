@@ -26,8 +26,8 @@ def untraced(function):
     """
     @skip
     @functools.wraps(function)  # so that it can be pickled, with a model that has it as a hook
-    def without_compiler(*args):
-        return (function if compiler() is None else torch.compiler.disable(function))(*args)
+    def without_compiler(*args, **kwargs):
+        return (function if compiler() is None else torch.compiler.disable(function))(*args, **kwargs)
 
     return without_compiler
 

@@ -85,6 +85,8 @@ def trials_of(make_optimizer, groups):
         options, device = hyperparameters(fastest), fastest["params"][0].device
         if options.get("lr") == 0:
             options["lr"] = 0.1  # with lr 0 no difference would show
+        if not math.isfinite(options.get("lr") or 0):
+            raise ValueError(f"lr is {options['lr']}: it must be a finite number")
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
         small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in n_dims]
         trial = functools.partial(run, make_optimizer=make_optimizer, options=options, device=device)

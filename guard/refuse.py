@@ -80,6 +80,8 @@ def check_params(named, takes_dtensors):
             raise ValueError(f"parameter {name} is sparse ({param.layout}): only dense parameters can be sharded")
         if not param.is_floating_point() or param.dtype.itemsize < 2:
             raise ValueError(f"parameter {name} has dtype {param.dtype}: only floats of 16 bits or more can be stepped")
+        if param.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device, without memory: call model.to_empty() first")
         if param.device != first.device:
             raise ValueError(f"parameter {name} is on {param.device}, {first_name} on {first.device}: use one device")
         if hasattr(param, "device_mesh") and not takes_dtensors:

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from .groups import all_params
 from .hooks import untraced
+from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
 CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]  # torch decorates these: the functions inside
@@ -91,8 +92,11 @@ def refuse_unseen(clip, params):
     our hook says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing".
     """
     for param in params:
-        holds = {getattr(getattr(hook, "owner", type(None))(), "_param_grad_holds", None)
-                 for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()}
+        owners = [getattr(hook, "owner", type(None))()
+                  for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if any(hasattr(owner, "is_moved") and owner.is_moved(param) for owner in owners):
+            raise data_replaced(f"of shape {tuple(param.shape)}")
+        holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
         # `holds` is a set, because an older and a newer optimizer may have a hook
         finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds

@@ -50,6 +50,9 @@ class GuardedBuffer(GradBuffer):
                 if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
                 or given.data_ptr() != view.data_ptr()]
 
+    def is_moved(self, param):
+        return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
+
     def watch(self, param):
         hook_gradient(param, self.take_grad, takes=True)  # the hook goes with this object
 
@@ -111,8 +114,8 @@ class GuardedBuffer(GradBuffer):
         if is_late and self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
-        for param, view, grad in zip(self.params, self.param_views, self.grads):
-            if param.data_ptr() != view.data_ptr():
+        for param, grad in zip(self.params, self.grads):
+            if self.is_moved(param):
                 raise data_replaced(name_of(param, groups))
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
                 raise RuntimeError(f"main_grad of parameter {name_of(param, groups)} was replaced, or a later optimizer"

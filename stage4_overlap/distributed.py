@@ -222,6 +222,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     # ----------------------------------------------------------------------------------------- parameters, and the end
 
+    def is_moved(self, param):
+        return any(param is moved for moved in self.bucket_of[param].moved_params())
+
     def prefetch_params(self, model: torch.nn.Module) -> list:
         """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
 

@@ -401,7 +401,9 @@ VALUE_ERRORS = {
     "integers": (behind_one(lambda r: torch.ones(3, dtype=torch.int64, device=r.device)), "parameter 1 .*int64"),
     "8 bits": (behind_one(lambda r: parameter(r, 3, dtype=torch.float8_e4m3fn)), "parameter 1 .*float8_e4m3fn"),
     "several devices": (behind_one(lambda r: nn.Parameter(torch.ones(3, device="meta"))), "parameter 1 .*meta"),
+    "without memory": (lambda r: [nn.Parameter(torch.ones(3, device="meta"))], "on the meta device, without memory"),
     "negative lr": (one, "learning rate", lambda r: {"lr": -1.0}),
+    "infinite lr": (one, "lr is inf: it must be a finite number", lambda r: {"lr": float("inf")}),
     # Those on which rank 1 disagrees
     "another shape": (lambda r: [parameter(r, 4), parameter(r, 3 + (r.rank == 1))], "parameter"),
     "another order": (lambda r: [parameter(r, 2), parameter(r, 3)][:: 1 - 2 * (r.rank == 1)], "parameter"),
