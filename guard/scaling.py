@@ -21,7 +21,11 @@ from .hooks import untraced
 from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
-CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]  # torch decorates these: the functions inside
+# torch.no_grad wraps each function; the wrapper keeps the function itself in a closure cell, replaced below.
+CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]
+if len(CELLS) != len(CLIPS):
+    raise ImportError(f"torch {torch.__version__} wraps torch.nn.utils' clipping in another way: it can't be refused "
+                      "where it finds no gradient, see guard/scaling.py")
 ALIVE: set[int] = set()  # ids of the optimizers that are alive
 
 

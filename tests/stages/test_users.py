@@ -5,6 +5,7 @@ The situations come from public reports and from third-party optimizers; test_pr
 
 import functools
 import gc
+import importlib.util
 from datetime import timedelta
 
 import pytest
@@ -72,6 +73,13 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
     go_backward()
     clip_by_norm()  # of a model whose optimizer is gone
     assert ALIVE or not any(hasattr(cell.cell_contents, "__wrapped__") for cell in CELLS)  # torch is as it was
+
+
+def test_a_torch_whose_clipping_cannot_be_watched_is_refused_at_the_import(monkeypatch):
+    monkeypatch.setattr(nn.utils, "clip_grad_value_", lambda parameters, clip_value: None)  # wrapped by nothing
+    with pytest.raises(ImportError, match="wraps torch.nn.utils' clipping in another way"):
+        importlib.util.find_spec("guard.scaling").loader.exec_module(importlib.util.module_from_spec(
+            importlib.util.find_spec("guard.scaling")))
 
 
 @on_ranks(2)
