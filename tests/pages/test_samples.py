@@ -32,7 +32,7 @@ def file_name(code):
     return named and named[1]
 
 
-ALL = [*samples("guide"), *samples("checkpoints")]
+ALL = [*samples("guide"), *samples("checkpoints"), *samples("experts")]
 FILES = {file_name(code): code for _, _, code in ALL if file_name(code)}
 PROGRAMS = [sample for sample in ALL if not file_name(sample[-1])]
 
@@ -59,7 +59,7 @@ def test_a_sample_runs(folder, page, heading, code):
     for ended in run_in(folder, code):
         assert ended.code == 0, ended.stderr
     pages = [page for page, *_ in PROGRAMS]
-    assert pages.count("guide") >= 3 <= pages.count("checkpoints") and list(FILES) == ["common.py"]
+    assert pages.count("guide") >= 3 <= pages.count("checkpoints") and list(FILES) == ["common.py", "moe.py"]
 
 
 @pytest.mark.waits
@@ -144,5 +144,6 @@ def test_the_class_that_puts_a_guard_in_front_of_a_variant_is_one():
 
 def test_no_other_page_has_python_that_nobody_runs():
     """Chapters show code of a core, see test_chapters; what is in exercise.md tests/grade fills in."""
-    others = {"README.md", "docs/exercise.md", "docs/guide.md", "docs/checkpoints.md", "variants/README.md"}
+    others = {"README.md", "docs/exercise.md", "docs/guide.md", "docs/checkpoints.md", "docs/experts.md",
+              "variants/README.md"}
     assert {page.name for page in PAGES if page.code()} == others | {f"{stage}/README.md" for stage in STAGES}

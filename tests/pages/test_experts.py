@@ -1,0 +1,61 @@
+"""The sample of docs/experts.md trains as one process does, however experts are spread."""
+
+import math
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.pages.test_samples import FILES
+
+
+def sample():
+    module = types.ModuleType("moe")
+    exec(FILES["moe.py"], vars(module))
+    return module
+
+
+def batch(step):
+    """-> x, y of all ranks: (24, 16), (24, 4)."""
+    x = torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :4].tanh()
+
+
+def train(rank, ep, plain=False):
+    """-> the losses of all tokens, and the last norm."""
+    moe, losses = sample(), []
+    mesh = init_device_mesh("cpu", (rank.world_size // ep, ep), mesh_dim_names=("edp", "ep"))
+    model = moe.make_model(mesh["ep"].get_group())
+    if plain:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:
+        optimizer = moe.make_optimizer(model, mesh["edp"].get_group(), lr=0.01)
+    for step in range(20):
+        x, y = (tensor.chunk(rank.world_size)[rank.rank] for tensor in batch(step))
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        if plain:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        else:
+            norm = optimizer.clip_grad_norm_(0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / rank.world_size
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return [*losses, norm.item()]
+
+
+@pytest.fixture(scope="module")
+def expected(pools):
+    losses = pools.run(1, train, 1, plain=True)[0]
+    assert losses[-2] < 0.7 * losses[0] and not math.isclose(losses[-1], 0.2)
+    return losses
+
+
+@pytest.mark.parametrize("world_size, ep", [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+def test_experts_train_as_in_one_process(pools, expected, world_size, ep):
+    for losses in pools.run(world_size, train, ep):
+        assert losses == pytest.approx(expected, abs=1e-5)
