@@ -24,8 +24,7 @@ CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.n
 # torch.no_grad wraps each function; the wrapper keeps the function itself in a closure cell, replaced below.
 CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]
 if len(CELLS) != len(CLIPS):
-    raise ImportError(f"torch {torch.__version__} wraps torch.nn.utils' clipping in another way: it can't be refused "
-                      "where it finds no gradient, see guard/scaling.py")
+    raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
 ALIVE: set[int] = set()  # ids of the optimizers that are alive
 
 

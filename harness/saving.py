@@ -1,4 +1,4 @@
-"""How fast a checkpoint is written and read, beside torch.save of the same tensors and beside the disk.
+"""Measures how fast a checkpoint is written and read, beside torch.save of the same tensors and beside the disk.
 
     python -m harness.saving [--gigabytes 1]        # or: make bench WHAT=saving ARGS="--folder /mnt/disk"
 
@@ -35,7 +35,7 @@ DISK_OF = {"disk, write": "", "torch.save": "disk, write", "checkpoint.save": "d
 
 
 def seconds_of(function):
-    """Until all ranks have done it."""
+    """Time a function until all ranks have done it."""
     dist.barrier()
     start = time.perf_counter()
     function()
@@ -51,15 +51,23 @@ def write(path, write_into):
 
 
 def forget(folder):
-    """Ask the system to drop what it keeps of these files in memory, so that they come from the disk."""
+    """Ask the system to drop these files from memory, so that they come from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+class StepCosts(NamedTuple):
+    """What an asynchronous save costs steps, in one round."""
+    held_up_ms: float  # how long it holds up the step that calls it
+    step_ms: float  # a step without a save, the median
+    behind_ms: float  # what the steps while it was written took more than as many without
+    n_behind: int  # those steps
+
+
 class Round:
-    """One rank's model, optimizer, and the tensors that it owns."""
+    """Is one rank's model and optimizer, with the tensors that it owns; measures rounds."""
 
     def __init__(self, n_bytes):
         n_layers = round(RANKS * n_bytes / BYTES_A_PARAMETER / WIDTH**2)
@@ -78,7 +86,7 @@ class Round:
         self.optimizer.zero_grad()
 
     def steps(self, is_over):
-        """-> ms of each step, until `is_over(how many there are)` on all ranks."""
+        """Train until `is_over(number of steps)` on all ranks. Returns ms of each step."""
         times, everywhere = [], torch.zeros(1)
         while not everywhere:
             times.append(1e3 * seconds_of(self.step))
@@ -87,13 +95,13 @@ class Round:
         return times
 
     def save_behind(self, path):
-        """-> the checkpoint that is being written, and ms for which the call holds up training."""
+        """Begin an asynchronous save. Returns its future, and ms for which the call holds up training."""
         saving, args = [], (path, self.model, self.optimizer)
         held_up = seconds_of(lambda: saving.append(checkpoint.save(*args, asynchronous=True)))
         return saving[0], 1e3 * held_up
 
     def measure(self, folder, rank, number):
-        """-> {row: seconds}, and what an asynchronous save costs steps: (ms of the call, ms of steps, their number).
+        """Return {row: seconds}, and StepCosts.
 
         In each round another row writes first: a disk may be slower after some gigabytes.
         """
@@ -107,7 +115,7 @@ class Round:
             held_up.append(call_ms)
 
         def read_raw():
-            """Into memory that is there: what no load can exceed."""
+            """Read into memory that exists: no load can be faster."""
             with open(mine, "rb", buffering=0) as file:
                 for piece in pieces:
                     file.readinto(piece)
@@ -117,37 +125,30 @@ class Round:
                    ("checkpoint.save", lambda: checkpoint.save(saved, self.model, self.optimizer)),
                    ("checkpoint.save, asynchronous", save_all_behind)]
         first = number % len(writers)
-        found = {name: seconds_of(writer) for name, writer in writers[first:] + writers[:first]}
+        seconds = {name: seconds_of(writer) for name, writer in writers[first:] + writers[:first]}
         alone = statistics.median(self.steps(lambda n: n == N_STEPS))
         forget(folder)
         readers = {"disk, read": read_raw, "torch.load": lambda: torch.load(torch_path),
                    "checkpoint.load": lambda: checkpoint.load(saved, self.model, self.optimizer)}
-        found.update({name: seconds_of(reader) for name, reader in readers.items()})
+        seconds.update({name: seconds_of(reader) for name, reader in readers.items()})
         again, _ = self.save_behind(folder / "again")
         behind = self.steps(lambda n: again.done())
         again.result()
-        return found, (held_up[0], alone, sum(behind) - alone * len(behind), len(behind))
+        return seconds, StepCosts(held_up[0], alone, sum(behind) - alone * len(behind), len(behind))
 
 
 def measure(rank, n_bytes, folder, rounds):
-    one, found = Round(n_bytes), []
+    model = Round(n_bytes)
+    rounds_of_rank = []
     for number in range(rounds):
         place = Path(folder) / str(number)
         place.mkdir(exist_ok=True)
         dist.barrier()
-        found.append(one.measure(place, rank.rank, number))
+        rounds_of_rank.append(model.measure(place, rank.rank, number))
         dist.barrier()
         if rank.rank == 0:
             shutil.rmtree(place)
-    return one.n_bytes, found
-
-
-class StepCosts(NamedTuple):
-    """What an asynchronous save costs steps, in one round."""
-    held_up_ms: float  # how long it holds up the step that calls it
-    step_ms: float  # a step without a save, the median
-    behind_ms: float  # what the steps while it was written took more than as many without
-    n_behind: int  # those steps
+    return model.n_bytes, rounds_of_rank
 
 
 def saving_sheet(seconds, costs, n_bytes, made):
@@ -184,8 +185,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, Workers(RANKS, timeout_s=3600) as workers:
         answers = workers.run(measure, args.gigabytes * 1e9, folder, args.rounds)
     _, rounds_of_rank_0 = answers[0]
-    seconds_by_round, steps = zip(*rounds_of_rank_0)
-    costs = list(map(StepCosts._make, steps))
+    seconds_by_round, costs = zip(*rounds_of_rank_0)
     seconds = {name: [by_name[name] for by_name in seconds_by_round] for name in DISK_OF}
     sheet = saving_sheet(seconds, costs, sum(n_bytes for n_bytes, _ in answers), made_here())
     report = Report(made_here(), {"saving": sheet})

@@ -38,7 +38,7 @@ def test_cores_and_guards_can_be_read():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 assert len(code & set(range(node.lineno, node.end_lineno + 1))) <= 25, f"{path}: {node.name}"
-    assert len(all_code(GUARDS)) <= 1497
+    assert len(all_code(GUARDS)) <= 1496
 
 
 def test_the_difference_between_two_cores_is_one_idea():
@@ -124,6 +124,13 @@ def test_a_guard_names_the_test_that_shows_it():
             assert files, path
             tests = "".join((ROOT / file).read_text() for file in files)
             assert all(f"def {name}(" in tests for name in re.findall(r"`(test_\w+)`", opening)), path
+
+
+def test_what_is_private_in_torch_has_a_test_that_names_it():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page.partition("## Private torch")[2].partition("\n## ")[0])
+    assert len(named) >= 8 and all(f"def {name}(" in tests for name in named)
 
 
 @pytest.mark.parametrize("stage", STAGES)
