@@ -81,17 +81,18 @@ def checksum_of(settings):
 
 
 def first_difference(settings, process_group):
-    """-> text: what differs by more than rounding, on rank 0 and on which other rank; or None. Collective.
+    """Say what differs by more than rounding, on rank 0 and on which other rank, or return None. Collective.
 
-    settings: of this rank, by name.
+    `settings`: of this rank, by name.
     """
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, settings, group=process_group)
-    for rank, theirs in enumerate(everyone):
-        for name in everyone[0] | theirs:
-            one, other = everyone[0].get(name), theirs.get(name)
-            if one != other and not (type(one) is type(other) is float and math.isclose(one, other, rel_tol=1e-6)):
-                return f"{name} is {one} on rank 0 and {other} on rank {rank}"
+    by_rank = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(by_rank, settings, group=process_group)
+    for rank, of_rank in enumerate(by_rank):
+        for name in by_rank[0] | of_rank:
+            first, other = by_rank[0].get(name), of_rank.get(name)
+            are_floats = isinstance(first, float) and isinstance(other, float)
+            if first != other and not (are_floats and math.isclose(first, other, rel_tol=1e-6)):
+                return f"{name} is {first} on rank 0 and {other} on rank {rank}"
     return None
 
 

@@ -94,12 +94,12 @@ def given_loss(optimizer, closure, loss):
 
 @contextlib.contextmanager
 def without_global_hooks():
-    """For the inner optimizer's step: hooks of register_optimizer_step_post_hook() then run only for our own step."""
-    kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
-    for hooks, _ in kept:
+    """Let hooks of register_optimizer_step_post_hook() run for our own step only, not for the inner optimizer's."""
+    saved = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for hooks, _ in saved:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in kept:
+        for hooks, before in saved:
             hooks.update(before)

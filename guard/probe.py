@@ -52,10 +52,10 @@ def check(make_optimizer, groups, unit, refusal):
         for n_ranks in (2, 3):
             try:
                 parts = trial(n_ranks, dtype, unit)
-            except Exception as failure:  # Muon wants matrices
+            except Exception as failure:  # Muon needs matrices
                 raise ValueError(refusal.format(name, reason_of(failure))) from failure
-            for mine, theirs in zip(whole, parts):
-                if not torch.allclose(mine, theirs, tolerance, tolerance * mine.abs().max().item(), equal_nan=True):
+            for alone, shared in zip(whole, parts):
+                if not torch.allclose(alone, shared, tolerance, tolerance * alone.abs().max().item(), equal_nan=True):
                     raise ValueError(refusal.format(name, "parameters differ"))
         PASSED.add(known)
 
@@ -95,13 +95,14 @@ def trials_of(make_optimizer, groups):
         # 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple. bitsandbytes uses 8
         # bits from 4096 elements on, and halves and thirds of 6144 have fewer.
         for rows, numel in (512, 2**17), (48, 6144):
-            large = [(rows, *[2] * (n - 2), max(1, numel // rows >> n - 2)) for n in n_dims if n > 1] or [(numel,)]
+            # (rows, …) of so many dimensions: all between the first and the last are 2.
+            large = [(rows, *[2] * (n - 2), max(1, numel // rows // 2**(n - 2))) for n in n_dims if n > 1] or [(numel,)]
             yield functools.partial(trial, shapes=large, phases=[(2, False, 1.0)])
 
 
 @torch.no_grad()
 def run(n_ranks, dtype, unit, *, make_optimizer, options, shapes, phases, device):
-    """Let `n_ranks` ranks update a share each. -> how far the values moved in each phase, (numel,) each."""
+    """Let `n_ranks` ranks update a share each. Returns how far the values moved in each phase, (numel,) each."""
     values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)
     grads = torch.zeros_like(values)
     shares = [shares_of(flat, shapes, n_ranks, unit) for flat in (values, grads)]
@@ -124,7 +125,7 @@ def run(n_ranks, dtype, unit, *, make_optimizer, options, shapes, phases, device
 
 
 def shares_of(flat, shapes, n_ranks, unit):
-    """-> for each rank what it updates of `flat`, (numel,), the tensors of `shapes`: whole tensors, or flat pieces."""
+    """Return for each rank what it updates of `flat`, (numel,), with tensors of `shapes`: whole tensors, or pieces."""
     shares, end = [[] for _ in range(n_ranks)], 0
     for number, shape in enumerate(shapes):
         begin, end = end, end + math.prod(shape)

@@ -47,12 +47,12 @@ def checked_groups(optimizer, params, settings):
         if named[0][1].device.type == device:
             device = named[0][1].device  # the GPU with the model, if there are several
         check_params(named, optimizer._takes_dtensors)
-        here = optimizer._refuse(named)
-        check_memory(here, optimizer._takes_channels_last)
+        stored = optimizer._refuse(named)
+        check_memory(stored, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}
         settings["average_over"] = divisor_of(optimizer.average_over, optimizer.n_averaged)
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
-        for (name, tensor), (_, param) in zip(here, named):
+        for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
             settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
         settings.update(settings_of(groups))
@@ -129,7 +129,7 @@ def agree(error, settings, process_group, device):
         # A class of another library may not be there, or take other arguments: the others raise Python's own.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
         dist.all_gather_object(errors, error and (kind, str(error)), group=process_group)
-        rank, (kind, text) = next((rank, theirs) for rank, theirs in enumerate(errors) if theirs)
+        rank, (kind, text) = next((rank, error) for rank, error in enumerate(errors) if error)
         raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")

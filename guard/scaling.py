@@ -29,7 +29,7 @@ ALIVE: set[int] = set()  # ids of the optimizers that are alive
 
 
 def total_norm(optimizer, norm_type):
-    """-> the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
+    """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
     norms, states = [], optimizer.state
@@ -42,15 +42,15 @@ def total_norm(optimizer, norm_type):
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     for group in dict.fromkeys(group for groups in states.mains_over for group in groups):
-        norm = gather_scalar(norm, group).max()  # shards of unequal sizes round differently: copies would drift apart
+        norm = gather_scalar(norm, group).max()  # each rank has summed in its own order: all clip by the same bits
     return norm
 
 
 def gather_scalar(scalar, group):
-    """-> the scalar of each rank, (d,). Gathered and not reduced, because a collective's MAX may lose a nan."""
-    everyone = scalar.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(everyone, scalar.view(1), group=group)
-    return everyone
+    """Return the scalar of each rank, (d,). It isn't reduced, because a collective's MAX may lose a nan."""
+    of_ranks = scalar.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(of_ranks, scalar.view(1), group=group)
+    return of_ranks
 
 
 def multiply_grads(params, factor):
@@ -60,7 +60,7 @@ def multiply_grads(params, factor):
 
 
 def clip_grads(params, max_norm, norm, error_if_nonfinite):
-    """Scale the gradients of `params` by max_norm / norm, if that is less than 1, as torch does. -> norm"""
+    """Scale the gradients of `params` by max_norm / norm, if that is less than 1, as torch does. Returns norm."""
     if error_if_nonfinite and not norm.isfinite():  # the same on every rank
         raise RuntimeError(f"the norm of all gradients is {norm.item()}: zero_grad() gives this step up")
     multiply_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -68,7 +68,7 @@ def clip_grads(params, max_norm, norm, error_if_nonfinite):
 
 
 def found_inf(optimizer, grad_scaler):
-    """Unscale the gradients of this rank's shards. Collective. -> whether any rank found an inf or nan."""
+    """Unscale the gradients of this rank's shards. Collective. Returns whether any rank found an inf or nan."""
     state, scale = grad_scaler._per_optimizer_states[id(optimizer)], grad_scaler._get_scale_async()
     unscaled = state["stage"] is OptState.UNSCALED
     if unscaled and optimizer._grads_elsewhere:
@@ -76,15 +76,16 @@ def found_inf(optimizer, grad_scaler):
                            "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()")
     grads = [param.grad for param in all_params(optimizer.optimizer) if param.grad is not None]
     # What unscale_() has found counts even if it was repaired since.
-    found = sum((before.to(scale.device) for before in state["found_inf_per_device"].values()), torch.zeros_like(scale))
+    before = state["found_inf_per_device"].values()
+    is_inf = sum((number.to(scale.device) for number in before), torch.zeros_like(scale))
     if grads:
         factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
-    others = [group for groups in optimizer.state.mains_over for group in groups]
-    for group in dict.fromkeys([optimizer.process_group, *others]):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    state["found_inf_per_device"] = {found.device: found}  # GradScaler.update() reads it here
-    return found.item() > 0
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, is_inf, factor)
+    meshes = [group for groups in optimizer.state.mains_over for group in groups]
+    for group in dict.fromkeys([optimizer.process_group, *meshes]):
+        dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=group)
+    state["found_inf_per_device"] = {is_inf.device: is_inf}  # GradScaler.update() reads it
+    return is_inf.item() > 0
 
 
 @untraced

@@ -1,4 +1,4 @@
-"""This rank's part of the state: read and reset by parameter, as ReLoRA and pruning do, and saved as one part of d.
+"""Reads and resets this rank's part of the state by parameter, as ReLoRA and pruning do, and saves it as a part of d.
 
 A rank has state for what it updates: nothing of some parameters, and in stages 3 and 4 flat pieces of others. Shown by
 tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stages/test_contract.py,
@@ -17,20 +17,20 @@ from .schema import checked_state_dict
 
 
 class ByParameter(MutableMapping):
-    """The inner optimizer's state by parameter of the model, though `inner` may update only pieces of parameters.
+    """Maps parameters of the model to the inner optimizer's state, though `inner` may update only pieces of them.
 
-    A parameter that only other ranks update has no state here, and writes to it are ignored, so that all ranks can run
-    the same code.
+    A parameter that only other ranks update has no state, and writes to it are ignored, so that all ranks can run the
+    same code.
 
     Attributes:
-        main_param: parameter of the model -> what this rank updates of it, the tensor that `inner` knows.
-        param_of: the other way round.
-        range_of: parameter of the model -> (start, stop): which of its flat elements those are.
+        main_param: parameter of the model -> the tensor that `inner` has of it, which this rank updates.
+        param_of: that tensor -> the parameter of the model.
+        range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
         elsewhere: parameters of the model of which this rank updates nothing.
         mains_over: process groups over which parameters are spread -> main parameters of these. The keys are the same,
             in the same order, on every rank. Made once, because it takes the time of a norm.
         norm_dtype, device: of the norm of all gradients.
-        looked_at: parameters whose state somebody has accessed since the last step.
+        looked_at: parameters whose state was accessed since the last step.
     """
 
     def __init__(self, inner, params, pieces):
@@ -49,15 +49,15 @@ class ByParameter(MutableMapping):
     def share_attributes(self, groups):
         """Give main parameters the attributes of their parameters, and names: an optimizer's class may read p.lr_mul.
 
-        The dict of attributes is one, so what is set later counts too. groups: those of the model's parameters.
+        Both share one dict of attributes, so what is set later counts too. `groups`: of the model's parameters.
         """
         for main, param in self.param_of.items():
-            if type(main) is torch.Tensor:  # and no FakeTensor, which keeps its device there
+            if type(main) is torch.Tensor:  # a FakeTensor has its device in that dict
                 main.__dict__ = param.__dict__
-        for group, own in zip(groups, self.inner.param_groups):
+        for group, inner_group in zip(groups, self.inner.param_groups):
             if "param_names" in group:
                 name_of = dict(zip(group["params"], group["param_names"]))
-                own["param_names"] = [name_of[self.param_of[main]] for main in own["params"]]
+                inner_group["param_names"] = [name_of[self.param_of[main]] for main in inner_group["params"]]
 
     def _key(self, param):
         self.looked_at.add(param)
@@ -126,23 +126,24 @@ def local_shape(param):
 
 
 def state_of_rank(optimizer):
-    """-> what `state_dict` returns: the inner optimizer's, with keys that say which part of which parameter it is.
+    """Return what `state_dict` returns: the inner optimizer's, with keys that name the part of the parameter.
 
-    More entries: `n_steps` counts the steps before, so that files of different steps are noticed. `main_params` has
-    the main parameters that are not parts of the model's own parameters. `bounds`
-    says where flat pieces lie, and must be equal to load the state. For a DTensor it includes the rank in the other
-    dimensions of the mesh, because other parts look alike.
+    It has more entries. `n_steps` counts the steps before, so that files of different steps are noticed. `main_params`
+    has the main parameters that are not parts of the model's own parameters. `bounds` says where flat pieces lie, and
+    must be equal to load the state; for a DTensor it includes the rank in the other dimensions of the mesh, because
+    other parts look alike.
     """
     params, inner = all_params(optimizer), optimizer.optimizer
     for key in [key for key, state in inner.state.items() if isinstance(key, torch.Tensor) and not state]:
-        del inner.state[key]  # an empty entry, made when somebody read it; maybe another rank updates the parameter
+        del inner.state[key]  # an empty entry, made by reading it; maybe another rank updates the parameter
     index_of = {id(param): index for index, param in enumerate(params)}
     part, names, main_params, bounds = inner.state_dict(), {}, {}, {}
     for param, start, stop, main in optimizer.pieces():
         index = index_of[id(param)]
+        # torch's own tools print this key in their error.
         names[id(main)] = (f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
                            f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole")
-        if main is not param:  # torch's own tools print these words when they refuse it
+        if main is not param:
             bounds[index] = start, stop, *map(dist.get_rank, spread_over(param))
         if main.dtype != param.dtype:
             main_params[index] = main.detach()  # without the attributes that it shares with `param`
@@ -155,7 +156,7 @@ def state_of_rank(optimizer):
 
 
 def state_for_rank(optimizer, state_dict):
-    """Load `state_dict` into a copy of the inner optimizer. -> [(main parameter, its saved value), …]; the copy.
+    """Load `state_dict` into a copy of the inner optimizer. Returns [(main parameter, saved value), …] and the copy.
 
     Raises ValueError: the state_dict is from another rank, other shards, or another optimizer.
     """
@@ -165,13 +166,13 @@ def state_for_rank(optimizer, state_dict):
     if "world_size" not in state_dict:
         raise ValueError("this state_dict is a plain optimizer's, or a full one: load it with "
                          "checkpoint.load_full_state_dict(optimizer, state_dict)")
-    here, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict["world_size"])
-    if made_by != (here["rank"], here["world_size"]):
+    current, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict["world_size"])
+    if made_by != (current["rank"], current["world_size"]):
         raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is "
-                         f"{here['rank'], here['world_size']}: a file of one rank has one part of {made_by[1]}, save "
-                         "checkpoint.full_state_dict(optimizer) for the whole")
-    mains, saved = here["main_params"], state_dict.get("main_params", {})
-    if (here["bounds"], shapes_of(mains)) != (state_dict.get("bounds", {}), shapes_of(saved)):
+                         f"{current['rank'], current['world_size']}: a file of one rank has one part of {made_by[1]}, "
+                         "save checkpoint.full_state_dict(optimizer) for the whole")
+    mains, saved = current["main_params"], state_dict.get("main_params", {})
+    if (current["bounds"], shapes_of(mains)) != (state_dict.get("bounds", {}), shapes_of(saved)):
         raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                          "tensor-parallel rank say: use full_state_dict()")
     loaded = object.__new__(type(optimizer.optimizer))  # torch's load replaces `state` and `param_groups`
@@ -184,10 +185,11 @@ def shapes_of(main_params):
     return {index: main.shape for index, main in main_params.items()}
 
 
-def follow(main_param, now):
-    """Update main_param from `now`, the values in the model. Where main_param rounds to `now`, it keeps its fp32 value.
+def update_main_param(main_param, param):
+    """Take over the values of `param`. Where main_param rounds to them, it keeps its fp32 values.
 
     Both are the same tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
     """
-    if main_param is not now:
-        main_param.copy_(torch.where((now := now.to(main_param.device)) != main_param.to(now.dtype), now, main_param))
+    if main_param is not param:
+        param = param.to(main_param.device)
+        main_param.copy_(torch.where(param != main_param.to(param.dtype), param, main_param))

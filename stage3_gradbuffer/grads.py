@@ -10,7 +10,7 @@ import torch
 from guard.groups import name_of
 from guard.hooks import hook_gradient
 from guard.refuse import data_replaced
-from guard.states import follow
+from guard.states import update_main_param
 
 from .buffer import GradBuffer, Holds
 
@@ -129,10 +129,10 @@ class GuardedBuffer(GradBuffer):
         self.versions = [param._version for param in self.params]
 
     def take_model_changes(self):
-        """If somebody has written into the parameters, with model.load_state_dict() say, update main_params."""
+        """Update main_params if a program has written into the parameters, with model.load_state_dict() say."""
         if self.versions != [param._version for param in self.params]:
-            for now, main_param in zip(self.model_ranges(), self.main_params):
-                follow(main_param, now)
+            for model_range, main_param in zip(self.model_ranges(), self.main_params):
+                update_main_param(main_param, model_range)
 
     def zero(self):
         if self.flat._version != self.zero_version:  # else it is zero already

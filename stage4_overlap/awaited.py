@@ -17,7 +17,7 @@ import weakref
 import torch
 
 from guard.hooks import untraced
-from guard.states import follow
+from guard.states import update_main_param
 
 from .dtensor import local
 
@@ -147,7 +147,7 @@ class AwaitedBucket:
     def take_model_changes(self):
         """If somebody has written into the parameters, update main_shard from them."""
         if self.versions != [one._version for one in self.written]:
-            follow(self.parameter.main_shard, self.parameter.shard)
+            update_main_param(self.parameter.main_shard, self.parameter.shard)
 
     def moved_params(self):
         """-> parameters whose `data` somebody has replaced, so that they are no longer views of `flat_params`."""
