@@ -23,10 +23,11 @@ if __name__ == "__main__":
 from harness.command_line import number
 from harness.workers import WorkerError, Workers
 
-from . import frames, hero, page, record, terminal
+from . import frames, page, record, scenes, terminal
+from .picture import THEMES
 
 fail = functools.partial(command_line.fail, "show")
-STAGES = {one.id: one for one in page.SHOWN if not one.right}  # by number
+STAGES = {shown.id: shown for shown in page.SHOWN if shown.id in ("0", "1", "2", "3", "4")}
 MAX_ELEMENTS = 48  # more is no picture any more
 
 
@@ -46,7 +47,7 @@ def parse_args():
     add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
     add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
-    add("--optimizer", choices=list(record.OPTIMIZERS), default="momentum", help="default: SGD with momentum")
+    add("--optimizer", choices=list(record.OPTIMIZERS), default="adamw", help="default: AdamW, as on the page")
     add("--buckets", type=number(int, 1, MAX_ELEMENTS), default=3, help="of stage 4, by the nearest cap (default 3)")
     add("--steps", type=number(int, 1, 4), default=1, help="default 1")
     add("--json", type=Path, help="write the recording")
@@ -76,14 +77,12 @@ def main():
 
 
 def write_pages():
-    """docs/watch.html, the picture of README.md, and the figures of the chapters, by the page's own renderer."""
-    write("docs/watch.html", page.page(page.all_recordings()))
-    write("results/watch.svg", hero.picture())
-    if page.MISSING:
-        print(f"results/show_*.svg stay as they are: {page.MISSING}")
-    else:
-        for name, text in page.figures().items():
-            write(f"results/{name}", text)
+    """Write docs/watch.html, and the pictures of README.md and the chapters in two themes."""
+    recordings = page.all_recordings()
+    write("docs/watch.html", page.page(recordings))
+    for name, picture in scenes.pictures({recording["id"]: recording for recording in recordings}).items():
+        for theme in THEMES:
+            write(f"results/{name}{theme}.svg", picture.svg(theme))
 
 
 def write(name, text):

@@ -1,8 +1,11 @@
-"""What the page says: eight to twelve beats a stage, three a bug; and the formulas that its counters are held against.
+"""What the page says: eight to twelve beats a stage, five of the idea, three a bug; and the formulas of its counters.
 
 A beat stands where rank 0 has done a line: `at` is a part of its text, `visit` counts how often rank 0 has come to it.
+Numbers in braces are facts of the recording. What stands in brackets is the caption of that beat in a scene.
 """
 
+import re
+from collections import Counter
 from typing import NamedTuple
 
 
@@ -12,143 +15,144 @@ class Beat(NamedTuple):
     visit: int = 0
     also: tuple = ()  # other lines of that function that do it
     look: str = ""  # the row to look at
-    right: tuple = ()  # (at, visit) in the run without the bug, where that isn't the same line
+    right: tuple = ()  # (at, visit) in the recording beside it, where that isn't the same line
 
 
-# Bytes that a rank sends in a step, and holds after one, before zero_grad: a mean over the ranks. Ψ = 64 elements of 4
-# bytes, d = 4, AdamW.
-FORMULAS = {
-    "0": ("2·4Ψ·(d-1)/d", 2 * 4 * 64 * 3 // 4, "16Ψ", 16 * 64),
-    "1": ("3·4Ψ·(d-1)/d", 3 * 4 * 64 * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
-    "2": ("3·4Ψ·(d-1)/d + padding", (2 * 4 * 64 + 4 * 68) * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
-    "3": ("2·4Ψ·(d-1)/d", 2 * 4 * 64 * 3 // 4, "(8 + 8/d)Ψ", 10 * 64),
-    "4": ("2·4Ψ·(d-1)/d + padding", 2 * 4 * 72 * 3 // 4, "(4 + 12/d)Ψ + two buckets + padding",
-          4 * 72 + 4 * 18 + 8 * 16 + 2 * 4 * 12),
-}
-
+NUMBERS = "none one two three four five six seven eight".split()
 START, BACKWARD = "for batch in batches:", "loss.backward()"
 FLAT = ("flat = flatten(",)
 LEAVES, LANDS = "return [dist.reduce_scatter_tensor", "torch._foreach_copy_(targets"
+ARRIVED = "self.last_param_sync, self.param_sync ="
 BEATS = {
+    # Stage 3, with replicated training beside it.
+    "idea": (
+        Beat("Right, DDP: an all-reduce has given every rank all {numel} averages (solid). Left, stage 3: nothing is "
+             "sent yet, and each rank holds its own gradients (striped).", "self.flat /= self.world_size",
+             look="GradBuffer.flat", right=("dist.all_reduce(flat", 0)),
+        Beat("Left: half of an all-reduce. Rank r receives line r of all other ranks, and adds it up. A rank has sent "
+             "{half} B, with DDP {both} B.", "dist.reduce_scatter_tensor(", look="GradBuffer.flat",
+             right=("torch._foreach_copy_(grads", 0)),
+        Beat("Each rank updates the {shard} elements whose averages it has, and so needs only their moments. With DDP "
+             "every rank updates all {numel}, and keeps all moments.", "self.optimizer.step()", look="exp_avg"),
+        Beat("Left: the other half. The all-gather carries updated parameters, where DDP's all-reduce carried "
+             "averages. Now every rank has all {numel} new parameters.", "dist.all_gather_into_tensor(",
+             look="GradBuffer.flat", right=("self.sync_params()", 0)),
+        Beat("The same parameters, and the same {both} B sent. But of 16 bytes per parameter DDP holds 8 in moments, "
+             "on every rank; stage 3 holds 8/d.", "return hidden", -1, look="exp_avg_sq"),
+    ),
     "0": (
-        Beat("Four ranks hold the same 64 parameters, in eight tensors. Each is about to train on a batch of its own.",
-             START, look="parameters"),
-        Beat("The backward pass leaves 64 gradients on every rank: each rank's own.", BACKWARD, -1, look="gradients"),
+        Beat("Four ranks hold the same {numel} parameters, in {tensors} tensors. Each is about to train on a batch of "
+             "its own.", START, look="parameters"),
+        Beat("The backward pass leaves {numel} gradients on every rank: each rank's own.", BACKWARD, -1,
+             look="gradients"),
         Beat("Each rank copies its gradients into one flat tensor, and divides them by the number of ranks: the sum "
              "over the ranks will be the average.", "flat /= self.world_size", also=FLAT, look="sync_grads: flat"),
-        Beat("The all-reduce adds up the gradients of all ranks, and gives every rank all 64 sums. Each rank sends 3/4 "
-             "of 256 B twice: 384 B.", "dist.all_reduce(flat", look="sync_grads: flat"),
+        Beat("The all-reduce adds up the gradients of all ranks, and gives every rank all {numel} sums. Each rank "
+             "sends 3/4 of {whole} B twice: {both} B.", "dist.all_reduce(flat", look="sync_grads: flat"),
         Beat("The averages take the place of the gradients.", "torch._foreach_copy_(grads", look="gradients"),
-        Beat("The flat tensor is released. Every rank holds the same 64 averages.", "self.sync_grads()", -1),
-        Beat("Every rank updates all 64 parameters, and keeps two moments of each: the same work, four times.",
+        Beat("The flat tensor is released. Every rank holds the same {numel} averages.", "self.sync_grads()", -1),
+        Beat("Every rank updates all {numel} parameters, and keeps two moments of each: the same work, four times.",
              "self.optimizer.step()", look="exp_avg"),
         Beat("Nothing is sent back, because all ranks have computed the same. 8 of 16 bytes per parameter are moments. "
              "The stages save three of their four copies.", "self.sync_params()", look="exp_avg_sq"),
         Beat("The gradients are released, and the next forward pass reads the new parameters.", "return hidden", -1),
     ),
     "1": (
-        Beat("Each of the eight tensors has one owner now: its colour. Only the owner will update it. All ranks hold "
+        Beat("[Each of the {tensors} tensors has one owner: its colour.] Only the owner will update it. All ranks hold "
              "all parameters.", START, look="parameters"),
-        Beat("The backward pass leaves all 64 gradients on every rank, as before.", BACKWARD, -1, look="gradients"),
+        Beat("[The backward pass leaves all {numel} gradients on every rank], as before.", BACKWARD, -1,
+             look="gradients"),
         Beat("As in replicated training: copied into one flat tensor, and divided by the number of ranks.",
              "flat /= self.world_size", also=FLAT, look="average: flat"),
-        Beat("An all-reduce gives every rank the average of every gradient.", "dist.all_reduce(flat",
+        Beat("[An all-reduce gives every rank the average of every gradient.]", "dist.all_reduce(flat",
              look="average: flat"),
         Beat("A rank will read only the averages of what it owns. The others are garbage (grey) at once: they were "
              "sent for nothing.", "self.average(", -1, look="gradients"),
-        Beat("Each rank updates what it owns, and keeps moments of 15 to 17 elements instead of 64.",
+        Beat("[Each rank updates what it owns], and keeps moments of {least} to {most} elements instead of {numel}.",
              "self.optimizer.step()", look="exp_avg"),
-        Beat("Rank 0's turn: it packs its 17 updated elements, and broadcasts them.", "dist.broadcast(flat", also=FLAT,
-             look="sync_params: flat"),
+        Beat("[Rank 0's turn: it packs its {own} updated elements, and broadcasts them.]", "dist.broadcast(flat",
+             also=FLAT, look="sync_params: flat"),
         Beat("The other ranks copy these elements to their models. Pale parameters are still old.", LANDS, 1,
              look="parameters"),
-        Beat("Rank 1's turn. While it sends, the links of ranks 2 and 3 are idle.", LANDS, 2, look="parameters"),
-        Beat("Ranks 2 and 3 have had their turns: every rank has all new parameters.", "self.sync_params()", -1,
-             look="parameters"),
-        Beat("The gradients are released. Each rank keeps a quarter of the moments, but sends half again as many bytes "
-             "as DDP.", "return hidden", -1),
+        Beat("[Rank 1's turn: while it sends, the other ranks only receive.]", LANDS, 2, look="parameters"),
+        Beat("Ranks 2 and 3 have had their turns: every rank has all new parameters.", LANDS, -1, look="parameters"),
+        Beat("The gradients are released. Each rank keeps [a quarter of the moments, for 1.5 times DDP's bytes.]",
+             "return hidden", -1),
     ),
     "2": (
-        Beat("As in stage 1, each tensor has one owner, and only the owner will update it.", START, look="parameters"),
-        Beat("The backward pass leaves all 64 gradients on every rank.", BACKWARD, -1, look="gradients"),
+        Beat("As in stage 1, [each tensor has one owner, and only the owner will update it.]", START,
+             look="parameters"),
+        Beat("[The backward pass leaves all {numel} gradients on every rank.]", BACKWARD, -1, look="gradients"),
         Beat("Copied into one flat tensor, and divided by the number of ranks.", "flat /= self.world_size", also=FLAT,
              look="average: flat"),
-        Beat("An all-reduce averages them.", "dist.all_reduce(flat", look="average: flat"),
+        Beat("[An all-reduce averages them.]", "dist.all_reduce(flat", look="average: flat"),
         Beat("Each rank will read only the averages of what it owns.", "self.average(", -1, look="gradients"),
-        Beat("Each rank updates what it owns.", "self.optimizer.step()", look="exp_avg"),
-        Beat("The ranks own 15 to 17 elements, but an all-gather takes equal parts. So each rank pads its shard to 17, "
-             "and makes room for all four.", "gathered = padded.new_empty", also=("padded = self.shards",),
-             look="sync_params: padded"),
-        Beat("One all-gather replaces four broadcasts: all ranks send at once.", "dist.all_gather_into_tensor(",
+        Beat("[Each rank updates what it owns.]", "self.optimizer.step()", look="exp_avg"),
+        Beat("The ranks own {least} to {most} elements, but an all-gather takes equal parts. So [each rank pads its "
+             "shard to {most}], and makes room for all four.", "gathered = padded.new_empty",
+             also=("padded = self.shards",), look="sync_params: padded"),
+        Beat("[One all-gather replaces four broadcasts: all ranks send at once.]", "dist.all_gather_into_tensor(",
              look="sync_params: gathered"),
-        Beat("Each rank cuts off the padding, and copies all parameters to its model.", "self.sync_params()", -1,
+        Beat("[Each rank cuts off the padding, and copies everything to its model.]", "self.sync_params()", -1,
              look="parameters"),
         Beat("The gradients are released. Stage 2 sends the bytes of stage 1 and some padding, in fewer turns.",
              "return hidden", -1),
     ),
     "3": (
-        Beat("State 1 of 5, ZEROS: one flat buffer holds zeros. Rank r owns line r, even where a parameter crosses "
+        Beat("State 1 of 5, ZEROS: [one flat buffer holds zeros. Rank r owns line r], even where a parameter crosses "
              "lines. Black ticks stand between parameters.", START, look="GradBuffer.flat"),
-        Beat("State 2, GRADS: every gradient is a view of the buffer, so after the backward pass each rank's buffer "
-             "holds its own 64 gradients.", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
-        Beat("Each rank divides its gradients by the number of ranks, in place.", "self.flat /= self.world_size",
+        Beat("State 2, GRADS: every gradient is a view of the buffer, so after the backward pass [each rank's buffer "
+             "holds its own {numel} gradients.]", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
+        Beat("[Each rank divides its gradients by the number of ranks, in place.]", "self.flat /= self.world_size",
              look="GradBuffer.flat"),
-        Beat("State 3, GRAD_SHARD: the reduce-scatter, half of an all-reduce. Rank r receives line r of the other "
-             "ranks and adds it up. Its other lines are garbage. Each rank sends 3 lines: 192 B.",
-             "dist.reduce_scatter_tensor(", look="GradBuffer.flat"),
-        Beat("Each rank updates the 16 elements that it owns, from its averages, which are used up then. AdamW creates "
-             "two moments of each: 128 B.", "self.optimizer.step()", look="exp_avg"),
-        Beat("State 4, PARAM_SHARD: each rank writes its updated parameters where its averages were. The rest is still "
-             "garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
-        Beat("State 5, PARAMS: the all-gather, the other half. Each rank sends its line to the 3 others: 192 B more. "
-             "Together that is DDP's all-reduce, 384 B.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
-        Beat("The new parameters are copied to the model. What is left in the buffer is garbage.", LANDS, -1,
+        Beat("State 3, GRAD_SHARD: half of an all-reduce. [Reduce-scatter: rank r receives all others' line r and adds "
+             "it up.] Its other lines are garbage. Each rank sends 3 lines: {half} B.", "dist.reduce_scatter_tensor(",
+             look="GradBuffer.flat"),
+        Beat("[Each rank updates the {shard} elements that it owns], from its averages, which are used up then. AdamW "
+             "creates two moments of each: {moments} B.", "self.optimizer.step()", look="exp_avg"),
+        Beat("State 4, PARAM_SHARD: [each rank writes its updated parameters where its averages were.] The rest is "
+             "still garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
+        Beat("State 5, PARAMS. [All-gather, the other half: each rank sends its line to all others.] That is {half} B "
+             "more, and together DDP's all-reduce: {both} B.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
+        Beat("[The new parameters are copied to the model.] What is left in the buffer is garbage.", LANDS, -1,
              look="parameters"),
         Beat("State 1 again: the buffer is zeroed, because the next backward pass adds to it.", "self.flat.zero_()",
              look="GradBuffer.flat"),
         Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
     ),
-    # For the picture of chapter 3: what the buffer holds in each state.
-    "3-small": (
-        Beat("ZEROS: before the backward pass", START),
-        Beat("GRADS: each rank's own gradients", "self.holds = Holds.GRADS", -1),
-        Beat("GRAD_SHARD, after the reduce-scatter: averages, and garbage", "dist.reduce_scatter_tensor("),
-        Beat("PARAM_SHARD, after the inner step: updated parameters, and garbage", "self.holds = Holds.PARAM_SHARD"),
-        Beat("PARAMS, after the all-gather: all updated parameters", "dist.all_gather_into_tensor("),
-    ),
     "4": (
-        Beat("The parameters lie in one buffer, in seven buckets side by side, two or three columns each. Line r of "
-             "each belongs to rank r. Blank cells are padding.", START, look="ParameterBuffer.flat"),
-        Beat("The backward pass has done the last layer: its gradients are complete. So the first bucket is full, and "
-             "can be sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
-        Beat("They are copied into a bucket buffer, and released. The buffer fits the largest bucket, so lines don't "
-             "match ranks here: follow the colours.", "param.grad = None", also=("torch._foreach_copy_(slots",),
+        Beat("The parameters lie in one buffer, in {buckets} buckets side by side. Line r of each belongs to rank r. "
+             "Blank cells are padding.", START, look="ParameterBuffer.flat"),
+        Beat("The backward pass has done the last layer: its gradients are complete. So bucket 1 is full, and can be "
+             "sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
+        Beat("They are copied into a bucket buffer, and released. The four shards of the bucket lie there one after "
+             "another: follow the colours.", "param.grad = None", also=("torch._foreach_copy_(slots",),
              look="BucketBuffer.sent"),
-        Beat("The first bucket's reduce-scatter starts, and will average. Nobody waits for it: the backward pass goes "
-             "on.", LEAVES, look="BucketBuffer.sent"),
-        Beat("The second bucket takes the second buffer. Two reduce-scatters are in flight.", LEAVES, 1,
+        Beat("[Bucket 1's reduce-scatter starts, and nobody waits for it]: the backward pass goes on.", LEAVES,
              look="BucketBuffer.sent"),
-        Beat("A third bucket is full, but both buffers are in flight. The backward pass waits for the first bucket's "
-             "reduce-scatter, which will free its buffer.", "self.receive_oldest()", also=("if not self.idle:",),
+        Beat("[Bucket 2 takes the second buffer: two reduce-scatters are in flight.]", LEAVES, 1,
              look="BucketBuffer.sent"),
-        Beat("The first bucket has arrived: each rank keeps its quarter of the averages, and the third bucket leaves "
-             "from the same buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
-        Beat("The six other buckets followed, two at a time, and step has waited for the last. Of all averages, each "
-             "rank holds those of its own shards alone.", "self.step_own()", look="PartitionedGradient.shard"),
-        Beat("Each rank updates its shard of every bucket, in place, in the parameter buffer.", "self.optimizer.step()",
-             look="ParameterBuffer.flat"),
-        Beat("Seven all-gathers start, in the order in which the next forward pass reads, and step returns.",
+        Beat("[Bucket 3 must wait: buckets 1 and 2 are still in flight.] So the backward pass waits, until bucket 1 "
+             "has arrived and its buffer is free.", "self.receive_oldest()", also=("if not self.idle:",),
+             look="BucketBuffer.sent"),
+        Beat("[Bucket 1 has arrived: each rank keeps its quarter of the averages], and bucket 3 leaves from the same "
+             "buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
+        Beat("The {others} other buckets followed, two at a time, and step has waited for the last. [Each rank holds "
+             "the averages of its own shards alone.]", "self.step_own()", look="PartitionedGradient.shard"),
+        Beat("[Each rank updates its shard of every bucket], in place, in the parameter buffer.",
+             "self.optimizer.step()", look="ParameterBuffer.flat"),
+        Beat("The {buckets} all-gathers start, in the order in which the next forward pass reads, and step returns.",
              "if not self.prefetching:", also=("bucket.start_param_sync()",), look="ParameterBuffer.flat"),
-        Beat("The first layer waits for its own bucket, and for no other. It has arrived; dashed parameters are old "
-             "until theirs arrives.", "work.wait()", -7, look="ParameterBuffer.flat"),
-        Beat("Layer by layer the other buckets arrive. Both halves of the all-reduce were in flight while the model "
+        Beat("[The first layer waits for its own bucket, and for no other.] Dashed parameters are old until theirs "
+             "arrives.", ARRIVED, also=("work.wait()",), look="ParameterBuffer.flat"),
+        Beat("[Layer by layer the other buckets arrive.] Both halves of the all-reduce were in flight while the model "
              "computed, and no rank held all averages.", "return hidden", -1, look="ParameterBuffer.flat"),
     ),
     "1-copy": (
         Beat("Here the runs part: rank 0's new parameters have arrived on every rank, but nobody copies them to the "
              "model.", "dist.broadcast(flat", look="parameters", right=(LANDS, 1)),
         Beat("From then on each rank has only its own parameters new, and all others old: four different models.",
-             "self.sync_params()", -1, look="parameters"),
+             "dist.broadcast(flat", -1, look="parameters", right=(LANDS, -1)),
         Beat("What a user sees: no error, and a loss that falls almost as before. Only comparing the ranks tells.",
              "return hidden", -1, look="parameters"),
     ),
@@ -185,13 +189,43 @@ BEATS = {
     ),
     "4-wait": (
         Beat("Here the runs part: the second layer waits for the first layer's bucket, and computes with old "
-             "parameters.", "return Weigh.apply(hidden", -1, look="ParameterBuffer.flat", right=("work.wait()", -6)),
+             "parameters.", "return Weigh.apply(hidden", -1, look="ParameterBuffer.flat", right=(ARRIVED, 1)),
         Beat("From then on every layer but the first reads parameters that are one step old.", "return hidden", -1,
              look="ParameterBuffer.flat"),
         Beat("What a user sees: a loss that is a little worse, in some runs: on a real link it is a race.",
              "return hidden", -1, look="ParameterBuffer.flat"),
     ),
 }
+
+
+def facts(recording):
+    """Return what the sentences say in numbers: elements, bytes of fp32, and what the ranks own."""
+    numel, d, params = sum(recording["params"]), recording["ranks"], recording["params"]
+    owned = sorted(Counter(recording["owners"]).values())
+    n_buckets = sum(operation["kind"] == "reduce-scatter" for operation in recording["operations"])
+    half = 4 * numel * (d - 1) // d
+    return {"numel": numel, "tensors": NUMBERS[len(params)], "whole": 4 * numel, "half": half, "both": 2 * half,
+            "shard": NUMBERS[numel // d] if numel // d <= 8 else numel // d, "moments": 8 * numel // d,
+            "least": owned[0], "most": owned[-1], "own": recording["owners"].count(0),
+            "buckets": NUMBERS[n_buckets], "others": NUMBERS[max(0, n_buckets - 1)]}
+
+
+def formulas(id, recording):
+    """Return what a rank sends in a step, and holds after one, before zero_grad: as text and in bytes, with AdamW."""
+    numel, d = sum(recording["params"]), recording["ranks"]
+    rows = {storage["row"]: storage["numel"] for storage in recording["storages"]}
+    gathered, padded = rows.get("sync_params: gathered", 0), rows.get("ParameterBuffer.flat", 0)
+    sent, held = {
+        "0": (("2·4Ψ·(d-1)/d", 8 * numel), ("16Ψ", 16 * numel)),
+        "1": (("3·4Ψ·(d-1)/d", 12 * numel), ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)),
+        "2": (("3·4Ψ·(d-1)/d + padding", 8 * numel + 4 * gathered), ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)),
+        "3": (("2·4Ψ·(d-1)/d", 8 * numel), ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)),
+        "4": (("2·4Ψ·(d-1)/d + padding", 8 * padded),
+              ("(4 + 12/d)Ψ + two buckets + padding",
+               (4 + 4 / d) * padded + 8 / d * numel + 2 * 4 * rows.get("BucketBuffer.sent", 0))),
+    }[id]
+    return {"sent": sent[0], "sent_bytes": sent[1] * (d - 1) // d, "held": held[0], "held_bytes": int(held[1]),
+            "ddp_sent": 8 * numel * (d - 1) // d, "ddp_held": 16 * numel}
 
 
 def visits(recording, text):
@@ -212,16 +246,21 @@ def lines_of(recording, function):
 
 
 def resolved(id, recording, right=None):
-    """-> {says, frame, function, lines, look} of each beat, as the page reads it; `right`: frame of the right run."""
+    """Return {says, caption, frame, function, lines, look} of each beat, as the page reads it.
+
+    `right` is the recording that is shown beside it, and in a beat the frame of that.
+    """
     made = []
     for beat in BEATS.get(id, ()):
+        says = beat.says.format(**facts(recording))
+        caption = " ".join(re.findall(r"\[(.*?)\]", says)).rstrip(".")
         try:
             frame, function, line = visits(recording, beat.at)[beat.visit]
             _, _, first, last, _ = recording["functions"][function]
             source = lines_of(recording, function)
             also = [next(n for n in range(first, last + 1) if text in source[n - 1]) for text in beat.also]
-            made.append({"says": beat.says, "frame": frame, "function": function, "lines": sorted([line, *also]),
-                         "look": beat.look})
+            made.append({"says": re.sub(r"[\[\]]", "", says), "caption": caption[:1].upper() + caption[1:],
+                         "frame": frame, "function": function, "lines": sorted([line, *also]), "look": beat.look})
             if right:
                 at, visit = beat.right or (beat.at, beat.visit)
                 made[-1]["right"] = visits(right, at)[visit][0]

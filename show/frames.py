@@ -12,7 +12,8 @@ storages     {rank, row, part, numel, nbytes, shards}; of what is cut into d sha
              the lengths of one in each bucket
 cells        [value, kind, element, origin], which frames refer to: see show/labels.py; the value of NaN is null
 stacks       [[function, line], …], outermost first
-operations   {kind, what, params, arrows}; an arrow is [from, to, bytes, first frame, that of arrival]
+operations   {kind, what, params, arrows, moves}; an arrow is [from, to, bytes, first frame, that of arrival]
+    moves    for each arrow the cells that fly: [storage, first cell, storage where they arrive, first cell, how many]
 frames       {phase, step, at, memory}: differences to the frame before
     at       [rank, stack], of ranks that have moved
     memory   [storage, its cells]; null for the cells of one that has been released
@@ -91,30 +92,51 @@ def recording(records, program, title=""):
         "functions": functions,
         "owners": [of[0] if len(of) == 1 else -1 for of in owners],
         "storages": [records[rank]["storages"][uid] for rank, uid in storages],
-        "operations": operations(ranks, program.params, len(frames)),
+        "operations": operations(ranks, program.params, len(frames), storages),
         "cells": list(map(list, cells)),
         "stacks": [[list(place) for place in stack] for stack in stacks],
         "frames": frames,
     }
 
 
-def operations(ranks, params, n_frames):
+def operations(ranks, params, n_frames, storages):
     """Messages that one line sends are one operation; calls of other ranks belong to it by their order."""
     ends = {(key, rank): event.frame for rank, events in enumerate(ranks) for event in events for key in event.ends}
+    receivers = {(operation.key, rank): operation for rank, events in enumerate(ranks) for event in events
+                 for operation in event.starts}
     senders = [[event for event in events if event.starts] for events in ranks]
-    found = []
+    made = []
     for events in itertools.zip_longest(*senders):
         calls = [(event.frame, one) for event in events if event for one in event.starts if one.kind != "recv"]
         elements = frozenset().union(*(one.elements for _, one in calls))
         # In padding there may be some elements of what was sent before, but never all of a parameter.
         stops = list(itertools.accumulate(params))
         sent = [i for i, stop in enumerate(stops) if elements.issuperset(range(stop - params[i], stop))]
-        arrows = sorted([*arrow, frame, ends.get((one.key, arrow[1]), n_frames)]  # nobody may have waited for it
-                        for frame, one in calls for arrow in one.arrows)
+        arrows = []
+        for frame, operation in calls:
+            for arrow in operation.arrows:
+                end = ends.get((operation.key, arrow[1]), n_frames)  # nobody may have waited for it
+                move = move_of(operation, receivers.get((operation.key, arrow[1])), arrow, len(ranks), storages)
+                arrows.append(([*arrow, frame, end], move))
         what = next((one.what for _, one in reversed(calls) if one.what), "")
         if arrows:
-            found.append({"kind": calls[0][1].kind, "what": what, "params": sent, "arrows": arrows})
-    return found
+            arrows, moves = zip(*sorted(arrows))
+            made.append({"kind": calls[0][1].kind, "what": what, "params": sent, "arrows": arrows, "moves": moves})
+    return made
+
+
+def move_of(sent, received, arrow, d, storages):
+    """Return which cells an arrow carries: [storage, first cell, storage where they arrive, first cell, how many]."""
+    sender, receiver, _ = arrow
+    if not (sent.reads and received and received.writes):
+        return []
+    (uid, first, end), (target_uid, target, target_end) = sent.reads[0], received.writes[0]
+    n_cells = min(end - first, target_end - target)
+    if sent.kind in ("reduce-scatter", "all-to-all"):
+        first += receiver * (end - first) // d
+    if sent.kind in ("all-gather", "all-to-all"):
+        target += sender * (target_end - target) // d
+    return [storages[sender, uid], first, storages[receiver, target_uid], target, n_cells]
 
 
 def function_at(place, functions, files):

@@ -23,6 +23,8 @@ import torch
 
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # rows of moments; the first is the average itself after a step
 NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
+# Phases in which no gradient is used any more: one that is left in a bucket buffer may only be sent as padding.
+AFTER_GRADS = ("step_own", "sync_params", "zero_grad", "forward")
 
 
 class Label(NamedTuple):
@@ -100,7 +102,8 @@ def put_cells(trace, labels, telling, steps):
             storage, seen = trace.storages[uid], []
             for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, told.memory[uid]])):
                 is_read = storage.is_model or nexts[uid].get(cell * storage.dtype.itemsize) == "read"
-                if not is_read and label.kind not in NOTHING:
+                is_left_over = label.kind in ("gradient", "share") and event.phase in AFTER_GRADS
+                if (is_left_over or not is_read) and label.kind not in NOTHING:
                     label = Label("garbage", label.element)
                 elif label.kind == "parameter":
                     is_new = label.origin > min(event.step, steps - 1)

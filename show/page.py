@@ -1,56 +1,61 @@
-"""The page that plays: replicated training, the four stages, and each chapter's "bug that you will write".
+"""The page that plays: the idea, replicated training, the four stages, and each chapter's "bug that you will write".
 
-It is one file that needs nothing else. The chapters' pictures are drawn by it, in a real browser: Debian's chromium,
-headless, driven by playwright (`pip install .[browser]`).
+It is one file that needs nothing else.
 """
 
 import base64
-import contextlib
 import gzip
 import hashlib
-import importlib.util
 import json
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import STAGES
 from harness.workers import Workers
 
-from . import beats, frames, replicated
+from . import beats, frames, layout, replicated
 from .record import CORE_FILES, Program, record_rank
 
 ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("watch.html", "watch.css", "watch.js", "calculator.js")
 PAGE = ROOT / "docs" / "watch.html"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HAS_PLAYWRIGHT = importlib.util.find_spec("playwright")
-MISSING = "no chromium" if not CHROMIUM else "" if HAS_PLAYWRIGHT else "no playwright: pip install .[browser]"
 # 64 elements, so that what the ladder says of bytes is seen: every rank owns some, and buckets are about a tenth.
-TOY = Program(replicated.__name__, params=(5, 12, 8, 3, 12, 7, 9, 8), optimizer="adamw", buckets=7)
-ONE, TWO, THREE, FOUR = (replace(TOY, package=stage) for stage in STAGES)
+TOY = Program(replicated.__name__, params=(5, 12, 8, 3, 12, 7, 9, 8), buckets=7)
+# 16 elements, so that a cell has room for its value: for phones and scenes; `make show STAGE=3` prints the first.
+WHOLE = Program(replicated.__name__)
+OWNED = replace(WHOLE, params=(2, 2, 3, 3, 3, 3), buckets=5)  # every rank owns some tensors, and rank 0 two
+ONE, TWO, THREE, FOUR = (replace(WHOLE if stage == STAGES[2] else OWNED, package=stage) for stage in STAGES)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page. `right`: the same without the bug."""
+    """A program of the page. `beside`: the program to the right of it; `large`: the same with more elements."""
 
     id: str
     short: str
     title: str
     program: Program
-    right: Program | None = None
+    beside: Program | None = None
+    large: Program | None = None
+    is_bug: bool = False
+
+
+def stage(id, short, title, program):
+    return Shown(id, short, title, program, large=replace(TOY, package=program.package))
 
 
 def bug(id, short, title, program, before, after):
-    return Shown(id, short, title, replace(program, edit=("optimizer.py", before, after)), program)
+    edited = replace(program, edit=("optimizer.py", before, after))
+    return Shown(id, short, title, edited, beside=program, is_bug=True)
 
 
 SHOWN = (
-    Shown("0", "0 replicated", "Replicated training: nothing is sharded.", TOY),
-    Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE),
-    Shown("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO),
+    Shown("idea", "idea", "An all-reduce in two halves, with the update between them.", THREE, beside=WHOLE),
+    stage("0", "0 replicated", "Replicated training: nothing is sharded.", WHOLE),
+    stage("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE),
+    stage("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO),
     Shown("3", "3 grad buffer", "Stage 3, grad buffer: gradients and parameters take turns in one flat buffer.", THREE),
-    Shown("4", "4 overlap", "Stage 4, overlap: buckets leave during the backward pass, parameters arrive during the "
+    stage("4", "4 overlap", "Stage 4, overlap: buckets leave during the backward pass, parameters arrive during the "
           "next forward pass.", FOUR),
     bug("1-copy", "1: not copied back", "Bug of stage 1: what was broadcast isn't copied back.", ONE,
         "                copy_all(shard, cut_like(flat, shard))\n", ""),
@@ -69,27 +74,36 @@ SHOWN = (
     bug("4-wait", "4: waits for another bucket", "Bug of stage 4: a layer waits for another bucket than its own.",
         FOUR, "self.bucket_of[param].finish_param_sync()", "self.buckets[-1].finish_param_sync()"),
 )
-SMALL = Shown("3-small", "", "What `make show STAGE=3` prints, for the picture of chapter 3.", Program(STAGES[2]))
 
 
 def all_recordings():
-    """-> the recordings of SHOWN, with what the page says of them; then the hidden ones that it needs too."""
-    ids = {one.program: one for one in (*SHOWN, SMALL)}
-    for one in SHOWN:
-        if one.right:
-            ids.setdefault(one.right, Shown(f"{one.id}-right", "", "The right run.", one.right))
-    with Workers(4, timeout_s=300) as workers:
-        made = {program: frames.recording(workers.run(record_rank, program), program, one.title)
-                for program, one in ids.items()}
-    for program, one in ids.items():
-        recording, right = made[program], made.get(one.right)
-        recording |= {"id": one.id, "short": one.short, "bug": bool(right), "hidden": not one.short,
-                      "beats": beats.resolved(one.id, recording, right)}
-        if right:
-            recording |= {"right": ids[one.right].id, "edit": beats.edit_of(program, recording, right)}
-        elif one.id in beats.FORMULAS:
-            recording["formula"] = dict(zip(("sent", "sent_bytes", "held", "held_bytes"), beats.FORMULAS[one.id]))
-    return list(made.values())
+    """Return the recordings of SHOWN, with what the page says of them, then those that are beside or larger."""
+    programs = dict.fromkeys(program for shown in SHOWN for program in (shown.program, shown.beside, shown.large)
+                             if program)
+    with Workers(4, timeout_s=600) as workers:
+        recorded = {program: frames.recording(workers.run(record_rank, program), program) for program in programs}
+    for recording in recorded.values():
+        for storage, places in zip(recording["storages"], layout.places(recording)):
+            storage["places"] = places
+    made, hidden = [], []
+    for shown in SHOWN:
+        recording, beside = recorded[shown.program], recorded.get(shown.beside)
+        said = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug}
+        made.append(recording | said | {"beats": beats.resolved(shown.id, recording, beside)})
+        if shown.is_bug:
+            made[-1]["edit"] = beats.edit_of(shown.program, recording, beside)
+        else:
+            made[-1]["formula"] = beats.formulas("3" if beside else shown.id, recording)
+        if beside:
+            hidden.append(beside | {"id": f"{shown.id}-beside", "title": "", "hidden": True})
+            made[-1]["beside"] = hidden[-1]["id"]
+        if shown.large:
+            large = recorded[shown.large]
+            said_of_it = {"id": f"{shown.id}-large", "beats": beats.resolved(shown.id, large),
+                          "formula": beats.formulas(shown.id, large), "hidden": True}
+            hidden.append(large | said | said_of_it)
+            made[-1]["large"] = hidden[-1]["id"]
+    return made + hidden
 
 
 def stamp():
@@ -103,24 +117,7 @@ def page(recordings):
     """-> the text of the page that plays `recordings`."""
     data = {"stamp": stamp(), "programs": recordings}
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(), mtime=0)
-    html, css, js = ((ROOT / f"show/page/watch.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    html, css, js, calculator = ((ROOT / "show/page" / name).read_text(encoding="utf-8") for name in PARTS)
+    js = f"{js.strip()}\n\n{calculator.strip()}\n\nstart();"
     text = html.replace("/*css*/", css.strip()).replace("/*js*/", js.strip())
     return text.replace("/*data*/", base64.b64encode(packed).decode())
-
-
-@contextlib.contextmanager
-def browser():
-    """A browser that was started for this, with a profile of its own."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM) as started:
-        yield started
-
-
-def figures(running=None):
-    """-> {file name: text} of the SVG files that the chapters show, as the page draws them. `running`: a browser."""
-    with contextlib.nullcontext(running) if running else browser() as started:
-        opened = started.new_page()
-        opened.goto(PAGE.as_uri())
-        opened.wait_for_selector("body[data-ready]")
-        return opened.evaluate("() => figures()")

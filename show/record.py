@@ -30,7 +30,7 @@ class Program:
     ranks: int = 4
     params: tuple = (5, 2, 9)  # elements of each parameter
     dtype: str = "float32"
-    optimizer: str = "momentum"
+    optimizer: str = "adamw"
     buckets: int = 3  # where the core has buckets
     steps: int = 1
     edit: tuple = ()  # (file, before, after), made in a copy of the package
@@ -188,11 +188,13 @@ def record_rank(rank, program):
 
 
 def with_contents(operation, memory, storages):
-    cells = []
-    for uid, start, end in operation.spans:
-        if uid in memory:
-            itemsize = storages[uid].dtype.itemsize
-            cells += memory[uid][start // itemsize : end // itemsize]
+    """Return the operation with its spans in cells, and with what lies in those that it sends."""
+    def in_cells(spans):
+        sizes = [(span, storages[span[0]].dtype.itemsize) for span in spans if span[0] in memory]
+        return tuple((uid, start // itemsize, end // itemsize) for (uid, start, end), itemsize in sizes)
+
+    operation = operation._replace(reads=in_cells(operation.reads), writes=in_cells(operation.writes))
+    cells = [cell for uid, first, end in operation.reads for cell in memory[uid][first:end]]
     kinds = {kind for _, kind, *_ in cells}
     what = "parameters" if kinds & PARAMETERS else "gradients" if kinds & GRADIENTS else ""
     elements = frozenset(element for _, kind, element, _ in cells if kind in GRADIENTS | PARAMETERS)

@@ -25,8 +25,9 @@ class Operation(NamedTuple):
     key: tuple
     kind: str  # "all-reduce" and so on; between two ranks "send" or "recv"
     arrows: tuple  # (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes
-    spans: tuple = ()  # (storage, first byte, end) of what is sent
-    what: str = ""  # this and `elements`: what lies there, known when labels are
+    reads: tuple = ()  # (storage, first byte, end) of what is sent; later in cells
+    writes: tuple = ()  # the same of where it arrives
+    what: str = ""  # this and `elements`: what is sent, known when cells are labelled
     elements: frozenset = frozenset()
 
 
@@ -102,8 +103,8 @@ class Wires(TorchDispatchMode):
         if kind in ("send", "recv"):
             key = ("message", arguments.get("src", rank), arguments.get("dst", rank), arguments["tag"])
         self.counts[key] += 1
-        spans = tuple(map(self.recorder.span, sources))
-        return Operation((*key, self.counts[key]), kind.replace("_", "-"), arrows, spans)
+        reads, writes = (tuple(map(self.recorder.span, tensors)) for tensors in (sources, targets))
+        return Operation((*key, self.counts[key]), kind.replace("_", "-"), arrows, reads, writes)
 
 
 class Delayed(dist.Work):

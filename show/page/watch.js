@@ -1,7 +1,8 @@
 "use strict";
 // What is shown is a function of (program, frame) alone: going back shows the same picture as going there.
 
-let DATA, beatMs = 3500;
+let DATA, speed = 1;
+const MS_A_WORD = 143, FLIGHT_MS = 1300, MS_BETWEEN_FLIGHTS = 500; // 35 words take 5 s
 const $ = (id) => document.getElementById(id);
 const WORDS = {
   gradient: "own gradient", share: "gradient ÷ d", average: "average", old: "old parameter", new: "new parameter",
@@ -39,42 +40,30 @@ class Player {
     });
     this.held = this.states.map((state) => Array.from({ length: this.ranks }, (_, rank) =>
       total(this.storages.map((one, s) => (one.rank === rank && isAlive(state.cells[s]) ? one.nbytes : 0)))));
+    const leaving = this.operations.filter(({ kind }) => kind === "reduce-scatter").map(({ params }) => `${params}`);
+    const areBuckets = leaving.length > 2 && new Set(leaving).size === leaving.length;
     for (const one of this.operations) {
       one.start = Math.min(...one.arrows.map((a) => a[3]));
       one.end = Math.max(...one.arrows.map((a) => a[4]));
+      const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((i) => `p${i}`).join(" ");
+      one.title = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})`
+        : `${one.what || "values"}${params && ` of ${params}`}`;
     }
     this.rows = this.makeRows();
     this.phases = this.makePhases();
   }
 
-  /** Rows with the storages of each rank, by part; and of each storage the place of each cell, [x, y]. */
+  /** Rows with the storages of each rank, by part; and how many cells are side by side. */
   makeRows() {
     const first = ["parameters", "ParameterBuffer.flat", "gradients"], rows = new Map();
-    const grid = (n, wide, left, from) => Array.from({ length: n }, (_, i) =>
-      [left + ((from + i) % wide), Math.floor((from + i) / wide)]);
     const order = ({ row }) => first.indexOf(row) + 1 || (/moment|exp_avg/.test(row) ? 9 : 5);
-    this.wide = Math.max(this.param.length < 32 ? 8 : 16, ...this.storages.map(({ shards }) => total(shards)));
     for (const s of [...this.storages.keys()].sort((a, b) => order(this.storages[a]) - order(this.storages[b]))) {
-      const { row, rank, part } = this.storages[s];
+      const { row, rank, part, places } = this.storages[s];
       if (!rows.has(row)) rows.set(row, { name: row, lines: 1, slots: this.held[0].map(() => ({})) });
       (rows.get(row).slots[rank][part] ||= []).push(s);
+      rows.get(row).lines = Math.max(rows.get(row).lines, ...places.map(([, y]) => y + 1));
     }
-    for (const row of rows.values()) {
-      for (const slots of row.slots) {
-        let at = 0, cut = 0; // cells before this part: of what flows from line to line, and of what has a line a shard
-        for (const part of Object.keys(slots).sort((a, b) => a.localeCompare(b, "en", { numeric: true }))) {
-          const storages = slots[part].map((s) => this.storages[s]);
-          for (const storage of storages) {
-            const { shards, numel } = storage, left = (b) => cut + total(shards.slice(0, b));
-            storage.place = shards.length ? shards.flatMap((n, b) => grid(n * this.ranks, n, left(b), 0))
-              : grid(numel, this.wide, 0, at);
-            row.lines = Math.max(row.lines, ...storage.place.map(([, y]) => y + 1));
-          }
-          if (storages[0].shards.length) cut += total(storages[0].shards) + 1;
-          else at += Math.max(...storages.map(({ numel }) => numel));
-        }
-      }
-    }
+    this.wide = Math.max(...this.storages.flatMap(({ places }) => places.map(([x]) => x + 1)));
     return [...rows.values()];
   }
 
@@ -133,13 +122,15 @@ class Player {
     const sorted = [...counts].sort(([a], [b]) => order(a) - order(b) || a.localeCompare(b));
     return sorted.map(([words, count]) => `${words} × ${count}`).join(", ") || "nothing";
   }
-
-  /** Collectives that are in flight in frame k, or have been since frame `from`. */
-  inFlight(from, k) { return this.operations.filter((one) => one.start <= k && one.end > from); }
 }
 
 const players = {};
-const player = (id) => (players[id] ||= new Player(DATA.programs.find((program) => program.id === id)));
+const program = (id) => DATA.programs.find((one) => one.id === id);
+/** The player of a program: where cells are large enough, of its recording with more elements. */
+function player(id) {
+  const name = (!isNarrow() && program(id).large) || id;
+  return (players[name] ||= new Player(program(name)));
+}
 
 // ---------------------------------------------------------------- the picture: page and chapters have it from here
 
@@ -176,9 +167,9 @@ function drawCell(p, s, cell, k, from, x, y, size, high) {
   const owner = isShared ? p.storages[s].rank : element === null ? -1 : p.owners[element];
   const written = by > from && kind !== "freed" ? " written" : "";
   const isNext = kind !== "freed" && cell && ![element, before].includes(null) && p.param[element] !== p.param[before];
-  const hasGap = isNext && p.storages[s].place[cell][0];
+  const hasGap = isNext && p.storages[s].places[cell][0];
   const gap = hasGap ? tag("path", { class: "gap", d: `M${x - 0.5} ${y}v${high}` }) : "";
-  const text = kind === "freed" || size < 20 ? "" : kind === "padding" ? "·" : number(value);
+  const text = kind === "freed" || size < (kind === "moment" ? 26 : 20) ? "" : kind === "padding" ? "·" : number(value);
   const small = Math.min(11, (1.6 * size) / Math.max(3, text.length));
   const style = small < 11 && { style: `font-size:${small}px` };
   const at = { "data-s": s, "data-cell": cell, tabindex: -1 };
@@ -195,7 +186,7 @@ function number(value) {
 /** A row of all ranks, with its top at `top` -> svg. */
 function drawRow(p, row, k, from, top, { column, cell: size, high }) {
   return row.slots.map((_, rank) => {
-    const draw = (s) => p.storages[s].place.map(([x, y], cell) =>
+    const draw = (s) => p.storages[s].places.map(([x, y], cell) =>
       drawCell(p, s, cell, k, from, rank * column + x * size, top + y * high, size, high)).join("");
     const words = `rank ${rank}, ${row.name}: ${p.describe(row, rank, k)}`;
     const group = { class: "cells", role: "group", tabindex: 0, "aria-label": words };
@@ -203,118 +194,68 @@ function drawRow(p, row, k, from, top, { column, cell: size, high }) {
   }).join("");
 }
 
-/** All memory of all ranks in frame k, and what has been in flight since frame `from` -> svg.
+/** All memory of all ranks in frame k, marked where it has changed since frame `from` -> svg.
 
     Cells are as wide as they fit beside each other, and as high as `rows` fit below each other. */
-function drawMemory(p, k, from, width, height, looks, lanes, rows) {
-  const top = 42 + 20 * lanes, nLines = total(rows.map(({ lines }) => lines)) || 1;
+function drawMemory(p, k, from, width, height, looks, rows) {
+  const top = 38, nLines = total(rows.map(({ lines }) => lines)) || 1;
   const column = (width + 10) / p.ranks, cell = Math.min(34, Math.floor((10 * (column - 10)) / p.wide) / 10);
   const fitting = Math.floor((height - top - 19 * rows.length) / nLines);
-  const high = cell > 20 ? 18 : Math.max(7, Math.min(18, 2 * cell, fitting));
+  const high = Math.max(cell > 20 ? 12 : 7, Math.min(18, 2 * cell, fitting));
   const out = p.held[k].map((bytes, rank) => {
     const x = rank * column;
     return tag("rect", { x, y: 0, width: column - 10, height: 4, class: `bar o${rank}` })
       + write(x, 18, "rank", `rank ${rank}`) + write(x, 31, "soft", `${bytes} B`);
   });
-  const moving = p.inFlight(from, k), lanesOf = moving.length > lanes ? [together(moving)] : moving;
-  out.push(...lanesOf.map((one, i) => drawLane(p, one, k < one.end, 38 + i * 20, width)));
-  if (!moving.length) out.push(write(0, 51, "soft", "nothing is in flight"));
   let y = top;
   for (const row of rows) {
     const texts = [...new Set(row.slots.map((_, rank) => p.describe(row, rank, k)))];
     const all = texts[0] === "nothing" ? "not there" : `each rank: ${texts[0]}`;
-    const said = width < 500 ? "" : texts.length === 1 ? all : texts.slice(0, 2).join(" | ").slice(0, 80);
+    const said = texts.length === 1 ? all : `rank 0: ${texts[0]}`;
     const name = `${row.name === looks ? "▶ " : ""}${escape(row.name)} `;
-    const words = name + tag("tspan", { class: "soft" }, escape(said) || " ");
+    const fitting = width < 500 ? "" : cutAtComma(said, width / 6.5 - row.name.length);
+    const words = name + tag("tspan", { class: "soft" }, escape(fitting) || " ");
     out.push(tag("text", { x: 0, y: y + 11, class: "name" }, words));
     const cells = drawRow(p, row, k, from, y + 15, { column, cell, high });
     out.push(tag("g", { class: "row", "data-row": row.name }, cells));
     y += row.lines * high + 19;
   }
-  const small = cell < 8 ? " small" : "", all = patterns(p.ranks) + out.join("") + '<g class="flying"></g>';
+  const small = cell < 8 ? " small" : "", all = patterns(p.ranks) + out.join("");
   const label = { role: "group", "aria-label": "memory of all ranks" };
   return tag("svg", { class: `memory${small}`, viewBox: `0 0 ${width} ${y}`, width, height: y, ...label }, all);
 }
 
-const together = (some) => ({
-  ...some[0], kind: `${some.length} ${some[0].kind}s`, params: some.flatMap((one) => one.params),
-  arrows: some.flatMap((one) => one.arrows), end: Math.max(...some.map((one) => one.end)),
-});
+const cutAtComma = (text, most) => (text.length <= most ? text : `${text.slice(0, most).replace(/,[^,]*$/, "")}, …`);
 
-const named = ({ params }, between) => params.map((i) => `p${i}`).join(between);
-
-/** A collective is one bar over all ranks. */
-function drawLane(p, one, isLive, y, width) {
-  const [give, get] = p.traffic(one.arrows), isSame = give.every((n, r) => n === give[0] && get[r] === get[0]);
-  const root = `rank ${give.findIndex((n) => n)} gives ${Math.max(...give)} B, the others get ${Math.max(...get)}`;
-  const sizes = isSame ? `each rank gives ${give[0]} B, gets ${get[0]}` : root;
-  const params = one.params.length > 6 ? `${one.params.length} tensors` : named(one, " ");
-  const words = width < 500 ? [one.kind, isLive ? "in flight" : `each rank gives ${mean(give)} B`]
-    : [one.kind, `${one.what || "values"} of ${params}`, sizes, ...(isLive ? ["in flight"] : [])];
-  return tag("g", { class: `lane ${one.what || "other"}${isLive ? " live" : ""}` },
-    tag("rect", { x: 0, y, width, height: 17, rx: 4 }) + write(6, y + 12.5, "", words.join(" · ")));
-}
-
-/** What runs, from left to right, and what is in flight meanwhile: a line for each collective -> [svg, height]. */
-function drawOverlap(p, width, high, now) {
-  const x = (k) => (k / p.frames.length) * width, tall = 18 + p.operations.length * high;
+/** What runs, from left to right, and below it what is in flight meanwhile, by name: outlined what has been in flight
+    since frame `from` -> [svg, height]. */
+function drawOverlap(p, width, high, from, now) {
+  const x = (k) => (k / p.frames.length) * width, lines = [];
   const out = p.phases.map(({ phase, start, end }) => {
     const wide = x(end) - x(start), isNow = now >= start && now < end;
     return tag("g", { class: `phase${isNow ? " now" : ""}`, "data-k": start },
       tag("rect", { x: x(start), y: 0, width: Math.max(1, wide - 1), height: 15 })
       + (wide > 6.4 * phase.length ? write(x(start) + wide / 2, 11, "", phase) : ""));
   });
-  p.operations.forEach((one, i) => {
-    const y = 18 + i * high, isLate = one.start > p.frames.length / 2;
-    const words = `${one.kind} of ${named(one, ", ")}`;
-    const anchor = { "text-anchor": isLate ? "end" : "start" };
-    const left = x(one.start), right = x(one.end);
-    out.push(tag("rect", { class: `bar ${one.what}`, x: left, y, width: right - left, height: high - 1 }));
-    if (high > 10) out.push(write(isLate ? left - 6 : right + 6, y + high - 5, "soft", words, anchor));
+  for (const kind of new Set(p.operations.map((one) => one.kind))) {
+    p.operations.filter((one) => one.kind === kind).forEach((one, i) => (lines[i] ||= []).push(one));
+  }
+  lines.forEach((line, i) => {
+    let edge = 0; // of what is drawn in this line
+    line.forEach((one, j) => {
+      const y = 18 + i * high, left = x(one.start), right = x(one.end), isLive = one.start <= now && now < one.end;
+      const state = isLive ? " live" : from < one.end && one.start <= now ? " landed" : "";
+      const rooms = [right - left, (line[j + 1] ? x(line[j + 1].start) : width) - right, left - edge];
+      const words = [`${one.kind} of ${one.title}`, one.title, one.title.replace(/ \(.*/, "")], wide = (text) => 6.2 * text.length + 12;
+      const text = words.find((some) => Math.max(...rooms) > wide(some)) || "", room = rooms.findIndex((some) => some > wide(text));
+      const at = [{ x: left + 6 }, { x: right + 6 }, { x: left - 6, "text-anchor": "end" }][Math.max(0, room)];
+      edge = room === 1 ? right + wide(text) : right;
+      out.push(tag("rect", { class: `bar ${one.what}${state}`, x: left, y, width: right - left, height: high - 2, rx: 3 })
+        + write(at.x, y + high - 5, isLive ? "rank" : "", text, at));
+    });
   });
-  if (now !== undefined) out.push(tag("path", { class: "needle", d: `M${x(now + 0.5)} 0V${tall}` }));
-  return [out.join(""), tall];
-}
-
-/** The SVG files that the chapters show. */
-function figures() {
-  const style = document.querySelector("style").textContent.match(/\/\* picture \*\/([\s\S]*?)\/\* end \*\//)[1];
-  const file = (title, width, height, p, body, note) => {
-    const size = { viewBox: `-10 -10 ${width + 20} ${height + 40}`, width: width + 20, height: height + 40 };
-    const paper = tag("rect", { x: -10, y: -10, width: "100%", height: "100%", class: "paper" });
-    const bare = body.replaceAll(/ (?:tabindex|data-\w+|role|aria-label)="[^"]*"/g, "");
-    const stamp = { role: "img", "data-stamp": DATA.stamp.slice(0, 16) };
-    return tag("svg", { xmlns: "http://www.w3.org/2000/svg", ...size, ...stamp },
-      tag("title", {}, title) + `<style>${style}</style>` + paper + patterns(p.ranks) + bare
-      + write(0, height + 14, "soft", note)) + "\n";
-  };
-  const small = player("3-small"), sizes = { column: 158, cell: 34, high: 19 };
-  const buffer = small.rows.find((row) => row.name === "GradBuffer.flat");
-  const states = small.beats.map(({ says, frame }, i) =>
-    write(0, 29 + i * 108, "name", says) + drawRow(small, buffer, frame, frame, 36 + i * 108, sizes));
-  const ranks = small.held[0].map((_, rank) => write(rank * 158, 8, "rank", `rank ${rank}`));
-
-  const four = player("4"), flat = four.rows.find((row) => row.name === "ParameterBuffer.flat");
-  const [first] = four.drawn(flat, 0, 0), { shards, place } = four.storages[first];
-  const left = (bucket) => 90 + 28 * total(shards.slice(0, bucket)) + 22 * bucket;
-  const bucketOf = (x) => shards.findIndex((_, b) => x < total(shards.slice(0, b + 1)));
-  const buckets = place.map(([x, y], cell) =>
-    drawCell(four, first, cell, 0, 0, 90 + 28 * x + 22 * bucketOf(x), 20 + y * 19, 28, 19));
-  const params = (bucket) => named(four.operations[bucket], ", "); // gradients leave bucket by bucket
-  buckets.push(...shards.map((_, bucket) => write(left(bucket), 11, "name", `${bucket}: ${params(bucket)}`)));
-  for (let rank = 0; rank < four.ranks; rank++) buckets.push(write(0, 33 + rank * 19, "soft", `rank ${rank} owns`));
-
-  const [strip, tall] = drawOverlap(four, 800, 17);
-  return {
-    "show_buffer.svg": file("The buffer of stage 3 on four ranks: its five states", 610, 555, small,
-      ranks.join("") + states.join(""),
-      "Colour: a shard's owner. Striped: own gradients. Full: averages. Round: updated parameters. Grey: garbage."),
-    "show_buckets.svg": file("Stage 4: the parameters of one rank in buckets, each cut into four shards",
-      left(shards.length), 98, four, buckets.join(""),
-      "Gradients leave in buckets 0 to 6, in this order. Updated parameters arrive in the reverse order. ·: padding."),
-    "show_overlap.svg": file("Stage 4: what rank 0 runs, and what is in flight meanwhile", 800, tall, four, strip,
-      "From left to right: lines of code, not seconds. Two bucket buffers: at most two reduce-scatters in flight."),
-  };
+  const tall = 18 + lines.length * high;
+  return [out.join("") + tag("path", { class: "needle", d: `M${x(now + 0.5)} 0V${tall}` }), tall];
 }
 
 // ------------------------------------------------------------------------------------------------ beats and lines
@@ -327,12 +268,14 @@ const since = () => {
   if (now.beat > 0) return beats()[now.beat - 1].frame;
   return now.beat < 0 || player(now.id).bug ? now.k - 1 : now.k;
 };
+const isLast = () => now.beat >= beats().length - 1;
 
-function toBeat(beat) {
-  const to = clamp(beat, beats().length - 1), isNext = to === now.beat + 1;
+/** Show a beat; if it `moves`, with all that has been sent since the beat before -> the ms that this takes. */
+function toBeat(beat, moves = false) {
+  const to = clamp(beat, beats().length - 1);
   Object.assign(now, { beat: to, k: beats()[to].frame });
   draw();
-  if (isNext && !STILL.matches) fly(player(now.id), since(), now.k);
+  return moves && !STILL.matches ? fly() : 0;
 }
 
 function toFrame(k) {
@@ -349,7 +292,10 @@ function step(by) {
     const at = nearest(now.k), { frame } = beats()[at];
     to = by < 0 ? at - (frame >= now.k) : at + (frame <= now.k);
   } else if (by > 0 && $("predict").checked && to < beats().length && ask(to)) return;
-  toBeat(to);
+  if (to < beats().length) return toBeat(to, by > 0);
+  const tabs = DATA.programs.filter((one) => !one.hidden && !one.bug), at = tabs.findIndex(({ id }) => id === now.id);
+  if (tabs[at + 1]) select(tabs[at + 1].id);
+  return 0;
 }
 
 function select(id, beat = 0, frame = undefined) {
@@ -363,44 +309,73 @@ function play(on) {
   clearTimeout(timer);
   $("play").textContent = on ? "❚❚ pause" : "▶ play";
   if (!on) return;
-  const isBeat = now.beat >= 0;
-  const isLast = () => (isBeat ? now.beat >= beats().length - 1 : now.k >= player(now.id).frames.length - 1);
-  if (isLast()) { if (isBeat) toBeat(0); else toFrame(0); }
+  const isBeat = now.beat >= 0, isEnd = () => (isBeat ? isLast() : now.k >= player(now.id).frames.length - 1);
+  if (isEnd()) { if (isBeat) toBeat(0); else toFrame(0); }
+  const reading = () => (isBeat ? Math.max(3000, MS_A_WORD * beats()[now.beat].says.split(" ").length) : 350);
   const next = () => {
-    if (isBeat) step(1); else toFrame(now.k + 1);
-    if (isLast() || $("question").open) play(false); else timer = setTimeout(next, beatMs / (isBeat ? 1 : 10));
+    const moving = isBeat ? step(1) : toFrame(now.k + 1);
+    if (isEnd() || $("question").open) play(false); else timer = setTimeout(next, (reading() + (moving || 0)) / speed);
   };
-  timer = setTimeout(next, beatMs / (isBeat ? 2 : 10));
+  timer = setTimeout(next, reading() / speed / 2);
 }
 
-/** A cell as it is drawn; of a pair of runs, that of the left one. */
-const rectOf = (s, cell) => document.querySelector(`.panel rect[data-s="${s}"][data-cell="${cell}"]`);
+/** A cell as it is drawn in a panel. */
+const rectOf = (s, cell, panel = 0) =>
+  document.querySelectorAll(".panel")[panel].querySelector(`rect[data-s="${s}"][data-cell="${cell}"]`);
 
-/** Cells that a collective has brought between two frames fly from the ranks that they come from. */
-function fly(p, from, k) {
-  const layer = document.querySelector(".panel .flying");
-  const flyFrom = (sender, row, s, cell) => {
-    const here = rectOf(s, cell), there = rectOf(p.twin(row, sender, k, s, p), cell);
-    if (!here || !there) return;
-    const flying = here.cloneNode(), dx = there.x.baseVal.value - here.x.baseVal.value;
-    for (const name of ["tabindex", "data-s"]) flying.removeAttribute(name);
-    layer.append(flying);
-    const path = [`translate(${dx}px,0)`, `translate(${dx / 2}px,-14px)`, "none"].map((transform) => ({ transform }));
-    flying.animate(path, { duration: 550, easing: "ease-in-out" }).onfinish = () => flying.remove();
-  };
-  for (const row of p.rows) {
-    row.slots.forEach((_, rank) => p.drawn(row, rank, k).forEach((s) => p.states[k].cells[s].forEach((one, cell) => {
-      for (const { kind, senders } of one.by > from ? p.arrivals(rank, one.by) : []) {
-        const isFrom = (sender) => /reduce/.test(kind) || (one.element !== null && p.owners[one.element] === sender);
-        for (const sender of senders.filter(isFrom)) flyFrom(sender, row, s, cell);
-      }
-    })));
+let landings = [];
+function land() {
+  landings.forEach(clearTimeout);
+  landings = [];
+  $("flying").innerHTML = "";
+}
+
+/** Cells fly as they left: from where they lay to where they arrive. What they bring is drawn when the last is there:
+    until then a panel shows memory as it was. -> the ms that this takes */
+function fly() {
+  const panels = sides(), shown = panels.map(([, k]) => k), later = (ms, action) => landings.push(setTimeout(action, ms / speed));
+  let ms = 0;
+  panels.forEach(([p, k, from], panel) => {
+    const arriving = p.operations.filter(({ end }) => from < end && end <= k).sort((a, b) => a.end - b.end);
+    if (arriving.length) shown[panel] = arriving[0].end - 1;
+    arriving.forEach((one, i) => {
+      const start = i * MS_BETWEEN_FLIGHTS, after = arriving[i + 1] ? arriving[i + 1].end - 1 : k;
+      later(start, () => one.moves.forEach((move, a) => flyCells(p, panel, one.arrows[a], move)));
+      later(start + FLIGHT_MS, () => { shown[panel] = after; drawPanels(shown); });
+      ms = Math.max(ms, start + FLIGHT_MS);
+    });
+  });
+  if (ms) {
+    drawPanels(shown);
+    later(ms, land);
+  }
+  return ms;
+}
+
+/** What one rank sends to another: ranks that are further away arrive later. */
+function flyCells(p, panel, [sender, receiver, , start], [source, first, target, targetFirst, n]) {
+  const wait = 200 * ((receiver - sender + p.ranks - 1) % p.ranks), cells = p.states[start].cells[source];
+  for (let i = 0; i < n; i++) {
+    const here = rectOf(source, first + i, panel), there = rectOf(target, targetFirst + i, panel);
+    if (!here || !there || cells[first + i].kind === "padding") continue;
+    const [from, to] = [here, there].map((one) => one.getBoundingClientRect());
+    const { kind, element, value } = cells[first + i], owner = element === null ? -1 : p.owners[element];
+    const flying = document.createElementNS("http://www.w3.org/2000/svg", "g");
+    const box = { x: from.x, y: from.y, width: from.width, height: from.height }, text = number(value);
+    const small = { style: `font-size:${Math.min(11, (1.6 * box.width) / Math.max(3, text.length))}px` };
+    flying.innerHTML = tag("rect", { class: "paper", ...box }) + cellRect(kind, owner, ...Object.values(box))
+      + (box.width > 18 ? write(box.x + box.width / 2, from.bottom - 4, `value ${kind}`, text, small) : "");
+    $("flying").append(flying);
+    const path = [[0, 0], [(to.x - from.x) / 2, (to.y - from.y) / 2 - 14], [to.x - from.x, to.y - from.y]];
+    flying.animate(path.map(([x, y]) => ({ transform: `translate(${x}px,${y}px)` })),
+      { duration: (FLIGHT_MS - 400) / speed, delay: wait / speed, easing: "ease-in-out", fill: "both" });
   }
 }
 
 // ------------------------------------------------------------------------------------------------ the page
 
 function draw() {
+  land();
   const p = player(now.id), beat = now.beat >= 0 ? beats()[now.beat] : null;
   const [name, , , , doc] = p.functions[p.place(0, now.k)[0]];
   const says = beat ? beat.says : `${name}: ${(doc || "a line of it").split("\n")[0]}`;
@@ -409,21 +384,25 @@ function draw() {
   drawMeters(p);
   drawCode(p, beat);
   drawFooter(p); // before the panels, which take the height that is left
-  drawPanels(p, beat);
+  drawPanels();
   history.replaceState(null, "", `#${now.id}${beat ? `.${now.beat + 1}` : `/${now.k + 1}`}`);
 }
 
 function drawMeters(p) {
-  const meter = (words, value, of, text) => {
-    const bar = tag("progress", { max: of, value, "aria-label": words }, " ");
-    const end = of ? ` of ${of} B <span>= ${escape(text)}</span>${bar}` : "";
-    return `<span class="meter"><b>${words} ${value} B</b>${end}</span>`;
+  const meter = (words, value, of, text, ddp) => {
+    if (!of) return `<span class="meter"><b>${words} ${value} B</b></span>`;
+    const most = Math.max(of, ddp, value), bar = tag("progress", { max: most, value, "aria-label": words }, " ");
+    const mark = `<i style="left:${(100 * ddp) / most}%"></i><u style="right:${100 - (100 * ddp) / most}%">DDP: ${ddp}</u>`;
+    return `<span class="meter"><b>${words} ${value} B</b> of ${of} B <span>= ${escape(text)}</span>`
+      + `<span class="bar">${bar}${mark}</span></span>`;
   };
   const arrows = p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= now.k), formula = p.formula || {};
   const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
   const held = p.held[now.k], words = Math.min(...held) < Math.max(...held) ? "holds (mean)" : "holds";
-  $("meters").innerHTML = meter("sent", mean(p.traffic(arrows)[0]), formula.sent_bytes, formula.sent)
-    + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`);
+  const more = formula.sent_bytes - formula.ddp_sent, is = /padding/.test(formula.sent) && more;
+  const padding = now.id === "4" && is ? `; ${more} B are this toy's padding` : "";
+  $("meters").innerHTML = meter("sent", mean(p.traffic(arrows)[0]), formula.sent_bytes, formula.sent + padding, formula.ddp_sent)
+    + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`, formula.ddp_held);
 }
 
 /** A function with the lines that are `marked`, the ranks that are at a line, and the edit as a diff. */
@@ -464,26 +443,32 @@ function drawCode(p, beat) {
   if (mark) $("code").scrollTop = Math.max(0, mark.offsetTop - $("code").clientHeight * 0.6);
 }
 
-/** The memory; in a beat of a bug, that of the right run beside it. */
-function drawPanels(p, beat) {
-  const box = $("panels"), sides = [[p, now.k, since(), "with the bug"]], isPair = Boolean(beat && p.right);
-  if (isPair) {
-    const from = now.beat ? beats()[now.beat - 1].right : beat.right - 1;
-    sides.push([player(p.right), beat.right, from, "the right run"]);
-  }
-  const across = isNarrow() ? 1 : sides.length, width = Math.floor((box.clientWidth - 14 * across) / across);
+/** What is shown side by side, [player, frame, frame before, title] each: of most programs one. */
+function sides() {
+  const p = player(now.id), beat = beats()[now.beat], [left, right] = p.bug ? ["with the bug", "the right run"] : ["stage 3", "DDP"];
+  if (!beat || !p.beside) return [[p, now.k, since(), left]];
+  const from = now.beat ? beats()[now.beat - 1].right : beat.right - Number(p.bug);
+  return [[p, now.k, since(), left], [player(p.beside), beat.right, from, right]];
+}
+
+/** The memory of all `sides`, in the frames that are `shown`. */
+function drawPanels(shown = sides().map(([, k]) => k)) {
+  const all = sides().map(([p, , from, title], i) => [p, shown[i], Math.min(from, shown[i]), title]), isPair = all.length > 1;
+  const box = $("panels"), beat = beats()[now.beat], [[p]] = all;
+  const across = isNarrow() ? 1 : all.length, width = Math.floor((box.clientWidth - 14 * across) / across);
   const taken = isNarrow() ? $("said").offsetHeight + $("code").offsetHeight + 26 : 8;
-  const height = (box.parentElement.clientHeight - taken) / (sides.length / across) - (isPair ? 30 : 8);
-  const rowsOf = (q) => (isNarrow() && isPair ? q.rows.filter((row) => row.name === beat.look) : q.rows);
-  const counts = p.beats.map(({ frame }, i) => p.inFlight(i ? p.beats[i - 1].frame : frame, frame).length);
-  const lanes = Math.min(isNarrow() ? 1 : 3, Math.max(1, ...counts));
-  box.innerHTML = sides.map(([q, k, from, title]) => {
-    const memory = drawMemory(q, k, from, width, height, beat && beat.look, lanes, rowsOf(q));
+  const height = (box.parentElement.clientHeight - taken) / (all.length / across) - (isPair ? 30 : 8);
+  const isThere = (q, row, ks) => ks.some((k) => row.slots.some((_, rank) =>
+    q.drawn(row, rank, k).some((s) => isAlive(q.states[k].cells[s]))));
+  const rowsOf = (q, k, from) => q.rows.filter((row) => !isNarrow() || (isThere(q, row, [k, Math.max(0, from)])
+    && (!p.bug || row.name === beat?.look || !isPair)));
+  box.innerHTML = all.map(([q, k, from, title]) => {
+    const memory = drawMemory(q, k, from, width, height, beat && beat.look, rowsOf(q, k, from));
     return `<div class="panel">${isPair ? `<h2>${title}</h2>` : ""}${memory}</div>`;
   }).join("");
-  if (isPair) markDifferences(...sides);
+  if (isPair && p.bug) markDifferences(...all);
   const look = ({ target: { dataset: at, parentElement } }) => {
-    if (at.s) inspect(...sides[[...box.children].indexOf(parentElement.closest(".panel"))], +at.s, +at.cell);
+    if (at.s) inspect(...all[[...box.children].indexOf(parentElement.closest(".panel"))], +at.s, +at.cell);
   };
   Object.assign(box, { onmouseover: look, onclick: look, onfocus: look });
 }
@@ -526,33 +511,50 @@ function drawFooter(p) {
     href: `#${now.id}.${i + 1}`, "aria-label": `beat ${i + 1}`, ...(i === now.beat && { "aria-current": "step" }),
   }, `${i + 1}`);
   $("beats").innerHTML = beats().map((_, i) => link(i)).join("");
-  const width = $("band").clientWidth, [svg, height] = drawOverlap(p, width, 3, now.k);
+  const width = $("band").clientWidth, [svg, height] = drawOverlap(p, width, isNarrow() ? 15 : 17, since(), now.k);
   $("band").innerHTML = tag("svg", { width, height }, svg);
   Object.assign($("slider"), { max: p.frames.length - 1, value: now.k });
   const beat = `beat ${now.beat + 1} of ${beats().length}`;
+  const tabs = DATA.programs.filter((one) => !one.hidden && !one.bug), next = tabs[tabs.findIndex(({ id }) => id === now.id) + 1];
+  $("inspector").textContent = `Ψ = ${p.param.length} parameters, d = 4 ranks. Hover over, tap or focus a cell to read what it is.`;
+  $("next").hidden = !(now.beat >= 0 && isLast() && next);
+  if (next) Object.assign($("next"), { href: `#${next.id}`, textContent: `next: ${/^\d/.test(next.short) ? "stage " : ""}${next.short.replace(/(\d) .*/, "$1")} →` });
   $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : beat;
   const shown = DATA.programs.filter((one) => !one.hidden), isNow = (one) => one.id === now.id;
-  const tab = (one) => tag("a", { href: `#${one.id}`, role: "tab", "aria-selected": isNow(one) },
+  const isCalculating = document.body.classList.contains("calculates");
+  const tab = (one) => tag("a", { href: `#${one.id}`, role: "tab", "aria-selected": isNow(one) && !isCalculating },
     `${escape(one.short).replace(" ", " <span>")}</span>`);
   const option = (one) => tag("option", { value: one.id, ...(isNow(one) && { selected: "" }) }, escape(one.short));
-  $("programs").innerHTML = shown.filter((one) => !one.bug).map(tab).join("");
+  const calculator = tag("a", { href: "#calculator", role: "tab", "aria-selected": isCalculating }, "bytes");
+  $("programs").innerHTML = shown.filter((one) => !one.bug).map(tab).join("") + calculator;
   $("bugs").innerHTML = `<option value="">–</option>${shown.filter((one) => one.bug).map(option).join("")}`;
   $("lines").setAttribute("aria-pressed", now.beat < 0);
 }
 
-/** Before a beat is shown: what will a rank hold in its row? Wrong answers are what the row holds in other beats. */
+/** Before a beat is shown: who will hold an average, or a new parameter? Where that doesn't change: how much is sent? */
 function ask(to) {
-  const p = player(now.id), beat = beats()[to], row = p.rows.find((one) => one.name === beat.look);
-  const heldIn = (k) => (row ? row.slots.map((_, rank) => p.describe(row, rank, k)) : []);
-  const before = heldIn(now.k), after = heldIn(beat.frame), rank = after.findIndex((words, r) => words !== before[r]);
-  if (rank < 0) return false;
-  const right = after[rank], others = beats().flatMap(({ frame }) => heldIn(frame));
-  const answers = [...new Set([right, before[rank], ...others])].slice(0, 3).sort();
+  const p = player(now.id), { frame } = beats()[to];
+  const holders = (kind, k) => p.held[0].map((_, rank) => p.storages.some((one, s) => one.rank === rank
+    && isAlive(p.states[k].cells[s]) && p.states[k].cells[s].some((cell) => cell.kind === kind && cell.element === 0)));
+  const inWords = (ranks) => (ranks.every(Boolean) ? "every rank" : ranks.some(Boolean)
+    ? ranks.flatMap((is, rank) => (is ? [`rank ${rank}`] : [])).join(" and ") : "no rank");
+  const sent = (k) => mean(p.traffic(p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= k))[0]);
+  const asked = [["average", "the average of element 1"], ["new", "the new parameter of element 1"]].find(([kind]) =>
+    `${holders(kind, frame)}` !== `${holders(kind, now.k)}`);
+  let question, right, wrong;
+  if (asked) {
+    right = inWords(holders(asked[0], frame));
+    [question, wrong] = [`Who will hold ${asked[1]}?`, [inWords(holders(asked[0], now.k)), "every rank", "no rank", "rank 0", "rank 3"]];
+  } else if (sent(frame) > sent(now.k)) {
+    const bytes = sent(frame) - sent(now.k);
+    [question, right] = ["How many bytes will a rank send in this beat?", `${bytes} B`];
+    wrong = [`${2 * bytes} B`, `${Math.round(bytes / 3)} B`];
+  } else return false;
+  const answers = [...new Set([right, ...wrong])].slice(0, 3).sort();
   play(false);
-  $("question").innerHTML = `<b>What will rank ${rank} hold in ${escape(row.name)}?</b>`
-    + answers.map((text) => `<button>${escape(text)}</button>`).join("");
+  $("question").innerHTML = `<b>${question}</b>` + answers.map((text) => `<button>${escape(text)}</button>`).join("");
   const buttons = [...$("question").children].slice(1), on = document.createElement("button");
-  on.onclick = () => { $("question").close(); toBeat(to); };
+  on.onclick = () => { $("question").close(); toBeat(to, true); };
   const answer = ({ target }) => {
     on.textContent = target.textContent === right ? "Right. Go on" : "Not so. Go on, and look";
     for (const one of buttons) {
@@ -583,7 +585,7 @@ function keys(event) {
     return;
   }
   const arrows = { ArrowRight: "forward", ArrowLeft: "back", ArrowDown: "down", ArrowUp: "up" };
-  const button = { " ": "play", "?": "help", ...arrows }[key], end = { Home: 0, End: Infinity }[key];
+  const button = { " ": "play", "?": "help", r: "again", ...arrows }[key], end = { Home: 0, End: Infinity }[key];
   if (button) $(button).click();
   else if (end !== undefined) paused(() => (now.beat < 0 ? toFrame(end) : toBeat(end)))();
   else return;
@@ -601,6 +603,11 @@ function swipe({ changedTouches: [to] }) {
 /** What a link says: #4.7 is a beat, #4/118 a line. */
 function follow() {
   const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^/.]*)([/.]?)(.*)$/) || [];
+  showCalculator(id === "calculator");
+  if (id === "calculator") {
+    drawFooter(player(now.id));
+    return;
+  }
   const { id: known } = DATA.programs.find((one) => one.id === id && !one.hidden) || DATA.programs[0];
   const place = +at - 1 || 0, isLine = mark === "/" && at !== "wrong";
   select(known, isLine ? 0 : place, isLine ? place : undefined);
@@ -615,6 +622,7 @@ async function start() {
   $("legend").innerHTML = `<span>colour: the rank that updates it</span>${kinds.map(sample).join("")}`;
   const actions = {
     back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
+    again: () => (now.beat < 0 ? toFrame(now.k) : toBeat(now.beat, true)),
     lines: () => (now.beat < 0 ? toBeat(nearest(now.k)) : toFrame(now.k)),
   };
   for (const [id, action] of Object.entries(actions)) $(id).onclick = paused(action);
@@ -627,11 +635,14 @@ async function start() {
   };
   $("panels").addEventListener("focusin", (event) => $("panels").onfocus(event));
   document.addEventListener("keydown", keys);
-  window.addEventListener("resize", draw);
+  window.addEventListener("resize", () => {
+    if (!document.body.classList.contains("calculates")) (now.beat < 0 ? toFrame(now.k) : toBeat(now.beat));
+  });
   window.addEventListener("hashchange", follow);
   document.body.addEventListener("touchstart", ({ touches }) => { touched = touches[0]; }, { passive: true });
   document.body.addEventListener("touchend", swipe);
+  startCalculator();
   follow();
   document.body.dataset.ready = "yes";
 }
-start();
+
