@@ -51,7 +51,7 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _agreement_group(self):
-        """The process group of all ranks that train this model: more ranks than have its shards in variants/hybrid.py."""
+        """The process group of all ranks that train the model. In variants/hybrid.py several groups have its shards."""
         return self.process_group
 
     @torch.no_grad()
