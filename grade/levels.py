@@ -167,7 +167,8 @@ def check_norms(ranks, one_process, run):
         return
     known = [("the norm is of this rank's own gradients: average them first",
               [seen.norms[0] for seen in mistakes.each_by_itself(run, d)]),
-             *((cause, mistakes.in_one_process(**how).norms[:1] * d) for cause, how in mistakes.known_mistakes(run, d))]
+             *((cause, mistakes.in_one_process(**{"run": run, "ranks": range(d), **how}).norms[:1] * d)
+               for cause, how in mistakes.known_mistakes(run, d))]
     if math.isclose(math.hypot(*came), due, rel_tol=1e-4):
         known.insert(0, ("each rank takes the norm of its own shard: add up the squares over the ranks, then the root",
                          came))

@@ -79,91 +79,36 @@ def in_one_process(run, ranks, factor=lambda step, micro: 1.0, **methods):
     return seen
 
 
-class Mistake(NamedTuple):
-    """A mistake that a run can show. `how`: arguments of in_one_process that make it."""
-
-    is_possible: bool
-    cause: str
-    how: dict
+def twice(name):
+    return {"hyperparameters": lambda self, current: [{**group, name: 2 * group[name]} for group in current]}
 
 
-def mistakes_of_schedules(run):
-    def last_ones(self, current):
-        used, self.last_groups = getattr(self, "last_groups", self.start), current
-        return used
-
-    def only_lr(self, current):
-        return [{**old, "lr": new["lr"]} for old, new in zip(self.start, current)]
-
-    def twice(name):
-        return {"hyperparameters": lambda self, current: [{**group, name: 2 * group[name]} for group in current]}
-
-    is_adamw = run.optimizer == "AdamW"
-    return [
-        Mistake(run.schedule, "the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the "
-                "inner optimizer's", {"hyperparameters": lambda self, current: self.start}),
-        Mistake(run.schedule, "the scheduler's lr arrives, its betas don't: hand on all that param_groups holds, and "
-                "not lr alone", {"hyperparameters": only_lr}),
-        Mistake(run.schedule, "what a scheduler writes arrives one step late: hand it to the inner optimizer before "
-                "that steps", {"hyperparameters": last_ones}),
-        Mistake(is_adamw, "weight decay is applied twice: AdamW does it in its step", twice("weight_decay")),
-        Mistake(is_adamw, "eps is twice the constructor's in the inner optimizer: hand it on as it is", twice("eps")),
-        Mistake(is_adamw, "eps of the constructor doesn't reach the inner optimizer",
-                {"hyperparameters": lambda self, current: [{**group, "eps": 1e-8} for group in current]}),
-        Mistake(run.groups, NO_GROUPS, {"run": replace(run, groups=False)}),
-        Mistake(True, DEFAULTS, {"run": replace(run, defaults=True)})]
+def last_groups(self, current):
+    used = getattr(self, "current_groups", self.start)
+    self.current_groups = current
+    return used
 
 
-def mistakes_of_accumulation(run):
-    n = run.micro_batches
-    return [
-        Mistake(n > 1, "only the last micro-batch counts: the gradients of those before were dropped",
-                {"factor": lambda step, micro: float(micro == n - 1)}),
-        Mistake(n > 1, "only the first micro-batch counts", {"factor": lambda step, micro: float(micro == 0)}),
-        Mistake(n > 1, "micro-batches that were averaged are sent again with the next one",
-                {"factor": lambda step, micro: n - micro}),
-        Mistake(n > 1, "micro-batches are averaged: their gradients add up, as in torch", {"factor": lambda *_: 1 / n})]
+def only_lr(self, current):
+    return [{**old, "lr": new["lr"]} for old, new in zip(self.start, current)]
 
 
-def mistakes_of_clipping(run, d):
-    clips = bool(run.max_norms)
-    return [
-        Mistake(clips, "the norm is right, and the gradients were not scaled by max_norm / norm",
-                {"scaled": lambda self, ratio, norm: (1, norm)}),
-        Mistake(clips, "gradients are scaled also where their norm is below max_norm: the factor is at most 1",
-                {"scaled": lambda self, ratio, norm: (ratio, norm)}),
-        Mistake(clips, "√d times the norm: every rank adds the squares of the whole model, so they count d times",
-                {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * d**0.5)}),
-        Mistake(clips, "the norm after clipping: return the one before",
-                {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * min(ratio, 1))}),
-        Mistake(clips, "the root is missing: this is the square of the norm",
-                {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm**2)}),
-        Mistake(clips, "the norm of the first group alone: add up the squares over all groups",
-                {"clipped": lambda self: self.param_groups[0]["params"]})]
+def small_eps(self, current):
+    return [{**group, "eps": 1e-8} for group in current]
 
 
-def mistakes_of_loading(run, lr_was_saved):
-    def loads(change):
-        return {"load_state_dict": lambda self, saved: torch.optim.Optimizer.load_state_dict(
-            self, {**saved, **change(self, saved)})}
+def loads(change):
+    """-> how a load_state_dict() is made that replaces some keys. change: (optimizer, saved) -> these."""
+    return {"load_state_dict": lambda self, saved: torch.optim.Optimizer.load_state_dict(
+        self, {**saved, **change(self, saved)})}
 
-    def steps_from_0(self, saved):
-        return {"state": {key: {**state, "step": torch.zeros(())} for key, state in saved["state"].items()}}
 
-    lost = "the lr of a scheduler is lost: save the groups' hyperparameters, too, in state_dict()"
-    if lr_was_saved:
-        lost = "the lr of a scheduler is lost: state_dict() has it, load_state_dict() doesn't put it into param_groups"
-    return [
-        Mistake(run.resume, "the state is lost: load_state_dict() leaves the inner optimizer as new",
-                loads(lambda self, saved: {"state": {}})),
-        Mistake(run.resume, "moments are loaded, and AdamW's `step` is 0 again: its bias correction starts anew",
-                loads(steps_from_0)),
-        Mistake(run.resume, lost, loads(lambda self, saved: {"param_groups": self.state_dict()["param_groups"]})),
-        Mistake(run.resume, "the lr that is loaded is that of the last step: a scheduler has changed the outer groups "
-                "since", loads(lambda self, saved: {
-                    "param_groups": [{**group, "lr": group["last_lr"]} for group in saved["param_groups"]]})),
-        Mistake(run.resume, "state and lr are lost: load_state_dict() leaves both as new",
-                {"load_state_dict": lambda self, saved: None})]
+def with_steps_from_0(self, saved):
+    return {"state": {key: {**state, "step": torch.zeros(())} for key, state in saved["state"].items()}}
+
+
+def with_last_lr(self, saved):
+    return {"param_groups": [{**group, "lr": group["last_lr"]} for group in saved["param_groups"]]}
 
 
 def fill_with_zeros(self):
@@ -172,46 +117,91 @@ def fill_with_zeros(self):
             param.grad = torch.zeros_like(param)
 
 
-def mistakes_of_gradients(run, d):
-    def average_over_users(self):
+def average_over_users(d):
+    def change_grads(self):
         used_by_rank_0, *_ = self.params()
         used_by_rank_0.grad *= d
+    return {"change_grads": change_grads}
 
-    def grad_unless_none(self, param, set_to_none):
-        return None if set_to_none else param.grad
 
-    def values(self, param, set_to_none):
-        return param.detach().clone()
+def values(self, param, set_to_none):
+    return param.detach().clone()
 
-    def clear_state(self, param, set_to_none):
-        self.state.clear()
 
-    has_state = run.optimizer != "SGD"
-    return [
-        Mistake(run.unused, "a parameter that some ranks use is averaged over these alone: divide by all d, as DDP "
-                "does", {"change_grads": average_over_users}),
-        Mistake(run.unused, "what no rank uses is stepped with zeros, and decays: its gradient must stay None",
-                {"change_grads": fill_with_zeros}),
-        Mistake(run.discards, "zero_grad(set_to_none=False) leaves gradients as they are: it must zero them",
-                {"kept": grad_unless_none}),
-        Mistake(True, SUMMED, {"factor": lambda *_: float(d)}),
-        Mistake(True, TWICE_AVERAGED, {"factor": lambda *_: 1 / d}),
-        Mistake(True, "gradients of the step before are added again: zero_grad() must forget them",
-                {"kept": lambda self, param, set_to_none: param.grad}),
-        Mistake(True, "parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should "
-                "have zeroed", {"kept": values, "factor": lambda step, micro: float(step == 0)}),
-        Mistake(True, "gradients were added to parameters: the buffer must be zeroed when these have been copied out",
-                {"kept": values}),
-        Mistake(has_state, "the optimizer's state is new in each step: make the inner optimizer once, in the "
-                "constructor", {"kept": clear_state}),
-        Mistake(has_state, "the inner optimizer is not optimizer_cls", {"run": replace(run, optimizer="SGD")})]
+def clear_state(self, param, set_to_none):
+    self.state.clear()
 
 
 def known_mistakes(run, d, lr_was_saved=False):
-    """-> [(cause, arguments of in_one_process)] of the mistakes that `run` can show on d ranks."""
-    known = [*mistakes_of_schedules(run), *mistakes_of_accumulation(run), *mistakes_of_clipping(run, d),
-             *mistakes_of_loading(run, lr_was_saved), *mistakes_of_gradients(run, d)]
-    return [(mistake.cause, {"run": run, "ranks": range(d), **mistake.how}) for mistake in known if mistake.is_possible]
+    """Yield (cause, arguments of in_one_process that make it) of each mistake that `run` can show on d ranks."""
+    n = run.micro_batches
+    if run.schedule:
+        yield ("the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner "
+               "optimizer's", {"hyperparameters": lambda self, current: self.start})
+        yield ("the scheduler's lr arrives, its betas don't: hand on all that param_groups holds, and not lr alone",
+               {"hyperparameters": only_lr})
+        yield ("what a scheduler writes arrives one step late: hand it to the inner optimizer before that steps",
+               {"hyperparameters": last_groups})
+    if run.optimizer == "AdamW":
+        yield "weight decay is applied twice: AdamW does it in its step", twice("weight_decay")
+        yield "eps is twice the constructor's in the inner optimizer: hand it on as it is", twice("eps")
+        yield "eps of the constructor doesn't reach the inner optimizer", {"hyperparameters": small_eps}
+    if run.groups:
+        yield NO_GROUPS, {"run": replace(run, groups=False)}
+    if n > 1:
+        yield ("only the last micro-batch counts: the gradients of those before were dropped",
+               {"factor": lambda step, micro: float(micro == n - 1)})
+        yield "only the first micro-batch counts", {"factor": lambda step, micro: float(micro == 0)}
+        yield ("micro-batches that were averaged are sent again with the next one",
+               {"factor": lambda step, micro: n - micro})
+        yield "micro-batches are averaged: their gradients add up, as in torch", {"factor": lambda *_: 1 / n}
+    if run.max_norms:
+        yield ("the norm is right, and the gradients were not scaled by max_norm / norm",
+               {"scaled": lambda self, ratio, norm: (1, norm)})
+        yield ("gradients are scaled also where their norm is below max_norm: the factor is at most 1",
+               {"scaled": lambda self, ratio, norm: (ratio, norm)})
+        yield ("√d times the norm: every rank adds the squares of the whole model, so they count d times",
+               {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * d**0.5)})
+        yield ("the norm after clipping: return the one before",
+               {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * min(ratio, 1))})
+        yield ("the root is missing: this is the square of the norm",
+               {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm**2)})
+        yield ("the norm of the first group alone: add up the squares over all groups",
+               {"clipped": lambda self: self.param_groups[0]["params"]})
+    if run.resume:
+        yield ("the state is lost: load_state_dict() leaves the inner optimizer as new",
+               loads(lambda self, saved: {"state": {}}))
+        yield ("moments are loaded, and AdamW's `step` is 0 again: its bias correction starts anew",
+               loads(with_steps_from_0))
+        yield ("the lr of a scheduler is lost: state_dict() has it, load_state_dict() doesn't put it into param_groups"
+               if lr_was_saved else
+               "the lr of a scheduler is lost: save the groups' hyperparameters, too, in state_dict()",
+               loads(lambda self, saved: {"param_groups": self.state_dict()["param_groups"]}))
+        yield ("the lr that is loaded is that of the last step: a scheduler has changed the outer groups since",
+               loads(with_last_lr))
+        yield ("state and lr are lost: load_state_dict() leaves both as new",
+               {"load_state_dict": lambda self, saved: None})
+    if run.unused:
+        yield ("a parameter that some ranks use is averaged over these alone: divide by all d, as DDP does",
+               average_over_users(d))
+        yield ("what no rank uses is stepped with zeros, and decays: its gradient must stay None",
+               {"change_grads": fill_with_zeros})
+    if run.discards:
+        yield ("zero_grad(set_to_none=False) leaves gradients as they are: it must zero them",
+               {"kept": lambda self, param, set_to_none: None if set_to_none else param.grad})
+    yield SUMMED, {"factor": lambda *_: float(d)}
+    yield TWICE_AVERAGED, {"factor": lambda *_: 1 / d}
+    yield ("gradients of the step before are added again: zero_grad() must forget them",
+           {"kept": lambda self, param, set_to_none: param.grad})
+    yield ("parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed",
+           {"kept": values, "factor": lambda step, micro: float(step == 0)})
+    yield ("gradients were added to parameters: the buffer must be zeroed when these have been copied out",
+           {"kept": values})
+    yield DEFAULTS, {"run": replace(run, defaults=True)}
+    if run.optimizer != "SGD":
+        yield ("the optimizer's state is new in each step: make the inner optimizer once, in the constructor",
+               {"kept": clear_state})
+        yield "the inner optimizer is not optimizer_cls", {"run": replace(run, optimizer="SGD")}
 
 
 def likely_cause(ranks, due, step, run):
@@ -221,7 +211,7 @@ def likely_cause(ranks, due, step, run):
     """
     d, came = len(ranks), ranks[0].snapshots
     for cause, how in known_mistakes(run, d, ranks[0].lr_was_saved):
-        if all(map(close, came, in_one_process(**how).snapshots)):
+        if all(map(close, came, in_one_process(**{"run": run, "ranks": range(d), **how}).snapshots)):
             return cause
     own = torch.stack([seen.snapshots[1] for seen in each_by_itself(run, d)])
     if step == 1 and torch.isclose(own, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():  # that of its owner

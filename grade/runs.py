@@ -162,7 +162,8 @@ class Training:
             self.model[0].register_forward_hook(self.note_first_layer)
         if self.run.counts:
             for param in self.model.parameters():
-                param.register_hook(self.note_gradient)
+                if param.requires_grad:  # an optimizer may freeze some
+                    param.register_hook(self.note_gradient)
         self.scheduler = self.run.scheduler(self.optimizer)
 
     def note_step(self, optimizer, *_):

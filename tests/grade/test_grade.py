@@ -237,7 +237,7 @@ def test_an_exercise_says_what_to_fill_in(grade, tmp_path, stage):
 
 def test_an_exercise_that_is_not_there_is_refused(tmp_path):
     """tests/house/test_taken.py has the places where none can be written."""
-    with pytest.raises(ValueError, match="STAGE=7: there are the exercises 1, 2, 3, 4, and variants"):
+    with pytest.raises(ValueError, match="STAGE=7: there are the exercises 0 to 4, variants, and drill1 to drill8"):
         skeleton.write("7", tmp_path / "mine")
 
 
