@@ -97,12 +97,13 @@ def failure(error, told, raised, hint):
         rank, text, place = (own or raised)[0]
         cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), hint)
         return ("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
-                cause if own else parting or hint or UNKNOWN)
+                cause if own else hint or parting or UNKNOWN)
     if has_died:
+        is_aborted = " was killed by signal 6" in error  # by gloo, if messages of two sizes meet
         last = last_of(told[int(error.split()[1])])
         return ("every rank lives until the end of this check",
                 [shorten(error), f"after {last}" if last else "before its first collective"],
-                "os._exit() or a crash ended it; the other ranks have only lost it")
+                is_aborted and (hint or parting) or "os._exit() or a crash ended it; the other ranks have only lost it")
     doings = {}  # what a rank does -> the ranks
     for rank, messages in enumerate(told):
         doings.setdefault(doing(messages), []).append(str(rank))

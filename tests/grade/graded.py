@@ -423,6 +423,9 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "after step 1, used_by_rank_0 differs by up to 0.0017", "a parameter that some ranks use is averaged over"),
     "ZerosForNone": Wrong(Whole, {"if n_users and param": "if param"}, UNUSED,
         "after step 1, used_by_none differs by up to 0.001", "what no rank uses is stepped with zeros, and decays"),
+    # gloo ends a process that receives more than it waits for.
+    "AveragesWhatItHas": Wrong(Whole, {"if n_users and param.grad is None": "if n_users < 0"}, UNUSED, "",
+        levels.UNUSED, "", ""),
     "KeepsAverages": Wrong(Whole, {"        self.is_synced = True\n": "        self.is_synced = True\n"
         "        for param in {*self.params()} - {*self.shards[self.rank]}:\n            param.grad = None\n"},
         "a loop without zero_grad()", "0.375 wherever it has moved: 2.5 times the mean", by_hand.AVERAGED_AGAIN, "",
