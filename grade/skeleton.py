@@ -105,7 +105,8 @@ def emptied(path, asked):
     bodies = "1 body" if len(asked) == 1 else f"{len(asked)} bodies"
     exercise = f"Exercise: fill in {bodies}, see docs/exercise.md. The solution is {path}."
     lines[end:end] = ["", exercise] * bool(asked)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return re.sub(r"^from \.(?=\w)", "from guard.", text, flags=re.MULTILINE) if path.startswith("guard/") else text
 
 
 def write(what, to):

@@ -253,7 +253,7 @@ WRONG_VARIANTS = {
     "offload": ("copy=True)\n\n\nclass", "copy=False)\n\n\nclass", [HOLDS]),
     "finite": ("(everyone == 0)", "(everyone == 2)", [TELLS]),
     "blocks": ("place(BLOCK)", "place(alignment)", [TRAINS]),
-    "chained": ("torch.stack(norms)", "torch.stack(norms[:1])", [TRAINS]),
+    "chained": ("torch.stack(shares)", "torch.stack(shares[:1])", [TRAINS]),
     "wire16 half left out": ("self.reduce_dtype = torch.float32", "pass", ["in which dtype parts are added"]),
 }
 
