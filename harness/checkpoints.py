@@ -72,7 +72,8 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
         checkpoint.save(path, *self.trained, {"step": n_done, "settings": self.settings})
         if self.args.keep and is_rank_0():
-            for old in [other for other in checkpoints_in(path.parent) if other <= path][self.args.keep :]:
+            old_paths = [other for other in checkpoints_in(path.parent) if other <= path][self.args.keep :]
+            for old in [*old_paths, *path.parent.glob("step-*.partial")]:  # the latter of saves that were killed
                 shutil.rmtree(old, ignore_errors=True)
 
     def _resume(self, paths, scheduler):

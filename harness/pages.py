@@ -15,6 +15,7 @@ from harness.tables import TEXT, column, names, rate_words
 from harness.take import core_lines
 
 GPUS = ("cuda.json",)
+CHECKPOINTS = "saving.json", "faults.json"
 
 
 def made(files):
@@ -85,12 +86,6 @@ def plans():
                   "fits_from")
     times = [pick(sheets["time"], "name", "ms", "exposed", "once", "each", "peak") for sheets in (plan, larger)]
     return shown(memory, *times, pick(plan["sizes"]))
-
-
-def mutations():
-    """Return the last row of the table: all kinds of changes together."""
-    sheet = pick(saved.load("faults_mutations.json").sheets["mutations"])
-    return shown(dataclasses.replace(sheet, rows=sheet.rows[-1:]))
 
 
 def sheets_of(name, *keys):
@@ -166,7 +161,8 @@ def ladder():
 
 BLOCKS = {
     "ladder": ladder,
-    "made": lambda: made([name for name in saved.FILES if name not in GPUS]),
+    "made": lambda: made([name for name in saved.FILES if name not in (*GPUS, *CHECKPOINTS)]),
+    "made_checkpoints": lambda: made(CHECKPOINTS),
     "made_gpu": lambda: made(GPUS),
     "settings": lambda: code(*(textwrap.fill(tables.settings_line(result.conditions), 100)
                                for result in (saved.load_bench(), saved.by_rate()[0]))),
@@ -185,7 +181,6 @@ BLOCKS = {
     "host": lambda: shown(host(saved.load_bench())),
     "saving": lambda: sheets_of("saving.json", "saving"),
     "faults": lambda: sheets_of("faults.json", "faults"),
-    "mutations": mutations,
     "cuda": cuda,
     "plan": plans,
     "plan_check": lambda: sheets_of("plan.json", "two hosts", "published"),

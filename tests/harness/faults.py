@@ -3,13 +3,12 @@
     python -m pytest -p tests.harness.faults -m faults [--kills 20] [--faults-json FILE]      # make faults
 """
 
+import collections
 import re
-import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -39,12 +38,12 @@ def pytest_sessionfinish(session, exitstatus):
         path.write_text(results.to_json(report), encoding="utf-8")
 
 
-class FaultRow(NamedTuple):
-    """What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run."""
-    fault: str
-    times: int
-    seen: str
-    end: str
+# What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run.
+FaultRow = collections.namedtuple("FaultRow", "fault times seen end")
+
+
+def note(fault, times, seen, end="equal"):
+    ROWS.append(FaultRow(fault, times, seen, end))
 
 
 def fault_sheet(rows, made):
@@ -53,10 +52,6 @@ def fault_sheet(rows, made):
                          "seen": column("went on from", "seen", form=TEXT),
                          "end": column("at the\nend", "end", "compared")},
         [made_line(made, "stage 4 on two ranks or three")])
-
-
-def note(fault, times, seen, end="equal"):
-    ROWS.append(FaultRow(fault, times, seen, end))
 
 
 class Run:
@@ -77,7 +72,7 @@ class Run:
 
     def __exit__(self, *exception):
         self.limit.cancel()
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         self.process.wait(60)  # torchrun gives its ranks 30
 
     def read_until(self, pattern):
@@ -112,7 +107,7 @@ def run_undisturbed(*args, begin=""):
 
 
 def end_of(folder):
-    """Return weights and optimizer's state of a run's newest checkpoint, loaded in plain torch."""
+    """Return weights, optimizer state and learning rate of a run's newest checkpoint, loaded in plain torch."""
     model = GPT(MODELS["nano"])
     optimizer = torch.optim.AdamW(model.parameters())
     load(latest(folder), model, optimizer)
@@ -120,5 +115,4 @@ def end_of(folder):
 
 
 def end_equally(folder, other_folder):
-    """Tell whether two runs have ended with the same parameters, state and learning rate, to the bit."""
     return equal(end_of(folder), end_of(other_folder))

@@ -80,7 +80,7 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_goes(rank):
 
 
 def test_without_a_folder_sigterm_ends_a_rank_as_ever():
-    ended = run_ranks(2, "tests/harness/killed.py", "backward:SIGTERM", TRAIN, *OPTIONS, "--steps", "30")
+    ended = run_ranks(2, "tests/harness/killed.py", "1", "backward", "SIGTERM", TRAIN, *OPTIONS, "--steps", "30")
     assert [rank.code for rank in ended] == [1, -15]
 
 

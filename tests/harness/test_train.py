@@ -40,7 +40,7 @@ def test_every_stage_prints_the_losses_of_ddp(stage, of_ddp):
 def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_path):
     """2 x 2 until a signal in step 8, then 2 x 2 and 4 x 1."""
     mesh = [*OPTIONS, "--batch-size", "4", "--tp", "2", "--checkpoint"]
-    ended = run_ranks(4, "tests/harness/killed.py", "backward:SIGTERM", TRAIN_4, *mesh, tmp_path / "2x2")
+    ended = run_ranks(4, "tests/harness/killed.py", "1", "backward", "SIGTERM", TRAIN_4, *mesh, tmp_path / "2x2")
     assert [rank.code for rank in ended] == [75] * 4, ended[0].stderr
     assert losses(ended) == of_ddp[:2]
     shutil.copytree(tmp_path / "2x2", tmp_path / "4x1")

@@ -9,8 +9,7 @@ from variants import hybrid
 
 class OnPairs(hybrid.OnMesh):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, **kwargs):
-        kwargs.setdefault("mesh", mesh())
-        super().__init__(params, optimizer_cls, **kwargs)
+        super().__init__(params, optimizer_cls, mesh=mesh(), **kwargs)
 
 
 class ShardedOptimizer(OnPairs, hybrid.ReplicasOfStage3):
