@@ -1,4 +1,4 @@
-"""Level 3: tests of this repository on a package, with what fails counted by test."""
+"""Runs level 3: tests of this repository on a package, with what fails counted by test."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ CAUSES = {  # a part of a failure -> its cause
 
 
 def holds(package, arguments, is_core):
-    """By pytest -> whether all have passed."""
+    """Run the tests by pytest -> whether all have passed."""
     tests, title = (("tests/stages/test_cores.py", "The tests of the cores") if is_core else
                     ("tests/stages/test_contract.py", "The whole contract"))
     print(f"\nLevel 3: {title} (minutes)", flush=True)
@@ -46,8 +46,9 @@ def holds(package, arguments, is_core):
         of_all, counts = Counter(names), Counter(name for name, _ in said)
         known = [(name, came, [cause]) for name, came in said for part, cause in CAUSES.items() if part in came]
         name, came, causes = (known or [(*said[0], [])])[0]
-        print(f"  FAILED    {len(said)} of {len(cases)}: " + shorten(", ".join(
-            f"{name} {count} of {of_all[name]}" for name, count in counts.most_common())))
+        print(f"  FAILED    {len(said)} of {len(cases)}")
+        for test, count in counts.most_common():
+            print(f"            {test} {count} of {of_all[test]}")
         docstrings = [ast.get_docstring(node) for node in ast.parse((ROOT / tests).read_text(encoding="utf-8")).body
                       if isinstance(node, ast.FunctionDef) and node.name == name]
         words = name.removeprefix("test_").replace("_", " ")

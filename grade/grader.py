@@ -3,12 +3,12 @@
 import functools
 import itertools
 
-from grade import on_ranks
+from grade import on_ranks, runs
 from harness.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
 LAST_S = 600  # where neither is seen
-UNKNOWN = "the figures don't give one away"
+UNKNOWN = "no known mistake gives these figures: see the next line"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
     "empty parameter list": "a rank owns nothing here: give the inner optimizer a group without parameters then",
@@ -20,7 +20,7 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 
 
 class Wrong(Exception):
-    """What was expected, what came (a line, or a list of them), and the likely cause."""
+    """Says what was expected, what came (a line, or a list of them), and the likely cause."""
 
     def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
@@ -31,7 +31,7 @@ class Wrong(Exception):
 
 
 def first_wrong(rows):
-    """Raises the first of `rows` that is wrong: (whether it is, expected, came, cause)."""
+    """Raise the first of `rows` that is wrong: (whether it is, expected, came, cause)."""
     for is_wrong, *lines in rows:
         if is_wrong:
             raise Wrong(*lines)
@@ -40,11 +40,13 @@ def first_wrong(rows):
 class Grader:
     """Runs functions of grade/on_ranks.py on ranks, with the optimizer of `package`; a failure becomes a Wrong."""
 
-    def __init__(self, package, workers=None):
+    def __init__(self, package, workers=None, beside_ddp=False):
         self.package = package
+        self.beside_ddp = beside_ddp
         self.workers = {} if workers is None else workers  # by world size
         self.answers = {}  # a run that two checks ask for is done once
         self.run_under_way = None  # (the Run, the number of ranks) of the check that goes on
+        self.printed = []  # lines that its ranks have printed, the latest last
 
     def close(self):
         for workers in self.workers.values():
@@ -52,12 +54,12 @@ class Grader:
 
     @functools.cached_property
     def facts(self):
-        """Facts of the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
+        """Look at the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
         return self.run(2, on_ranks.look)[0]
 
     def run(self, world_size, function, *args, hint=None):
         """-> [function(candidate, *args) of rank 0, 1, …]. hint: the likely cause where an exception has no other."""
-        if function is on_ranks.play:
+        if function is runs.play:
             self.run_under_way = *args, world_size
         key = world_size, function, args
         if key in self.answers:
@@ -68,6 +70,9 @@ class Grader:
         raised = []  # (rank, what it says, the place), in the order in which they did
 
         def hear(rank, message):
+            if message[0] == "printed":
+                self.printed.append(f"rank {rank}: {message[1]}")
+                return
             told[rank].append(message)
             if message[0] == "raised":
                 raised.append((rank, *message[1:]))
@@ -76,8 +81,8 @@ class Grader:
                 raise WorkerError("all ranks stand still")
 
         try:
-            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
-                                                             on_event=hear)
+            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, self.beside_ddp, LIMITS_S,
+                                                             function, *args, on_event=hear)
         except WorkerError as error:
             raise Wrong(*failure(str(error), told, raised, hint), step=0) from None
         return self.answers[key]
@@ -86,18 +91,19 @@ class Grader:
 def failure(error, told, raised, hint):
     """-> what a Wrong is made of, from what the ranks have told."""
     parting = first_difference(told)
-    own = [one for one in raised if "gloo" not in one[1]]  # others have lost it
+    own = [entry for entry in raised if "gloo" not in entry[1]]  # others have lost it
     has_died = " ended with exit code " in error or " was killed by signal " in error
     if own or raised and not has_died:
         rank, text, place = (own or raised)[0]
         cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in text), hint)
         return ("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
-                cause if own else parting or hint or UNKNOWN)
+                cause if own else hint or parting or UNKNOWN)
     if has_died:
+        is_aborted = " was killed by signal 6" in error  # by gloo, if messages of two sizes meet
         last = last_of(told[int(error.split()[1])])
         return ("every rank lives until the end of this check",
                 [shorten(error), f"after {last}" if last else "before its first collective"],
-                "os._exit() or a crash ended it; the other ranks have only lost it")
+                is_aborted and (hint or parting) or "os._exit() or a crash ended it; the other ranks have only lost it")
     doings = {}  # what a rank does -> the ranks
     for rank, messages in enumerate(told):
         doings.setdefault(doing(messages), []).append(str(rank))

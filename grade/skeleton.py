@@ -1,12 +1,14 @@
-"""Writes an exercise: a stage's core with some bodies taken out, or all variants.
+"""Writes an exercise: a stage's core with some bodies taken out, a ring, all variants, or a drill.
 
-    make exercise STAGE=3 TO=mine            (STAGE=variants)
+    make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=variants, STAGE=drill1)
 """
 
 import ast
+import re
 import sys
 from pathlib import Path
 
+from grade import drills
 from harness import STAGES
 from harness.take import ROOT, write_package
 
@@ -44,6 +46,9 @@ ASKED = {  # exercise -> file -> function to be filled in -> what is asked for
         "start_grad_sync": "_foreach_copy_ into slots, divide, let go, clear bucket.ready, send",
         "finish_grad_sync": "wait, then add the parts to the bucket's gradient",
     }, "stage4_overlap/transport.py": {}},
+    "stage0": {"grade/ring.py": {
+        "reduce_scatter": "d - 1 turns: send a partial sum on, add yours to what arrives",
+        "all_gather": "d - 1 turns: send on what arrived last"}},
     "variants": {"variants/per_parameter.py": {
         "shard": "a buffer for each parameter, one inner group for each group",
     }, "variants/muon.py": {
@@ -90,7 +95,7 @@ def emptied(path, asked):
     """-> the source in `path` without the bodies of the functions in `asked`; signatures and docstrings stay."""
     source = (ROOT / path).read_text(encoding="utf-8")
     tree, lines = ast.parse(source), source.splitlines()
-    for name, node in sorted(functions(tree).items(), key=lambda one: -one[1].lineno):  # lines keep their numbers
+    for name, node in sorted(functions(tree).items(), key=lambda pair: -pair[1].lineno):  # lines keep their numbers
         short = name.split(".")[-1]
         if hint := asked.get(short) or asked.get(name):
             first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
@@ -100,14 +105,17 @@ def emptied(path, asked):
     bodies = "1 body" if len(asked) == 1 else f"{len(asked)} bodies"
     exercise = f"Exercise: fill in {bodies}, see docs/exercise.md. The solution is {path}."
     lines[end:end] = ["", exercise] * bool(asked)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return re.sub(r"^from \.(?=\w)", "from guard.", text, flags=re.MULTILINE) if path.startswith("guard/") else text
 
 
 def write(what, to):
-    """An exercise: a stage by its package or its number, or "variants". Raises ValueError or OSError."""
+    """Write an exercise: of a stage, by its package or number, "variants", "drill1". Raises ValueError or OSError."""
+    if re.fullmatch(r"drill\d+", what):
+        return write_package(to, drills.files(int(what.removeprefix("drill"))))
     exercise = next((exercise for exercise in ASKED if what in (exercise, exercise[5:6])), None)
     if exercise is None:
-        raise ValueError(f"STAGE={what}: there are the exercises 1, 2, 3, 4, and variants")
+        raise ValueError(f"STAGE={what}: there are the exercises 0 to 4, variants, and drill1 to drill8")
     files = {Path(path).name: emptied(path, asked) for path, asked in ASKED[exercise].items()}
     write_package(to, {"__init__.py": "", **files})
 
@@ -118,7 +126,10 @@ def main(what, to):
     except (ValueError, OSError) as reason:
         print(f"exercise: {reason}", file=sys.stderr)
         sys.exit(2)
-    print(f"{to}: fill in its bodies, then make grade STAGE={to}")
+    if what.startswith("drill"):
+        print(f"{(to / 'REPORT.md').read_text().strip()}\n\nFind it in {to}/, mend it, then make grade STAGE={to}")
+    else:
+        print(f"{to}: fill in its bodies, then make grade STAGE={to}{'.ring' if what == '0' else ''}")
 
 
 if __name__ == "__main__":

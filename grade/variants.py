@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from grade.grader import first_wrong
-from grade.on_ranks import OPTIMIZERS, Run, play
+from grade.levels import Check
+from grade.runs import OPTIMIZERS, Run, play
 from harness.take import code_lines
 
 
@@ -165,6 +166,9 @@ def level(name):
                       "see what the core's methods do already")])
         return [f"lines      {n_lines}"]
 
-    return f"It is {name}", [("it trains as ours does", trains), ("what it sends", sends), ("what it holds", holds),
-                             *[("in which dtype parts are added", adds)] * (name == "wire16"),
-                             *[("who has the nan", tells)] * (name == "finite"), ("its code lines", is_short)]
+    checks = [Check("it trains as ours does", trains), Check("what it sends", sends), Check("what it holds", holds)]
+    if name == "wire16":
+        checks.append(Check("in which dtype parts are added", adds))
+    if name == "finite":
+        checks.append(Check("who has the nan", tells))
+    return f"It is {name}", [*checks, Check("its code lines", is_short)]

@@ -18,7 +18,6 @@ Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/s
 
 import contextlib
 import functools
-import math
 import numbers
 import weakref
 from collections.abc import Callable
@@ -40,7 +39,6 @@ class Guarded(torch.optim.Optimizer):
     _takes_dtensors = _takes_channels_last = False
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
-    across: Any = None  # process group of the ranks that have the same shards, as in variants/hybrid.py
     _n_steps = 0  # since the shards were made, or of the state_dict that was loaded
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
@@ -50,6 +48,11 @@ class Guarded(torch.optim.Optimizer):
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)
+
+    @property
+    def _agreement_group(self):
+        """The process group of all ranks that train the model. In variants/hybrid.py several groups have its shards."""
+        return self.process_group
 
     @torch.no_grad()
     def add_param_group(self, param_group):
@@ -153,8 +156,7 @@ class Guarded(torch.optim.Optimizer):
     @property
     def n_averaged(self):
         """The number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
-        groups = [self.process_group] if self.across is None else [self.process_group, self.across]
-        return math.prod(map(dist.get_world_size, groups))
+        return dist.get_world_size(self._agreement_group)
 
     @property
     def _grad_factor(self):
@@ -243,7 +245,7 @@ class Guarded(torch.optim.Optimizer):
             settings = {**settings_of(loaded.param_groups), "n_steps": float(state_dict.get("n_steps", 0))}
         except Exception as refusal:
             error = refusal
-        agree(error, settings, self.process_group, all_params(self)[0].device)
+        agree(error, settings, self._agreement_group, all_params(self)[0].device)
         for main, saved in parts:
             main.copy_(saved)
         vars(self.optimizer).update(vars(loaded))
@@ -294,8 +296,8 @@ def mean_loss(optimizer, closure):
     if hasattr(loss, "full_tensor"):  # a DTensor, maybe with partial sums
         loss = loss.full_tensor()
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
-    dist.all_reduce(loss, group=optimizer.process_group)
-    return loss / dist.get_world_size(optimizer.process_group)
+    dist.all_reduce(loss, group=optimizer._agreement_group)
+    return loss / dist.get_world_size(optimizer._agreement_group)
 
 
 Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step"  # in the error of a wrong argument

@@ -33,7 +33,7 @@ def checked_groups(optimizer, params, settings):
             is sparse, integer or 8-bit, has gaps in memory, is on another device, or is nothing that the stage takes;
             or the ranks disagree; or what the stage's `_probe` raises.
     """
-    process_group = optimizer.process_group
+    process_group = optimizer._agreement_group
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, error, device = [], None, next(iter(backends_of(process_group)))

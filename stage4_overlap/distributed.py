@@ -170,7 +170,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
-            error = difference_between_ranks(self._rounds.settings, self.process_group) or error
+            error = difference_between_ranks(self._rounds.settings, self._agreement_group) or error
         if error:
             self.zero_grad()
             raise error
@@ -186,7 +186,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if now.is_open or not now.n:
             self._finish_round()
         now.settings = {**settings_of(self.param_groups), **comparable(arguments)}
-        used, wrong, n_rounds = agree(now, params, wrong, self.process_group)
+        used, wrong, n_rounds = agree(now, params, wrong, self._agreement_group)
         while now.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
         unused = {param for param, use in zip(params, used) if not use}

@@ -17,7 +17,17 @@ from guard.groups import name_of
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
-class ShardedOptimizer(OverlapOptimizer):
+class WithSkip:
+    """n_skipped: how many steps were left out.  has_bad_grads: whether the next one will be."""
+
+    n_skipped, has_bad_grads = 0, False
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, skip=False, **kwargs):
+        self.skip = skip
+        super().__init__(params, optimizer_cls, **kwargs)
+
+
+class CheckedOptimizer(OverlapOptimizer):
     checks = ()  # (parameter, whether its gradient is finite, a tensor) of all that have left since the last step
 
     @torch.no_grad()
@@ -33,14 +43,27 @@ class ShardedOptimizer(OverlapOptimizer):
             everyone = mine.new_empty(dist.get_world_size(self.process_group), len(checks))
             dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.process_group)
             bad = [f"{name_of(checks[i][0], self.param_groups)} on rank {r}" for r, i in (everyone == 0).nonzero()]
-            if bad:
+            self.has_bad_grads |= bool(bad)
+            if bad and not self.skip:
                 self.zero_grad()
                 raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
 
+    def step_own(self):
+        self.finish_param_sync()
+        if not self.has_bad_grads:
+            super().step_own()
+        self.n_skipped += self.has_bad_grads
+        self.has_bad_grads = False
+
     def zero_grad(self, set_to_none=True):
         self.checks = ()
+        self.has_bad_grads = False
         super().zero_grad(set_to_none)
 
 
-class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, which refuses what is not finite."""
+class ShardedOptimizer(WithSkip, CheckedOptimizer):
+    """Stage 4's core, which refuses what is not finite."""
+
+
+class DistributedOptimizer(WithSkip, stage4_overlap.DistributedOptimizer, CheckedOptimizer):
+    """The same with the guard."""

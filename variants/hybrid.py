@@ -5,54 +5,89 @@ all of them is mostly latency.
 Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
 DeepSpeed. modded-nanogpt trains on one node, and does not need it.
 Wire, for r groups of s ranks: (g+p)Ψ · (s-1)/s bytes within a group, and across groups an all-reduce of the shard
-alone, 2 · 4Ψ/s · (r-1)/r. Memory: as on s ranks, not as on r · s.
-Costs: the state exists r times. The guard's checks agree within a group only. If one group alone sees an error (a
-missing gradient, another lr), its ranks raise it and the other groups wait. The loss of a closure is the group's mean,
-and only the ranks of one group call `save`.
-This file is about stage 4; `OnMesh` and `ReplicasOfStage3` do the same for stage 3.
+alone, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks, not as on r · s.
+Costs: the state exists r times. The all-reduce of each backward pass overlaps with it, as FSDP2's does. With
+`gradient_accumulation_steps=k`, the same on every rank, only the k-th pass since the last step has one: fewer bytes.
+`step` averages what no pass has averaged, and waits for it. FSDP2 calls this set_requires_all_reduce(is_last).
+Not taken: `reshard`. Only the ranks of one group call `save`. Groups run equally many backward passes, as ranks do in
+stage 4; with `gradient_accumulation_steps=math.inf` they may differ by group.
+This file is about stage 4; `OnMesh` and `ReplicasOfStage3` do the same for stage 3, which sends once per step.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
 """
 
+import collections
+
 import torch
 import torch.distributed as dist
 
 import stage4_overlap
+from stage3_gradbuffer.buffer import Holds
 from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class OnMesh:
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, **kwargs):
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, gradient_accumulation_steps=1, **kwargs):
+        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.across = mesh.get_group(0)  # the ranks that have the same shards
+        self.all_ranks = None
+        if mesh.size() < dist.get_world_size():
+            self.all_ranks = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
         super().__init__(params, optimizer_cls, process_group=mesh.get_group(1), **kwargs)
+
+    @property
+    def _agreement_group(self):
+        return self.all_ranks
+
+    def move_to(self, process_group):
+        raise ValueError("reshard() doesn't know the groups of a mesh: save, and load on another mesh")
 
 
 class Replicas:
     def shard(self, groups):
+        self.n_passes = collections.Counter()  # bucket -> how often it has arrived since the last step
+        self.averages = {}  # bucket -> the work of its all-reduce in flight
         for param in [param for group in groups for param in group["params"]]:
             dist.broadcast(param.detach(), group=self.across, group_src=0)
         super().shard(groups)
 
-    def average(self, shard):
+    def start_average(self, shard):
+        """Average `shard` over the groups, in place. -> the work to wait for"""
         shard /= dist.get_world_size(self.across)
-        dist.all_reduce(shard, group=self.across)
+        return dist.all_reduce(shard, group=self.across, async_op=True)
 
 
 class ReplicasOfStage3(Replicas, GradBufferOptimizer):
     def sync_grads(self):
+        """Across the groups once, however often the guard calls this before a step."""
+        full_buffers = [buffer for buffer in self.buffers if buffer.holds is not Holds.GRAD_SHARD]
         super().sync_grads()
-        for buffer in self.buffers:
-            self.average(buffer.main_grad_shard)
+        for work in [self.start_average(buffer.main_grad_shard) for buffer in full_buffers]:
+            work.wait()
 
 
 class ReplicasOfStage4(Replicas, OverlapOptimizer):
     def receive_oldest(self):
-        """Also across the groups, each time that a bucket has arrived; what it held before is the same everywhere."""
-        shard = self.travelling[0].bucket.gradient.shard
+        """Start a bucket's all-reduce when it has arrived. What its shard held before is the same in each group."""
+        bucket = self.travelling[0].bucket
+        if bucket in self.averages:
+            self.averages[bucket].wait()
         super().receive_oldest()
-        self.average(shard)
+        self.n_passes[bucket] += 1
+        if self.n_passes[bucket] >= self.gradient_accumulation_steps:
+            self.averages[bucket] = self.start_average(bucket.gradient.shard)
+
+    def sync_grads(self):
+        super().sync_grads()
+        for bucket in self.n_passes:  # in the same order on each rank
+            if bucket not in self.averages:
+                self.averages[bucket] = self.start_average(bucket.gradient.shard)
+        for work in self.averages.values():
+            work.wait()
+        self.averages.clear()
+        self.n_passes.clear()
 
 
 class ShardedOptimizer(OnMesh, ReplicasOfStage4):

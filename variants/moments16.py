@@ -22,7 +22,7 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 class ShardedOptimizer(BucketByBucket):
     def unpack(self, bucket):
         super().unpack(bucket)
-        self.cast_moments(bucket, torch.float32)
+        self.cast_moments(bucket, bucket.parameter.main_shard.dtype)
 
     def pack(self, bucket):
         self.cast_moments(bucket, torch.bfloat16)

@@ -85,9 +85,10 @@ class WholeBuffer(BucketBuffer):
         super().__init__(buckets, transport)
         if transport.needs_receive_buffer:
             numels = [transport.world_size * bucket.lengths[transport.rank] for bucket in buckets]
-            self.received = self.sent.new_zeros(max(numels) * buckets[0].flat_params.itemsize)
-            for bucket, numel in zip(buckets, numels):
-                received = self.received.view(self.wire_dtype(bucket))[:numel]
+            dtypes = [self.wire_dtype(bucket) for bucket in buckets]
+            self.received = self.sent.new_zeros(max(n * dtype.itemsize for n, dtype in zip(numels, dtypes)))
+            for bucket, numel, dtype in zip(buckets, numels, dtypes):
+                received = self.received[: numel * dtype.itemsize].view(dtype)
                 self.places[bucket] = *self.places[bucket][:2], received.view(transport.world_size, -1)
 
 

@@ -12,6 +12,7 @@ late. This variant was run on CPUs only; the bytes of a fake GPU are counted.
 import torch
 
 import stage4_overlap
+from guard.states import follow
 from stage4_overlap.buffer import Bucket, BucketBuffer, PartitionedParameter
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
@@ -47,3 +48,9 @@ class ShardedOptimizer(OverlapOptimizer):
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's, stepped on the host."""
+
+    def _take_model_changes(self):
+        """Also those through `param.data`, which no version counter shows: the device's shards are read."""
+        self.finish_param_sync()
+        for bucket in self.buckets:
+            follow(bucket.parameter.main_shard, bucket.parameter.shard)

@@ -8,7 +8,9 @@ of one bucket.
 How: the upper 16 bits of an fp32 number are a bf16 number. The remainder, a signed 16-bit number, is what is left over.
 Main parameters equal stage 4's to the bit. Parameters differ only at ties, about 2^-16 of all: they are rounded up
 (away from zero) instead of to even, which is one unit in the last place.
-Costs: two passes over the shard. Code that writes into the model between steps does not change the remainders.
+Other dtypes, such as fp32 norms in a bf16 model: kept as in stage 4.
+Costs: three passes over the shard. What is written into the model between steps counts to half a unit in the last
+place.
 """
 
 import torch
@@ -29,7 +31,9 @@ class SplitParameter(PartitionedParameter):
         """Put together unless it is; the views of it that the inner optimizer steps have their memory again."""
         if not self.main.untyped_storage().size():
             self.main.untyped_storage().resize_(self.main.nbytes)
-            self.main.view(torch.int32).copy_(self.shard.view(torch.int16)).mul_(2**16).add_(self.remainder)
+            # Somebody may have written a zero into the model. Less than zero would be a nan, in bits.
+            remainder = torch.where(self.shard == 0, self.remainder.clamp(min=0), self.remainder)
+            self.main.view(torch.int32).copy_(self.shard.view(torch.int16)).mul_(2**16).add_(remainder)
         return self.main
 
     def copy_main_to_model(self):
@@ -41,7 +45,8 @@ class SplitParameter(PartitionedParameter):
 
 
 class SplitBucket(Bucket):
-    parameter_of = SplitParameter
+    def parameter_of(self, shard):
+        return SplitParameter(shard) if shard.dtype == torch.bfloat16 else super().parameter_of(shard)
 
 
 class ShardedOptimizer(BucketByBucket):

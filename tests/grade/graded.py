@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from grade import by_hand, grader, levels
+from grade import by_hand, grader, levels, mistakes
 from harness import STAGES
 from stage1_naive_broadcast.optimizer import ShardedOptimizer as Stage1
 from stage1_naive_broadcast.optimizer import hyperparameters
@@ -128,9 +128,19 @@ class Whole(Stage1):
     """Stage 1's core, and what level 2 asks for besides."""
     is_synced = False
 
+    def params(self):
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
     def sync_grads(self):
-        if not self.is_synced:
-            super().sync_grads()
+        if self.is_synced:
+            return
+        users = torch.tensor([float(param.grad is not None) for param in self.params()])  # ranks
+        dist.all_reduce(users, group=self.process_group)
+        for param, n_users in zip(self.params(), users.tolist()):
+            if n_users and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        super().sync_grads()
         self.is_synced = True
 
     @torch.no_grad()
@@ -143,9 +153,8 @@ class Whole(Stage1):
         yield  # gradients travel in step(), and nowhere else
 
     def clip_grad_norm_(self, max_norm):
-        params = [param for group in self.param_groups for param in group["params"]]
         self.sync_grads()
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return torch.nn.utils.clip_grad_norm_(self.params(), max_norm)
 
     def state_dict(self):
         return self.optimizer.state_dict(), [hyperparameters(group) for group in self.param_groups]
@@ -164,6 +173,7 @@ START, LATE = "all ranks start from rank 0's parameters", "prefetch_params: rank
 STATE, BYTES = "the state is spread over 2 ranks", "collectives and bytes"
 GROUPS, CLIP = "three groups, with their own lr and weight decay", "clip_grad_norm_ equals torch's on the whole model"
 RANGES, COUNTS = "ranges_in_shard by hand", "start and stop count from the parameter's first element, offset from the"
+UNUSED = "a parameter that one rank uses, one that none uses"
 NO_SYNC, SIXTEEN = "the same, inside no_sync()", "parameters of 16 bits"
 RESUME, FIRST = "state_dict() and load_state_dict() go on where they left off", "prefetch_params: the first layer waits"
 MOVES = "every element moves by lr × mean gradient, "
@@ -222,7 +232,7 @@ SENDS = "dist.broadcast(param, group=self.group, group_src=owner)"
 OWNED = '[{"params": self.owned()}], **optimizer_kwargs)'
 MINE = "if self.owner[param] == self.rank]"
 AVERAGED = "dist.all_reduce(grad, group=self.group)\n        grad /= self.d"
-CLIPPED = "return torch.nn.utils.clip_grad_norm_(params, max_norm)"
+CLIPPED = "return torch.nn.utils.clip_grad_norm_(self.params(), max_norm)"
 UPDATED = "own.update(hyperparameters(group))"
 LOADED = "        for group, its in zip(self.param_groups, saved[1]):\n            group.update(its)\n"
 WRONG = {  # without those of docs/exercise.md, which are graded too
@@ -328,7 +338,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "an all-reduce takes twice the bytes of a broadcast"),
     "OneGroup": Wrong(STAGE_1, {"{**hyperparameters(group), ": "{**self.defaults, ", UPDATED: "pass"}, GROUPS,
         "after step 1, 0.weight, 0.bias … moved with the constructor's lr and the constructor's weight",
-        levels.NO_GROUPS),
+        mistakes.NO_GROUPS),
     "FirstLr": Wrong(STAGE_1, {UPDATED: 'own["lr"] = self.param_groups[0]["lr"]'}, GROUPS,
         "after step 1, 0.weight, 0.bias … moved with group 0's lr and", "the first group's lr is taken for all"),
     "LostDecay": Wrong(STAGE_1, {UPDATED: 'own.update(lr=group["lr"], weight_decay=self.defaults["weight_decay"])'},
@@ -356,8 +366,8 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "nothing has moved, on any rank", by_hand.NOTHING["zeros"]),
     "NotCopied": Wrong("stage4_overlap/buffer.py", {"self.parameter.copy_main_to_model()": "pass"}, SIXTEEN,
         "nothing has moved, on any rank", by_hand.NOTHING["gradients"]),
-    "ClipsItsShard": Wrong(Whole, {"clip_grad_norm_(params, ": "clip_grad_norm_(self.shards[self.rank], "}, CLIP,
-        "0.38", "each rank takes the norm of its own shard"),
+    "ClipsItsShard": Wrong(Whole, {"clip_grad_norm_(self.params(), ": "clip_grad_norm_(self.shards[self.rank], "}, CLIP,
+        "0.", "each rank takes the norm of its own shard"),
     "ClipsItsOwn": Wrong(Whole, {"        self.sync_grads()\n": ""}, CLIP, "0.57",
         "the norm is of this rank's own gradients: average them"),
     "NormAfter": Wrong(Whole, {CLIPPED: f"{CLIPPED}.clamp(max=max_norm)"}, CLIP, "0.05000 on rank 0, 0.05000",
@@ -395,22 +405,60 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "        self.copies = [torch.stack([param, param.grad]) for param in self.params]"}, BYTES,
         "with 4 ranks, 18.00", "beside parameters and gradients a rank holds its own 1/d", "",
         "fewer bytes a parameter held after a step than DDP with AdamW holds: 16"),
-    "ClipsAlways": Wrong(Whole, {CLIPPED: 'norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))\n'
-        "        torch._foreach_mul_([param.grad for param in params], max_norm / norm)\n        return norm"}, CLIP,
-        "after step 2, ", "gradients are scaled also where their norm is", "", ONE_PROCESS),
+    "ClipsAlways": Wrong(Whole, {CLIPPED: 'norm = torch.nn.utils.clip_grad_norm_(self.params(), float("inf"))\n'
+        "        torch._foreach_mul_([param.grad for param in self.params()], max_norm / norm)\n        return norm"},
+        CLIP, "after step 2, ", "gradients are scaled also where their norm is", "", ONE_PROCESS),
     "ForgetsTheScheduler": Wrong(Whole, {LOADED: ""}, RESUME, "after step 3, ",
-        "the lr of a scheduler is lost: state_dict() has the groups'"),
+        "the lr of a scheduler is lost: state_dict() has it, load_state_dict() doesn't put it"),
+    "SavesNoLr": Wrong(Whole, {"[hyperparameters(group) for group in self.param_groups]": "[]"}, RESUME,
+        "after step 3, ", "the lr of a scheduler is lost: save the groups' hyperparameters, too"),
+    "StepsFrom0": Wrong(Whole, {"(saved[0])\n": "(saved[0])\n        for state in self.optimizer.state.values():\n"
+        "            state['step'] = torch.zeros(())\n"}, RESUME, "after step 3, ",
+        "moments are loaded, and AdamW's `step` is 0 again"),
+    "ClipsTheFirstGroup": Wrong(Whole, {CLIPPED: CLIPPED.replace("self.params()", 'self.param_groups[0]["params"]')},
+        CLIP, "0.28", "the norm of the first group alone"),
+    "MeanOfUsers": Wrong(Whole, {"        super().sync_grads()\n        self.is": "        super().sync_grads()\n"
+        "        for param, n_users in zip(self.params(), users.tolist()):\n"
+        "            if n_users:\n                param.grad *= self.world_size / n_users\n        self.is"}, UNUSED,
+        "after step 1, used_by_rank_0 differs by up to 0.0017", "a parameter that some ranks use is averaged over"),
+    "ZerosForNone": Wrong(Whole, {"if n_users and param": "if param"}, UNUSED,
+        "after step 1, used_by_none differs by up to 0.001", "what no rank uses is stepped with zeros, and decays"),
+    # gloo ends a process that receives more than it waits for.
+    "AveragesWhatItHas": Wrong(Whole, {"if n_users and param.grad is None": "if n_users < 0"}, UNUSED, "",
+        levels.UNUSED, "", ""),
+    "KeepsAverages": Wrong(Whole, {"        self.is_synced = True\n": "        self.is_synced = True\n"
+        "        for param in {*self.params()} - {*self.shards[self.rank]}:\n            param.grad = None\n"},
+        "a loop without zero_grad()", "0.375 wherever it has moved: 2.5 times the mean", by_hand.AVERAGED_AGAIN, "",
+        f"{MOVES}0.3 or 0.45 after"),
+    "KeepsZeros": Wrong(Whole, {"    @contextlib.contextmanager\n": "    def zero_grad(self, set_to_none=True):\n"
+        "        set_to_none and super().zero_grad()\n\n    @contextlib.contextmanager\n"},
+        "zero_grad() drops a backward", "after step 1, ", "zero_grad(set_to_none=False) leaves gradients as they are"),
+    "StepsLate": Wrong(STAGE_1, {
+        "        for group, own in": "        self.optimizer.step()\n        for group, own in",
+        f"{UPDATED}\n        self.optimizer.step()\n": f"{UPDATED}\n"}, "a scheduler of torch", "after step 2, ",
+        "what a scheduler writes arrives one step late"),
+    "DecaysTwice": Wrong(STAGE_1, {f"{UPDATED}\n": f"{UPDATED}\n            torch._foreach_mul_(own['params'] or "
+        "[torch.zeros(1)], 1 - own['lr'] * own['weight_decay'])\n", "    def step_own": "    @torch.no_grad()\n"
+        "    def step_own"}, ADAMW, "after step 1, ", "weight decay is applied twice"),
+    "DoublesEps": Wrong(STAGE_1, {"        self.optimizer = optimizer_cls": "        if 'eps' in optimizer_kwargs:\n"
+        "            optimizer_kwargs['eps'] *= 2\n        self.optimizer = optimizer_cls"}, ADAMW, "after step 1, ",
+        "eps is twice the constructor's"),
+    "OneOfRank0": Wrong(Right, {"            self.average(param.grad)": "            self.average(param.grad) if "
+        "param is not self.params[-1] else self.send(param.grad, 0)"}, BY_HAND,
+        "elements 12-15 have moved by 0.1 on every rank: lr × rank 0's gradient", "all ranks have rank 0's gradient"),
+    "Prints": Wrong(Right, {"grad /= self.d": "print('one more\\n' * 49 + 'one more')"}, BY_HAND,
+        "0.3 wherever it has moved: 2 times as far", by_hand.SUMMED),
     "ResumesLate": Wrong(Whole, {"saved[1]": "map(hyperparameters, self.optimizer.param_groups)"}, RESUME,
         "after step 3, ", "the lr that is loaded is that of the last step: a scheduler has"),
     "RangesOfTheWhole": Wrong("stage3_gradbuffer/buffer.py", {"start - shard_start)": "start)"}, RANGES,
         "(1, 4, 5, 8), (2, 0, 2, 12)", COUNTS, "", "of 3, 5, 2 elements at 0, 4, 12, in shard 8 "
         "to 16: (index, start, stop, offset) = (1, 4, 5, 0), (2, 0, 2, 4)"),
     "EmptyRanges": Wrong("stage3_gradbuffer/buffer.py", {"start < stop": "start <= stop"}, RANGES,
-        "(0, 8, 8, 0), (1, 0, 8, 0), (2, 0, 0, 8)", COUNTS, "", "of 8, 8, 8 elements at 0, 8, 16, in "
-        "shard 8 to 16: (index, start, stop, offset) = (1, 0, 8, 0)"),
+        "(0, 8, 8, 0), (1, 0, 8, 0), (2, 0, 0, 8)", "an empty range is included: where start == stop", "",
+        "of 8, 8, 8 elements at 0, 8, 16, in shard 8 to 16: (index, start, stop, offset) = (1, 0, 8, 0)"),
     "five": Wrong("", {}, "the interface", "its type is int", "", "", "DistributedOptimizer is a class"),
     "judges_itself_later": Wrong("", {}, BY_HAND, "rank r: AssertionError: judges_itself_later replaces "
-        "grade.on_ranks.in_one_process, by which it is graded", "", "", NO_EXCEPTION),
+        "grade.mistakes.in_one_process, by which it is graded", "", "", NO_EXCEPTION),
 }
 SOURCES = {  # packages that are no class
     "five": "DistributedOptimizer = 5\n",
@@ -427,19 +475,19 @@ class DistributedOptimizer(metaclass=Raises):
     pass
 """,
     "judges_itself": """
-import grade.on_ranks
+import grade.runs
 from tests.grade import graded
 
-grade.on_ranks.play = lambda candidate, run: run.in_one_process()
+grade.runs.play = lambda candidate, run: run.in_one_process()
 DistributedOptimizer = graded.mistaken("Summed")
 """,
     "judges_itself_later": """
-import grade.on_ranks
+import grade.mistakes
 from tests.grade import graded
 
 
 class DistributedOptimizer(graded.mistaken("Summed")):
     def step(self):
         super().step()
-        grade.on_ranks.in_one_process = None
+        grade.mistakes.in_one_process = None
 """}

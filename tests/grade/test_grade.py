@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grade import by_hand, contract, grader, left_over, levels, on_ranks, skeleton, variants
+from grade import by_hand, contract, grader, left_over, levels, runs, skeleton, variants
 from grade.__main__ import grade as run
 from grade.__main__ import package_of, passes
 from grade.grader import Grader
@@ -23,14 +23,6 @@ from tests.show.test_recorder import parameters
 pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
 
 DOCS = (ROOT / "docs" / "exercise.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    started = {}
-    yield started
-    for one in started.values():
-        one.close()
 
 
 @pytest.fixture
@@ -71,7 +63,8 @@ def complaint(printed):
     """-> the lines of the check that failed, of which there is one."""
     before, failed = printed.split("  FAILED    ")
     lines = [line.strip() for line in failed.splitlines()]
-    assert len([line for line in lines if "make show" not in line]) <= 5, failed
+    of_wrong = [line for line in lines if not re.match("printed |see  |next |make grade|[0-9]+ lines before", line)]
+    assert len(of_wrong) <= 5, failed
     assert max(map(len, lines)) <= 118, failed
     return lines
 
@@ -80,11 +73,19 @@ def complaint(printed):
 def test_what_a_wrong_optimizer_is_told(grade, what):
     """And by which command the recorder shows it, where it can: no missing method, no order of gradients, no groups."""
     name, *printed = complaint(grade(what))
-    assert printed[-1].startswith("see       make show ") == WRONG[what].is_shown()
+    assert any(line.startswith("see       make show ") for line in printed) == WRONG[what].is_shown()
+    unknown = any(line == f"cause     {grader.UNKNOWN}" for line in printed)
+    assert unknown == printed[-1].endswith("' shows what it prints"), printed
     assert name.startswith(WRONG[what].check), (name, printed)
     for expected in WRONG[what].said():  # some lines may be left out
         assert any(re.sub(r"rank \d", "rank r", line, count=1).startswith(expected) if "rank r" in expected else
                    line.startswith(expected) for line in printed), (expected, printed)
+
+
+def test_what_ranks_print_is_shown_shortened_and_only_where_a_check_fails(grade):
+    """A verdict stays in sight beside hundreds of lines: both ranks print 50 for each of four parameters."""
+    before, failed = grade("Prints", BY_HAND).split("FAILED")
+    assert "one more" not in before and failed.count("one more") == 4 and "396 lines before these" in failed, failed
 
 
 def test_who_computes_for_long_does_not_hang(package, workers, monkeypatch):
@@ -128,7 +129,7 @@ def test_the_recorder_shows_the_step_that_is_wrong(grade, tmp_path, what, option
 
 def test_state_that_is_on_no_rank_is_counted_in_elements():
     """"1 times in all" beside "exists once" is no reason."""
-    ranks = [on_ranks.Seen(state=(n, 0)) for n in (33279, 33280)]
+    ranks = [runs.Seen(state=(n, 0)) for n in (33279, 33280)]
     with pytest.raises(grader.Wrong) as wrong:
         levels.state(2)(Namespace(run=lambda *_: ranks))
     assert ("came", "1 of its 66560 elements on no rank: 50% on rank 0, 50% on rank 1") in wrong.value.lines
@@ -156,8 +157,8 @@ def test_level_3_counts_by_test_and_explains_one(capfd, package, monkeypatch, tm
     arguments = ["--ranks", "2", "-k", "closure_and or sixteen or named"]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert not contract.holds(package(graded.Whole), arguments, is_core=False)
-    *_, failed, expected, came, cause, more = capfd.readouterr().out.splitlines()
-    assert failed == "  FAILED    1 of 3: test_closure_and_its_loss 1 of 1"
+    *_, failed, listed, expected, came, cause, more = capfd.readouterr().out.splitlines()
+    assert (failed, listed) == ("  FAILED    1 of 3", "            test_closure_and_its_loss 1 of 1")
     assert expected == "  expected  closure and its loss"
     # Both ranks fail; where the machine is busy, rank 1 may be told of before rank 0 gets there.
     assert re.match("  came      Failed: rank [01]: TypeError: ", came) and "positional" in came
@@ -185,7 +186,7 @@ def test_level_3_that_runs_no_test_is_no_success(monkeypatch, capfd, program):
     ("loops_at_import", ".* can't be imported .*: rank 0, 1 hangs in code of others, before any collective"),
     ("computes_at_import", ".* can't be imported .*: rank 0, 1 hangs in code of others, before any collective"),
     ("raises_when_asked", r".* can't be imported and looked at: rank \d: RuntimeError: don't ask"),
-    ("judges_itself", ".* rank [01]: AssertionError: judges_itself replaces grade.on_ranks.play, by which it is grad"),
+    ("judges_itself", ".* rank [01]: AssertionError: judges_itself replaces grade.runs.play, by which it is grad"),
     (graded.Right, "--only zzz: no check of levels 1 to 2 has that in its name")])
 def test_what_never_comes_to_a_check_is_one_line(workers, capsys, monkeypatch, package, what, line):
     monkeypatch.setattr(grader, "LIMITS_S", (8, 3))
@@ -236,7 +237,7 @@ def test_an_exercise_says_what_to_fill_in(grade, tmp_path, stage):
 
 def test_an_exercise_that_is_not_there_is_refused(tmp_path):
     """tests/house/test_taken.py has the places where none can be written."""
-    with pytest.raises(ValueError, match="STAGE=7: there are the exercises 1, 2, 3, 4, and variants"):
+    with pytest.raises(ValueError, match="STAGE=7: there are the exercises 0 to 4, variants, and drill1 to drill8"):
         skeleton.write("7", tmp_path / "mine")
 
 
@@ -252,7 +253,7 @@ WRONG_VARIANTS = {
     "offload": ("copy=True)\n\n\nclass", "copy=False)\n\n\nclass", [HOLDS]),
     "finite": ("(everyone == 0)", "(everyone == 2)", [TELLS]),
     "blocks": ("place(BLOCK)", "place(alignment)", [TRAINS]),
-    "chained": ("torch.stack(norms)", "torch.stack(norms[:1])", [TRAINS]),
+    "chained": ("torch.stack(shares)", "torch.stack(shares[:1])", [TRAINS]),
     "wire16 half left out": ("self.reduce_dtype = torch.float32", "pass", ["in which dtype parts are added"]),
 }
 

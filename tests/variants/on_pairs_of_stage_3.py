@@ -9,7 +9,8 @@ from variants import hybrid
 
 class OnPairs(hybrid.OnMesh):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, **kwargs):
-        super().__init__(params, optimizer_cls, mesh=mesh(), **kwargs)
+        kwargs.setdefault("mesh", mesh())
+        super().__init__(params, optimizer_cls, **kwargs)
 
 
 class ShardedOptimizer(OnPairs, hybrid.ReplicasOfStage3):

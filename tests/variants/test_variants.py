@@ -42,7 +42,8 @@ AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "fin
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_variant_has_thirty_lines_and_says_what_it_is_called_where_and_what_it_costs(path):
-    assert len(code_lines(path)) <= {"muon": 72, "by_bucket": 40}.get(path.stem, 30)
+    most = {"muon": 73, "by_bucket": 40, "hybrid": 60, "finite": 40, "remainder16": 36}  # hybrid is for two stages
+    assert len(code_lines(path)) <= most.get(path.stem, 30)
     if path.stem == "by_bucket":  # half of three
         return
     opening = ast.get_docstring(ast.parse(path.read_text()))
@@ -268,6 +269,34 @@ def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
     sum(param.sum() for _, param in weights).backward()
     optimizer.step()
     assert all((param == 0).all() for _, param in weights)  # nothing is left of it
+
+
+@on_ranks(of=[core_of, optimizer_of])
+def test_finite_leaves_out_and_counts_a_step_on_all_ranks(rank, of):
+    """The last rank has a nan in the first step of two, which moves nothing, nor the state: momentum begins later."""
+    weights = [nn.Parameter(torch.ones(40)) for _ in range(3)]
+    optimizer = of("variants.finite")(weights, torch.optim.SGD, lr=1.0, momentum=0.5, bucket_cap_mb=1e-6, skip=True)
+    for step, moved_to in enumerate([1, 0, -1.5]):
+        factor = math.nan if step == 0 and rank.rank == rank.world_size - 1 else 1
+        sum((param * factor).sum() for param in weights).backward()
+        optimizer.step()
+        assert all((param == moved_to).all() for param in weights) and optimizer.n_skipped == 1
+
+
+@on_ranks(4, accumulation_steps=[1, 3, math.inf], n_passes=[1, 3])
+def test_hybrid_may_average_over_the_groups_in_the_last_pass_alone(rank, accumulation_steps, n_passes):
+    """Four buckets, of which a rank has 16 elements each. What its host agrees on has integers."""
+    params = [nn.Parameter(torch.zeros(16)) for _ in range(4)]
+    optimizer = hybrid.DistributedOptimizer(params, torch.optim.SGD, lr=1.0, mesh=on_pairs.mesh(), bucket_cap_mb=1e-6,
+                                            gradient_accumulation_steps=accumulation_steps)
+    for _ in range(2):
+        with Ledger() as ledger:
+            for _ in range(n_passes):
+                sum(param.sum() * rank.rank for param in params).backward()
+            optimizer.step()
+        sizes = [entry.size for entry in ledger.entries if entry.kind == "all_reduce" and entry.dtype == torch.float32]
+        assert sizes == [64] * 4 * (n_passes if accumulation_steps == 1 else 1)
+    assert all((param == -2 * n_passes * 1.5).all() for param in params)
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes

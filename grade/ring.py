@@ -1,0 +1,36 @@
+"""A reduce-scatter and an all-gather as a ring of sends and receives: each rank talks to its two neighbours alone.
+
+Source of the idea: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def exchange(sent, received):
+    """Send `sent` to the next rank, and fill `received` from the rank before; (n,) each, and not the same memory."""
+    rank, d = dist.get_rank(), dist.get_world_size()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, (rank + 1) % d),
+                                        dist.P2POp(dist.irecv, received, (rank - 1) % d)]):
+        work.wait()
+
+
+def reduce_scatter(parts):
+    """-> the sum over the ranks of the part that this rank owns, (n,). parts: (d, n), this rank's; they stay."""
+    rank, d = dist.get_rank(), dist.get_world_size()
+    total = parts[(rank - 1) % d]
+    for turn in range(1, d):
+        received = torch.empty_like(total)
+        exchange(total, received)
+        total = received + parts[(rank - 1 - turn) % d]
+    return total
+
+
+def all_gather(part):
+    """-> the parts of all ranks, (d, n). part: (n,), this rank's."""
+    rank, d = dist.get_rank(), dist.get_world_size()
+    gathered = part.new_empty(d, len(part))
+    gathered[rank] = part
+    for turn in range(d - 1):
+        exchange(gathered[(rank - turn) % d], gathered[(rank - turn - 1) % d])
+    return gathered

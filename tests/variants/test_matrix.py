@@ -1,0 +1,120 @@
+"""Every variant beside what users combine it with equals one process that has the data of all ranks.
+
+Four ranks, which the hybrids take as two groups of two. What a variant doesn't take stands in its first lines.
+"""
+
+from contextlib import nullcontext
+from itertools import compress
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import checkpoint
+from tests.common import on_ranks, optimizer_of
+from tests.variants import on_pairs
+
+HYBRIDS = ["tests.variants.on_pairs", "tests.variants.on_pairs_of_stage_3"]
+OF_STAGE_3 = ["tests.variants.on_pairs_of_stage_3", "variants.per_parameter"]
+FEWER_BITS = ["variants.wire16", "variants.moments16"]
+OTHERS = ["variants.muon", "variants.finite", "variants.blocks", "variants.offload", "variants.remainder16"]
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16,
+          "mixed": torch.bfloat16}  # mixed: with a norm in fp32
+SITUATIONS = ["unused by rank", "unused by group", "passes by group", "copy_", "data", "clip", "no_sync", "prefetch",
+              "frozen", "group added", "other d"]
+SGD = {"lr": 0.2, "momentum": 0.9}
+
+
+class Model(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.late, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.to(DTYPES[dtype])
+        self.norm.to(torch.float32 if dtype == "mixed" else DTYPES[dtype])
+
+    def losses(self, situation, rank, step):
+        """-> iterator over the loss of each backward pass of a rank in one step."""
+        for number in range({"passes by group": 2 if rank < 2 else 3, "no_sync": 1 + rank}.get(situation, 1)):
+            x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(100 * rank + 10 * step + number))
+            x = self.first(x.to(self.first.weight.dtype))
+            if rank >= {"unused by rank": 3, "unused by group": 2}.get(situation, 0):
+                x = self.late(x)
+            yield (self.norm(x.to(self.norm.weight.dtype)) - y).square().mean()
+
+
+def write(param, situation):
+    (param.detach() if situation == "copy_" else param.data).clamp_(-0.1, 0.1)
+    if situation == "data" and param.itemsize == 2:  # docs/reference.md: of 16-bit parameters fp32 copies are stepped
+        torch.autograd.graph.increment_version(param)
+
+
+def vector(model):
+    return nn.utils.parameters_to_vector(param.detach().double() for param in model.parameters())
+
+
+def built(variant, situation, params, **kwargs):
+    if variant not in OF_STAGE_3:  # each parameter is a bucket
+        kwargs.update(bucket_cap_mb=1e-6, find_unused_parameters="unused" in situation)
+    return optimizer_of(variant)(params, torch.optim.SGD, **SGD, **kwargs)
+
+
+@pytest.mark.parametrize("variant", [*HYBRIDS, *FEWER_BITS, "variants.per_parameter", *OTHERS])
+@on_ranks(4, dtype=DTYPES, situation=SITUATIONS)
+def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype, situation, tmp_path):
+    if situation == "passes by group" and variant not in HYBRIDS + OF_STAGE_3:
+        return  # as in stage 4: all ranks run equally many passes, or accumulate in no_sync()
+    model, same, n_ranks = Model(dtype), Model(dtype), 4
+    start, is_added = vector(same), situation == "group added"
+    mains = {param: param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+             for param in same.parameters()}
+    is_first = [not is_added or not name.startswith("late") for name, _ in model.named_parameters()]
+    optimizer = built(variant, situation, compress(model.parameters(), is_first))
+    reference = torch.optim.SGD(compress(mains.values(), is_first), **SGD)
+    if situation == "prefetch" and variant not in OF_STAGE_3:
+        optimizer.prefetch_params(model)
+    for step in range(4):
+        for layer in (model.late, same.late):
+            layer.requires_grad_(step >= 2 or situation not in ("frozen", "group added"))
+        if is_added and step == 2:
+            optimizer.add_param_group({"params": model.late.parameters(), "lr": 0.1})
+            reference.add_param_group({"params": [mains[param] for param in same.late.parameters()], "lr": 0.1})
+        if situation == "other d" and step == 2:
+            folder = tmp_path / f"{dtype}, {rank.rank // 2 if variant in HYBRIDS else 'all'}"
+            checkpoint.save(folder, model, optimizer).result()
+            dist.barrier()
+            model = Model(dtype)
+            n_ranks = 4 if variant in HYBRIDS else 2  # each half of the ranks then trains on the data of the first half
+            mesh = on_pairs.mesh_of(4 // n_ranks)
+            on = {"mesh": mesh} if variant in HYBRIDS else {"process_group": mesh.get_group(1)}
+            optimizer = built(variant, situation, model.parameters(), **on)
+            checkpoint.load(folder, model, optimizer)
+        losses = list(model.losses(situation, rank.rank % n_ranks, step))
+        for loss in losses:
+            with optimizer.no_sync() if situation == "no_sync" and loss is not losses[-1] else nullcontext():
+                loss.backward()
+        for loss in [loss for place in range(n_ranks) for loss in same.losses(situation, place, step)]:
+            own = [param for param in mains if param.requires_grad]
+            grads = torch.autograd.grad(loss / n_ranks, own, materialize_grads=True)
+            for main, grad in zip(map(mains.get, own), grads):
+                main.grad = grad.to(main.dtype) + (0 if main.grad is None else main.grad)
+        if situation == "clip":
+            norm = nn.utils.clip_grad_norm_(mains.values(), 0.5).item()
+            assert norm > 0.5 and optimizer.clip_grad_norm_(0.5).item() == pytest.approx(norm, rel=1e-2)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        for param in model.parameters() if situation in ("copy_", "data") else ():
+            write(param, situation)
+        for param, main in mains.items():
+            param.data.copy_(main)
+            if situation in ("copy_", "data"):
+                write(param, situation)
+                main.copy_(torch.where(main.to(param.dtype) == param, main, param))
+    own, everyone = vector(model), start.new_empty(4, len(start))
+    dist.all_gather_into_tensor(everyone.view(-1), own)
+    assert (everyone == own).all(), "the ranks have different parameters"
+    tolerance = 2e-2 if DTYPES[dtype].itemsize == 2 or variant in FEWER_BITS else 1e-5
+    torch.testing.assert_close(own, vector(same), rtol=tolerance, atol=tolerance / 4)
+    assert (own - start).abs().max() > 5 * tolerance, "this shows nothing: the parameters have hardly moved"
